@@ -1,0 +1,48 @@
+# Everstep. `make` alone lists the targets.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("Everstep needs Python 3.11 or later, this is " + sys.version.split()[0] + "; say make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+.PHONY: setup
+setup: $(STAMP) ## make .venv with everything pinned by constraints.txt
+
+.PHONY: demo
+demo: $(STAMP) ## a real training run through six faults, on this machine (FAST=1, LAYOUT=fsdp2)
+	$(BIN)/python -m demo $(if $(FAST),--fast) $(if $(LAYOUT),--layout $(LAYOUT))
+
+.PHONY: test
+test: $(STAMP) ## all tests
+	$(BIN)/python -m pytest
+
+.PHONY: lint
+lint: $(STAMP) ## ruff, mypy --strict, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.PHONY: bench
+bench: $(STAMP) ## every bench in its quick size
+	$(BIN)/python -m bench.recovery --quick --no-peers
+
+.PHONY: schema
+schema: $(STAMP) ## write the wire messages' JSON Schemas to everstep/wire/schema
+	$(BIN)/python -m everstep.wire.export
+
+.PHONY: clean
+clean: ## remove what make made
+	rm -rf $(VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

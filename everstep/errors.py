@@ -1,0 +1,138 @@
+"""What can go wrong, as a tree.
+
+::
+
+    EverstepError
+    ├── ConfigurationError (ValueError)   settings that contradict each other or the machine
+    ├── ProtocolError                     the other side said something we cannot accept
+    │   ├── VersionMismatch               no protocol version in common
+    │   ├── MalformedMessage              truncated, oversized, or not of the declared shape
+    │   └── StaleGeneration               the message speaks for a generation that is over
+    ├── AuthenticationError               no, or a wrong, token or secret
+    ├── PermissionDenied                  a right token, for something else
+    ├── NotFound                          no such node, job, generation, verdict or slot
+    ├── Conflict                          refused in the present state: over budget, already held, ...
+    ├── Unavailable                       the other side is away; try again after ``retry_after_s``
+    └── CheckpointError
+        ├── DigestMismatch                bytes are not what was sealed
+        ├── NotRestorable                 no version is whole
+        └── OutOfSlotMemory               the vault has no room; the arithmetic is in the message
+
+Every class carries the HTTP status the controller answers with and a stable ``code`` for machines.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class EverstepError(Exception):
+    """Base of all errors this project raises on purpose."""
+
+    status: ClassVar[int] = 500
+    code: ClassVar[str] = "internal"
+
+
+class ConfigurationError(EverstepError, ValueError):
+    """Settings that contradict each other or the machine; the message says which and how to mend it."""
+
+    status = 422
+    code = "configuration"
+
+
+class ProtocolError(EverstepError):
+    """The other side said something that cannot be accepted."""
+
+    status = 400
+    code = "protocol"
+
+
+class VersionMismatch(ProtocolError):
+    """No protocol version in common; the message names both ranges and which side to upgrade."""
+
+    status = 426
+    code = "protocol_version"
+
+
+class MalformedMessage(ProtocolError):
+    """Truncated, oversized, or not of the declared shape."""
+
+    status = 422
+    code = "malformed"
+
+
+class StaleGeneration(ProtocolError):
+    """The message speaks for a generation, incarnation or session that is over."""
+
+    status = 409
+    code = "stale"
+
+
+class AuthenticationError(EverstepError):
+    """No token, or one that does not verify."""
+
+    status = 401
+    code = "unauthenticated"
+
+
+class PermissionDenied(EverstepError):
+    """A valid token that does not allow this."""
+
+    status = 403
+    code = "forbidden"
+
+
+class NotFound(EverstepError):
+    """No such node, job, generation, verdict or slot."""
+
+    status = 404
+    code = "not_found"
+
+
+class Conflict(EverstepError):
+    """Refused in the present state."""
+
+    status = 409
+    code = "conflict"
+
+
+class Unavailable(EverstepError):
+    """The other side is away or overloaded.
+
+    Args:
+        retry_after_s: when it makes sense to try again, seconds.
+    """
+
+    status = 503
+    code = "unavailable"
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class CheckpointError(EverstepError):
+    """A version cannot be written or read."""
+
+    code = "checkpoint"
+
+
+class DigestMismatch(CheckpointError):
+    """Bytes are not what was sealed."""
+
+    status = 422
+    code = "digest_mismatch"
+
+
+class NotRestorable(CheckpointError):
+    """No version is whole among the holders that answer."""
+
+    status = 409
+    code = "not_restorable"
+
+
+class OutOfSlotMemory(CheckpointError):
+    """The vault has no room for the slots; the message shows the arithmetic."""
+
+    status = 507
+    code = "slot_memory"

@@ -1,0 +1,59 @@
+"""Names of things, and the rules a name must follow."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import msgspec
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+_NAME = re.compile(NAME_PATTERN)
+
+NodeId = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
+"""A machine, by the name its operator gave it (host name by default)."""
+
+JobId = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
+"""A training run across restarts and regroupings."""
+
+TraceId = Annotated[str, msgspec.Meta(max_length=64)]
+"""One stimulus and all that followed from it: on every message, log line and audit row of a failure's way."""
+
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
+GenerationNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
+Incarnation = Annotated[int, msgspec.Meta(ge=0)]
+"""One life of an agent or launcher: milliseconds of the wall clock at its start, so a later life is larger."""
+
+Address = Annotated[str, msgspec.Meta(pattern=r"^[^\s/]{1,253}:[0-9]{1,5}$")]
+"""``host:port``."""
+
+
+class Version(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """A checkpoint version: the state after optimizer step ``step``, reached in ``generation``.
+
+    The same step computed again in a later generation is another version. Ordered by generation, then step.
+    """
+
+    generation: GenerationNumber
+    step: Annotated[int, msgspec.Meta(ge=0)]
+
+    def __str__(self) -> str:
+        return f"{self.generation}:{self.step}"
+
+
+def check_name(value: str, what: str) -> str:
+    """Returns ``value`` if it may name a node or a job. Raises ValueError with the rule otherwise."""
+    if not _NAME.match(value):
+        raise ValueError(
+            f"{value!r} cannot name a {what}: use 1 to 63 letters, digits, dots, dashes or underscores, "
+            "beginning with a letter or digit"
+        )
+    return value
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """``host:port`` as a pair. Raises ValueError where it is not one."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"{address!r} is not an address: expected host:port, such as 127.0.0.1:7707")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,175 @@
+"""The words in which findings, verdicts and states are said.
+
+A *finding* is a fact a sensor, probe or audit saw. A *verdict* is what the controller made of findings.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from everstep.ids import NodeId, TraceId
+
+
+class FindingKind(StrEnum):
+    """What was seen. The prefix names the sensor's domain."""
+
+    GPU_LOST = "gpu.lost"
+    GPU_XID = "gpu.xid"
+    GPU_RECOVERY_ACTION = "gpu.recovery_action"
+    GPU_ECC_UNCORRECTABLE = "gpu.ecc_uncorrectable"
+    GPU_ROW_REMAP_PENDING = "gpu.row_remap_pending"
+    GPU_ROW_REMAP_FAILURE = "gpu.row_remap_failure"
+    GPU_RETIRED_PAGES = "gpu.retired_pages"
+    GPU_TEMPERATURE = "gpu.temperature"
+    GPU_THROTTLED = "gpu.throttled"
+    GPU_PCIE_REPLAY = "gpu.pcie_replay"
+    GPU_PCIE_LINK = "gpu.pcie_link"
+    GPU_NVLINK = "gpu.nvlink"
+    NETWORK_PORT_DOWN = "network.port_down"
+    NETWORK_ERRORS = "network.errors"
+    HOST_MEMORY = "host.memory"
+    HOST_DISK = "host.disk"
+    HOST_CLOCK_SKEW = "host.clock_skew"
+    HOST_PROCESSES = "host.processes"
+    HOST_KERNEL = "host.kernel"
+    SENSOR_HUNG = "sensor.hung"
+    SENSOR_FAILED = "sensor.failed"
+    SENSOR_STALE = "sensor.stale"
+    RANK_LOST = "rank.lost"
+    RANK_HUNG = "rank.hung"
+    RANK_FLAPPING = "rank.flapping"
+    COLLECTIVE_FAILED = "rank.collective_failed"
+    LAUNCHER_LOST = "launcher.lost"
+    VAULT_LOST = "vault.lost"
+    SLOT_CORRUPT = "vault.slot_corrupt"
+    TRANSFER_CORRUPT = "vault.transfer_corrupt"
+    DIGEST_MISMATCH = "sdc.digest_mismatch"
+    PROBE_FAILED = "probe.failed"
+    PROBE_SLOW = "probe.slow"
+    NODE_SILENT = "node.silent"
+    NODE_DISCONNECTED = "node.disconnected"
+
+
+class Severity(StrEnum):
+    """How bad, for the node's fitness to compute."""
+
+    INFO = "info"
+    WARNING = "warning"
+    CRITICAL = "critical"
+
+
+class Action(StrEnum):
+    """What would cure it, weakest first. ``Action.strongest`` compares by this order."""
+
+    NONE = "none"
+    RESTART_RANK = "restart_rank"
+    RESET_GPU = "reset_gpu"
+    REBOOT_NODE = "reboot_node"
+    DRAIN = "drain"
+    REPAIR = "repair"
+
+    @staticmethod
+    def strongest(*actions: Action) -> Action:
+        return max(actions, key=list(Action).index, default=Action.NONE)
+
+
+class Mode(StrEnum):
+    """What a policy rule may do by itself."""
+
+    OBSERVE = "observe"
+    RECOMMEND = "recommend"
+    ENFORCE = "enforce"
+
+
+class NodeState(StrEnum):
+    """Where a node stands with the fleet."""
+
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"
+    LOST = "lost"
+    QUARANTINED = "quarantined"
+    PROBATION = "probation"
+    HELD = "held"
+    REPAIR = "repair"
+
+
+class JobState(StrEnum):
+    """Where a job stands."""
+
+    FORMING = "forming"
+    RUNNING = "running"
+    PAUSED = "paused"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+class GenerationReason(StrEnum):
+    """Why a generation replaced the one before it."""
+
+    FORMED = "formed"
+    RANK_LOST = "rank_lost"
+    RANK_HUNG = "rank_hung"
+    NODE_LOST = "node_lost"
+    NODE_EVICTED = "node_evicted"
+    CORRUPTION = "corruption"
+    COLLECTIVE_FAILED = "collective_failed"
+    STORE_LOST = "store_lost"
+    GROWTH = "growth"
+    OPERATOR = "operator"
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A fact, with what a person needs to check it.
+
+    ``key`` identifies the finding on its node (kind and subject): a second report with the same key updates the
+    first. ``value`` and ``threshold`` are in the unit that ``message`` names. ``rule`` is the id of the policy rule
+    that turned the sample into a finding, ``source`` where that rule's number comes from. ``since`` is wall seconds.
+    """
+
+    kind: FindingKind
+    subject: str
+    severity: Severity
+    message: str
+    action: Action = Action.NONE
+    mode: Mode = Mode.ENFORCE
+    rule: str = ""
+    source: str = ""
+    value: float | None = None
+    threshold: float | None = None
+    xid: int | None = None
+    since: float = 0.0
+    trace: TraceId = ""
+    evidence: dict[str, str] = {}
+
+    @property
+    def key(self) -> str:
+        suffix = f"/{self.xid}" if self.xid is not None else ""
+        return f"{self.kind}/{self.subject}{suffix}"
+
+
+class Decision(StrEnum):
+    """What a verdict decided."""
+
+    EVICT = "evict"
+    HOLD_BY_BUDGET = "hold_by_budget"
+    RECOMMEND = "recommend"
+    QUARANTINE = "quarantine"
+    READMIT = "readmit"
+    REPAIR = "repair"
+    REFUTE = "refute"
+    NO_ACTION = "no_action"
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """A judgement: the decision, the sentence that explains it, and the findings it rests on."""
+
+    id: str
+    node: NodeId
+    decision: Decision
+    sentence: str
+    action: Action
+    evidence: tuple[Finding, ...]
+    at: float
+    trace: TraceId

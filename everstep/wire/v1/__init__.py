@@ -1,0 +1,11 @@
+"""Protocol version 1.
+
+``training``    what is said about a job: specification, generations, rank reports
+``directives``  what the controller asks of a node
+``agent``       the agent's HTTP requests and their answers
+``local``       frames on the node's unix sockets (trainer, launcher, agent, vault)
+``transfer``    frames between vaults
+``operator``    answers of the operator routes
+
+All messages are ``msgspec`` structs that refuse unknown fields. JSON on HTTP, MessagePack on sockets.
+"""

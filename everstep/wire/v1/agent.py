@@ -1,0 +1,124 @@
+"""The agent's HTTP requests and their answers.
+
+=======  ==================================  ==============================  =======================
+method   path                                body                            answer
+=======  ==================================  ==============================  =======================
+POST     /v1/agents/{node}/register          Register                        Registered
+POST     /v1/agents/{node}/heartbeat         Heartbeat                       HeartbeatAnswer
+POST     /v1/agents/{node}/reports           Reports (urgent)                ReportsAnswer
+GET      /v1/agents/{node}/directives        ?incarnation=&after=&wait_s=    DirectivesAnswer (long poll)
+=======  ==================================  ==============================  =======================
+
+Errors are ``{"error": {"code", "message"}}`` with the status of ``everstep.errors``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from everstep.ids import Address, Incarnation, NodeId
+from everstep.vocabulary import Finding
+from everstep.wire.v1.base import Message
+from everstep.wire.v1.directives import Directive
+from everstep.wire.v1.training import AnyReport, RankProgress
+
+MAX_BODY_BYTES = 1 << 20
+"""Largest request body the controller reads."""
+
+
+class Gpu(Message, frozen=True, kw_only=True):
+    """One GPU as NVML names it."""
+
+    index: int
+    uuid: str
+    name: str
+    pci_bus_id: str
+    memory_bytes: int
+    serial: str = ""
+
+
+class Domain(Message, frozen=True, kw_only=True):
+    """Failure domains a node belongs to; equal strings fail together."""
+
+    rack: str = ""
+    switch: str = ""
+    power: str = ""
+
+
+class Register(Message, frozen=True, kw_only=True):
+    """An agent's first words in each of its lives."""
+
+    protocols: tuple[int, ...]
+    node: NodeId
+    incarnation: Incarnation
+    agent_version: str
+    vault: Address
+    boot_id: str = ""
+    driver_version: str = ""
+    domain: Domain = Domain()
+    gpus: tuple[Gpu, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    sent_at: float = 0.0
+
+
+class Registered(Message, frozen=True, kw_only=True):
+    """The controller's answer: the protocol to speak, how often to beat, and from where directives count.
+
+    ``next_directive`` is the smallest sequence number the node may be sent; older ones are void for this life.
+    """
+
+    protocol: int
+    heartbeat_interval_s: float
+    next_directive: int
+    controller: str
+    server_at: float
+
+
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """Once a second. ``findings`` is the full picture, only when it changed since the last answered beat.
+
+    ``reports_through`` is the last report number sent, so that a gap is noticed.
+    """
+
+    incarnation: Incarnation
+    seq: int
+    sent_at: float
+    findings: tuple[Finding, ...] | None = None
+    ranks: tuple[RankProgress, ...] = ()
+    reports_through: int = 0
+
+
+class HeartbeatAnswer(Message, frozen=True, kw_only=True):
+    """``resend``: the controller has no picture of this node (it restarted): send findings in full, join again."""
+
+    server_at: float
+    resend: bool = False
+    directives: tuple[Directive, ...] = ()
+
+
+class Numbered(Message, frozen=True, kw_only=True):
+    """A report with its number in this agent's life; the controller drops numbers it has already taken."""
+
+    number: int
+    body: AnyReport
+
+
+class Reports(Message, frozen=True, kw_only=True):
+    """Reports in order; answered only once they are durable."""
+
+    incarnation: Incarnation
+    reports: Annotated[tuple[Numbered, ...], msgspec.Meta(max_length=1024)]
+
+
+class ReportsAnswer(Message, frozen=True, kw_only=True):
+    """All reports up to and including ``through`` are durable."""
+
+    through: int
+
+
+class DirectivesAnswer(Message, frozen=True, kw_only=True):
+    """What a node has not seen after ``after``; empty when the wait ended without any."""
+
+    directives: tuple[Directive, ...] = ()

@@ -1,0 +1,66 @@
+"""What the controller asks of a node. Delivered in order, at least once; a node skips what it has already seen."""
+
+from __future__ import annotations
+
+from everstep.ids import Address, GenerationNumber, JobId, NodeId, Rank, TraceId, Version
+from everstep.wire.v1.base import Message
+from everstep.wire.v1.training import GenerationSpec, ShortText
+
+
+class NewGeneration(Message, frozen=True, kw_only=True, tag=True):
+    """Enter this generation; whoever of the node is not in its roster parks as a spare."""
+
+    spec: GenerationSpec
+
+
+class KillRank(Message, frozen=True, kw_only=True, tag=True):
+    """End a rank's process with SIGKILL: it hangs, or must not go on."""
+
+    job: JobId
+    generation: GenerationNumber
+    rank: Rank
+    local_rank: int
+    reason: ShortText
+    trace: TraceId = ""
+
+
+class StopJob(Message, frozen=True, kw_only=True, tag=True):
+    """The job is over. ``ok`` is what launchers exit by; ``reason`` what they print."""
+
+    job: JobId
+    ok: bool
+    reason: ShortText
+
+
+class VersionNotice(Message, frozen=True, kw_only=True, tag=True):
+    """The newest committed and verified versions: vaults may reclaim what is older than both."""
+
+    job: JobId
+    committed: Version | None
+    verified: Version | None
+
+
+class RunProbe(Message, frozen=True, kw_only=True, tag=True):
+    """Take part in an all-reduce probe of ``len(nodes)`` members; the first of ``nodes`` hosts the store at ``store``.
+
+    ``store`` names the first node's host with port 0 when the host is to choose and announce it. ``sizes`` in bytes.
+    """
+
+    probe: str
+    nodes: tuple[NodeId, ...]
+    store: Address
+    backend: str = "gloo"
+    sizes: tuple[int, ...] = (8, 4096, 65536, 1 << 20, 16 << 20, 64 << 20)
+    repeats: int = 5
+    timeout_s: float = 30.0
+    trace: TraceId = ""
+
+
+AnyDirective = NewGeneration | KillRank | StopJob | VersionNotice | RunProbe
+
+
+class Directive(Message, frozen=True, kw_only=True):
+    """A directive with its place in the node's queue."""
+
+    seq: int
+    body: AnyDirective

@@ -1,0 +1,247 @@
+"""Frames on a node's unix sockets. Each is a 4-byte big-endian length and one MessagePack document.
+
+``agent.sock``: launchers and ranks connect; peer credentials (same user, or root) are the authentication. The first
+frame is ``Hello``; the agent answers ``Welcome``, then sends directives of that job as they come.
+
+* a launcher sends ``LauncherJoined`` and receives ``NewGeneration``, ``KillRank``, ``StopJob``;
+* a rank sends ``Tick`` and reports, and receives ``NewGeneration``, ``StopJob``, ``VersionNotice``. The end of its
+  connection is the end of its process: the agent reports ``RankLost`` at once.
+
+``vault.sock``: ranks and the agent's supervisor. Requests carry ``request``; the answer repeats it.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from everstep.ids import GenerationNumber, JobId, NodeId, Rank, Version
+from everstep.wire.v1.base import Message
+from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob, VersionNotice
+from everstep.wire.v1.training import (
+    CollectiveFailed,
+    FindingRaised,
+    Holder,
+    LauncherJoined,
+    RankFinished,
+    RankStalled,
+    Resumed,
+    Sealed,
+    ShortText,
+    UserError,
+)
+
+MAX_FRAME_BYTES = 16 << 20
+
+
+class Role(StrEnum):
+    LAUNCHER = "launcher"
+    RANK = "rank"
+
+
+class Hello(Message, frozen=True, kw_only=True, tag=True):
+    """Who is at the other end. ``local_rank`` is None for a launcher."""
+
+    protocols: tuple[int, ...]
+    role: Role
+    job: JobId
+    pid: int
+    local_rank: int | None = None
+
+
+class Welcome(Message, frozen=True, kw_only=True, tag=True):
+    """The agent's answer: which node this is, and where its vault listens."""
+
+    protocol: int
+    node: NodeId
+    vault_socket: str
+    tick_interval_s: float
+
+
+class Tick(Message, frozen=True, kw_only=True, tag=True):
+    """A rank's sign of life from its signal thread, with its progress. No tick for long: ``RankUnresponsive``."""
+
+    generation: GenerationNumber
+    rank: Rank
+    step: int
+    step_s: float
+    collectives: int = 0
+    loss: float | None = None
+
+
+class Goodbye(Message, frozen=True, kw_only=True, tag=True):
+    """An orderly end of the connection; not a loss."""
+
+    detail: ShortText = ""
+
+
+class LauncherLost(Message, frozen=True, kw_only=True, tag=True):
+    """To ranks: their launcher is gone and will not replace them."""
+
+    detail: ShortText = ""
+
+
+class RankExited(Message, frozen=True, kw_only=True, tag=True):
+    """From a launcher: how a rank's process ended, and whether another stands ready for its place."""
+
+    local_rank: int
+    pid: int
+    exit_code: int | None
+    signal: int | None
+    replacement: bool
+
+
+ToAgent = (
+    Hello
+    | Tick
+    | Goodbye
+    | RankExited
+    | LauncherJoined
+    | CollectiveFailed
+    | RankStalled
+    | Sealed
+    | Resumed
+    | UserError
+    | RankFinished
+    | FindingRaised
+)
+FromAgent = Welcome | NewGeneration | KillRank | StopJob | VersionNotice | LauncherLost
+
+
+# --- vault -------------------------------------------------------------------------------------------------------
+
+
+class OpenSegment(Message, frozen=True, kw_only=True, tag=True):
+    """Make (or find) the segment of one rank's slots, large enough for ``slot_bytes`` each. Answer: Segment."""
+
+    request: int
+    job: JobId
+    local_rank: int
+    slot_bytes: int
+    slots: int = 4
+
+
+class Segment(Message, frozen=True, kw_only=True, tag=True):
+    """Where a segment is: a file in a shared-memory file system, laid out by ``everstep.slots``."""
+
+    request: int
+    path: str
+    slot_bytes: int
+    slots: int
+
+
+class SlotSealed(Message, frozen=True, kw_only=True, tag=True):
+    """From a rank: slot ``slot`` of its segment is sealed. The vault replicates it and answers ``Replicated``.
+
+    ``replicate``: byte ranges (offset, length) within the slot's payload that no other rank holds and that go to
+    ``to``; empty when equal copies elsewhere already make it safe.
+    """
+
+    request: int
+    job: JobId
+    generation: GenerationNumber
+    rank: Rank
+    local_rank: int
+    slot: int
+    version: Version
+    replicate: tuple[tuple[int, int], ...] = ()
+    to: tuple[NodeId, ...] = ()
+
+
+class Replicated(Message, frozen=True, kw_only=True, tag=True):
+    """Nodes that hold a hashed copy of the sealed slot now; ``failed`` maps a node to why it does not."""
+
+    request: int
+    nodes: tuple[NodeId, ...]
+    failed: dict[str, str] = {}
+
+
+class Configure(Message, frozen=True, kw_only=True, tag=True):
+    """From the supervisor: the job's generation, the secret and the vaults of its nodes."""
+
+    request: int
+    job: JobId
+    generation: GenerationNumber
+    secret: str
+    holders: tuple[Holder, ...]
+    committed: Version | None = None
+    verified: Version | None = None
+
+
+class Forget(Message, frozen=True, kw_only=True, tag=True):
+    """From the supervisor: the job is over; unlink its segments."""
+
+    request: int
+    job: JobId
+
+
+class Inventory(Message, frozen=True, kw_only=True, tag=True):
+    """Which sealed slots of the job are here, own and replica, and in the vaults of ``nodes``. Answer: InventoryAnswer.
+
+    A node that does not answer within ``timeout_s`` is left out of the answer.
+    """
+
+    request: int
+    job: JobId
+    nodes: tuple[NodeId, ...] = ()
+    timeout_s: float = 1.0
+
+
+class SlotInfo(Message, frozen=True, kw_only=True, array_like=True):
+    """One sealed slot: on which node, whose, which version, its file there, and the digest of its manifest."""
+
+    node: NodeId
+    rank: Rank
+    version: Version
+    path: str
+    slot: int
+    replica: bool
+    manifest_digest: str
+
+
+class InventoryAnswer(Message, frozen=True, kw_only=True, tag=True):
+    request: int
+    slots: tuple[SlotInfo, ...]
+
+
+class Fetch(Message, frozen=True, kw_only=True, tag=True):
+    """From a rank: copy a remote slot's manifest or byte ranges. The vault answers ``Fetched`` with the bytes' place.
+
+    ``ranges`` are (offset, length) in the slot's payload; they land one after another from ``into_offset`` on in the
+    file ``into`` (a scratch file under the segment directory). Empty ranges: the manifest lands there.
+    """
+
+    request: int
+    job: JobId
+    node: NodeId
+    rank: Rank
+    version: Version
+    ranges: tuple[tuple[int, int], ...]
+    into: str
+    into_offset: int = 0
+
+
+class Fetched(Message, frozen=True, kw_only=True, tag=True):
+    request: int
+    bytes: int
+
+
+class Done(Message, frozen=True, kw_only=True, tag=True):
+    request: int
+
+
+class Failed(Message, frozen=True, kw_only=True, tag=True):
+    """The request was refused; ``code`` of everstep.errors."""
+
+    request: int
+    code: str
+    message: ShortText
+
+
+class VaultFinding(Message, frozen=True, kw_only=True, tag=True):
+    """To the supervisor, unasked: something the scrubber or a transfer found."""
+
+    finding: FindingRaised
+
+
+ToVault = OpenSegment | SlotSealed | Configure | Forget | Inventory | Fetch
+FromVault = Segment | Replicated | InventoryAnswer | Fetched | Done | Failed | VaultFinding

@@ -1,0 +1,276 @@
+"""What is said about a job: its specification, its generations, and what its ranks and launchers report."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, TraceId, Version
+from everstep.vocabulary import Finding, GenerationReason
+from everstep.wire.v1.base import Message
+
+ShortText = Annotated[str, msgspec.Meta(max_length=4096)]
+LongText = Annotated[str, msgspec.Meta(max_length=65536)]
+
+
+class JobSpec(Message, frozen=True, kw_only=True):
+    """What a launcher asks for. All launchers of a job must say the same.
+
+    ``min_nodes`` and ``max_nodes`` bound the roster; launchers beyond ``max_nodes`` are spares. A roster always has
+    ``nproc_per_node`` ranks on each of its nodes. The first generation is formed when ``max_nodes`` have joined,
+    or ``min_nodes`` have and ``join_wait_s`` passed. ``replicas`` is how many failure domains hold each byte of a
+    version. ``digest_interval`` is the number of steps between parameter digests (0: none). ``max_user_retries``
+    is how often a training function that raised is entered again.
+    """
+
+    job: JobId
+    min_nodes: Annotated[int, msgspec.Meta(ge=1)] = 1
+    max_nodes: Annotated[int, msgspec.Meta(ge=1)] = 1
+    nproc_per_node: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    join_wait_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
+    replicas: Annotated[int, msgspec.Meta(ge=1, le=8)] = 2
+    digest_interval: Annotated[int, msgspec.Meta(ge=0)] = 1
+    hang_threshold_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    max_user_retries: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class Member(Message, frozen=True, kw_only=True):
+    """One rank of a roster. Whichever process holds ``local_rank`` on ``node`` is that rank."""
+
+    rank: Rank
+    node: NodeId
+    local_rank: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Holder(Message, frozen=True, kw_only=True):
+    """A vault that may hold slots of the job: every roster node, and nodes that left the roster but still answer."""
+
+    node: NodeId
+    vault: Address
+
+
+class RestoreRule(Message, frozen=True, kw_only=True):
+    """Which version a generation may start from; the ranks choose within it by what is whole (docs/decisions/0003).
+
+    The newest whole version ``v`` with ``floor <= v <= ceiling`` is taken. ``floor`` is the newest version the
+    controller logged as committed: an older one is never taken in silence. ``ceiling`` is set after corruption: the
+    newest verified version. ``scratch`` starts anew (no version was ever committed).
+    """
+
+    floor: Version | None = None
+    ceiling: Version | None = None
+    scratch: bool = False
+
+
+class GenerationSpec(Message, frozen=True, kw_only=True):
+    """A job's membership: the unit of truth.
+
+    ``store`` is the rendezvous store to meet at, hosted by the launcher on ``store_node``; keys go under the
+    generation's number. ``replica_nodes`` maps a node to the nodes whose vaults copy what its ranks alone hold.
+    ``after_step``: leave the running generation in order when this step is finished (a boundary), instead of at once.
+    ``secret`` (hex) authenticates vault transfers of this job.
+    """
+
+    job: JobId
+    number: GenerationNumber
+    reason: GenerationReason
+    sentence: ShortText
+    trace: TraceId
+    roster: tuple[Member, ...]
+    store: Address
+    store_node: NodeId
+    restore: RestoreRule
+    holders: tuple[Holder, ...]
+    replica_nodes: dict[str, tuple[str, ...]]
+    secret: str
+    spec: JobSpec
+    issued_at: float
+    after_step: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        return len(self.roster)
+
+    def member(self, node: str, local_rank: int) -> Member | None:
+        """The rank that ``local_rank`` on ``node`` plays, or None where it plays none."""
+        return next((m for m in self.roster if m.node == node and m.local_rank == local_rank), None)
+
+
+# --- reports: from ranks and launchers, through the agent, to the controller -------------------------------------
+
+
+class Report(Message, frozen=True, kw_only=True):
+    """Base of what a node reports about a job. ``at`` is the node's wall clock at the observation."""
+
+    job: JobId
+    at: float
+    trace: TraceId = ""
+
+
+class LauncherJoined(Report, frozen=True, kw_only=True, tag=True):
+    """A launcher offers its node to the job. Sent again after every reconnect of launcher or agent.
+
+    ``generation`` is what its ranks are in (0: none), so that a controller that lost track can catch up.
+    """
+
+    spec: JobSpec
+    launcher: Incarnation
+    store: Address
+    generation: GenerationNumber = 0
+
+
+class LauncherLeft(Report, frozen=True, kw_only=True, tag=True):
+    """A launcher is gone: ``orderly`` when it said goodbye, else its socket closed."""
+
+    launcher: Incarnation
+    orderly: bool
+    detail: ShortText = ""
+
+
+class RankLost(Report, frozen=True, kw_only=True, tag=True):
+    """A rank's process is gone. ``replacement``: the launcher has a process ready, or can fork one, for its place."""
+
+    generation: GenerationNumber
+    rank: Rank
+    local_rank: int
+    detail: ShortText
+    exit_code: int | None = None
+    signal: int | None = None
+    replacement: bool = True
+
+
+class CollectiveFailed(Report, frozen=True, kw_only=True, tag=True):
+    """A rank's collective raised. It says that somebody is lost, not who; a witness, not a judge."""
+
+    generation: GenerationNumber
+    rank: Rank
+    step: int
+    detail: ShortText
+
+
+class RankStalled(Report, frozen=True, kw_only=True, tag=True):
+    """A rank made no progress for ``stalled_s``, over its own threshold.
+
+    ``step`` is the last finished step; ``collectives`` counts collectives entered in this generation: the rank with
+    the smallest (step, collectives), or that does not report at all, is the one the others wait for. ``stacks``
+    is every Python thread's stack.
+    """
+
+    generation: GenerationNumber
+    rank: Rank
+    step: int
+    collectives: int
+    stalled_s: float
+    threshold_s: float
+    stacks: LongText = ""
+
+
+class RankUnresponsive(Report, frozen=True, kw_only=True, tag=True):
+    """The agent's own view: a rank whose signal thread stopped ticking (a stopped or starved process)."""
+
+    generation: GenerationNumber
+    rank: Rank
+    local_rank: int
+    silent_s: float
+    process_state: ShortText = ""
+
+
+class Sealed(Report, frozen=True, kw_only=True, tag=True):
+    """A rank's share of a version is sealed in the node's vault, or has been copied where it must be.
+
+    ``replicas``: nodes whose vaults have acknowledged the copy. ``safe``: as many failure domains hold every byte
+    of this share as the job asks for (other ranks' equal copies counted). ``digests`` maps a replica group (ranks
+    that must be equal) to the weighted digest of its parameters, in hex.
+    """
+
+    generation: GenerationNumber
+    rank: Rank
+    version: Version
+    bytes: int
+    safe: bool
+    replicas: tuple[NodeId, ...] = ()
+    digests: dict[str, str] = {}
+
+
+class Resumed(Report, frozen=True, kw_only=True, tag=True):
+    """A rank finished its first step in a generation; the acknowledgement that ends a failure's way.
+
+    ``restored`` is the version it started from (None: from scratch), ``phases_s`` seconds by phase (abort, teardown,
+    rendezvous, restore, first_step).
+    """
+
+    generation: GenerationNumber
+    rank: Rank
+    step: int
+    restored: Version | None
+    phases_s: dict[str, float]
+
+
+class UserError(Report, frozen=True, kw_only=True, tag=True):
+    """The training function raised an exception of its own."""
+
+    generation: GenerationNumber
+    rank: Rank
+    step: int
+    error: ShortText
+    traceback: LongText
+
+
+class RankFinished(Report, frozen=True, kw_only=True, tag=True):
+    """A rank's training function returned."""
+
+    generation: GenerationNumber
+    rank: Rank
+    step: int
+
+
+class FindingRaised(Message, frozen=True, kw_only=True, tag=True):
+    """The agent found something about its node; ``job`` where it belongs to one."""
+
+    finding: Finding
+    job: JobId | None = None
+
+
+class FindingCleared(Message, frozen=True, kw_only=True, tag=True):
+    """A finding's clearing rule holds."""
+
+    key: str
+    trace: TraceId = ""
+
+
+class ProbeFinished(Message, frozen=True, kw_only=True, tag=True):
+    """One side's result of a probe. ``rows``: bytes, latency in seconds (median), bus bandwidth in bytes/s."""
+
+    probe: str
+    ok: bool
+    detail: ShortText = ""
+    rows: tuple[tuple[int, float, float], ...] = ()
+
+
+AnyReport = (
+    LauncherJoined
+    | LauncherLeft
+    | RankLost
+    | CollectiveFailed
+    | RankStalled
+    | RankUnresponsive
+    | Sealed
+    | Resumed
+    | UserError
+    | RankFinished
+    | FindingRaised
+    | FindingCleared
+    | ProbeFinished
+)
+
+
+class RankProgress(Message, frozen=True, kw_only=True, array_like=True):
+    """A rank's progress in a heartbeat: last finished step, and seconds that step took (median of late ones)."""
+
+    job: JobId
+    generation: GenerationNumber
+    rank: Rank
+    step: int
+    step_s: float
+    loss: float | None = None

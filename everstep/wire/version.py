@@ -1,0 +1,21 @@
+"""Which protocol versions this build speaks, and how two sides agree on one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from everstep.errors import VersionMismatch
+
+SPOKEN: tuple[int, ...] = (1,)
+
+
+def negotiate(offered: Iterable[int], spoken: Iterable[int] = SPOKEN) -> int:
+    """The newest version in both. Raises VersionMismatch, saying which side is older, where there is none."""
+    theirs, ours = set(offered), set(spoken)
+    both = theirs & ours
+    if both:
+        return max(both)
+    older = "the caller" if theirs and max(theirs) < min(ours) else "this side"
+    raise VersionMismatch(
+        f"no protocol version in common: offered {sorted(theirs)}, spoken here {sorted(ours)}; upgrade {older}"
+    )
