@@ -1,0 +1,103 @@
+"""One table for every bench: name, value, unit, floor, aim, against, met; printed, and as JSON for machines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured figure. ``floor`` and ``aim`` are in ``unit``; None where a row is only for comparison.
+
+    ``smaller_is_better`` tells on which side of floor and aim to be. ``against`` names the peer or physical limit the
+    figure stands beside.
+    """
+
+    name: str
+    value: float | None
+    unit: str
+    floor: float | None = None
+    aim: float | None = None
+    against: str = ""
+    smaller_is_better: bool = True
+
+    @property
+    def met(self) -> str:
+        """``aim``, ``floor`` or ``no``; a row without a floor is met. A figure that could not be had misses."""
+        if self.floor is None and self.aim is None:
+            return "aim"
+        if self.value is None:
+            return "no"
+        if self._reaches(self.aim):
+            return "aim"
+        return "floor" if self._reaches(self.floor) else "no"
+
+    def _reaches(self, mark: float | None) -> bool:
+        if mark is None or self.value is None:
+            return False
+        return self.value <= mark if self.smaller_is_better else self.value >= mark
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def machine() -> dict[str, object]:
+    """What the figures were taken on."""
+    model = next(
+        (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "unknown"
+    )
+    memory = next((int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
+    return {"cpu": model, "cores": os.cpu_count(), "memory_bytes": memory, "kernel": platform.release()}
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
+def versions() -> dict[str, str]:
+    """Versions of what was measured, where installed."""
+    found = {"python": platform.python_version()}
+    for name in ("everstep", "torch", "torchft", "numpy", "msgspec", "xxhash", "fastapi", "uvicorn", "sqlalchemy"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags every bench has."""
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write machine, versions and rows to FILE")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats, for make bench")
+
+
+def finish(title: str, rows: list[Row], json_path: Path | None, extra: dict[str, object] | None = None) -> int:
+    """Prints the table, writes the JSON, and returns the exit status: 1 where a row misses its floor."""
+    table = Table(title=title)
+    for column in ("name", "value", "unit", "floor", "aim", "against", "met"):
+        table.add_column(column, justify="right" if column in {"value", "floor", "aim"} else "left")
+    colour = {"aim": "green", "floor": "yellow", "no": "red"}
+    for row in rows:
+        judged = row.floor is not None or row.aim is not None
+        met = f"[{colour[row.met]}]{row.met}[/]" if judged else ""
+        table.add_row(row.name, _number(row.value), row.unit, _number(row.floor), _number(row.aim), row.against, met)
+    Console().print(table)
+    if json_path is not None:
+        document = {
+            "machine": machine(),
+            "versions": versions(),
+            "rows": [{**asdict(row), "met": row.met} for row in rows],
+            **(extra or {}),
+        }
+        json_path.write_text(json.dumps(document, indent=2) + "\n")
+    return int(any(row.met == "no" for row in rows))

@@ -1,0 +1,77 @@
+"""The training that recoveries are measured on, the same for Everstep and for every peer.
+
+Eight ``Linear(512, 512)`` layers under AdamW (2.1 M parameters), four ranks: small enough that a step takes 35-50 ms
+on two cores, so that what is measured is recovery and not arithmetic. Imports torch and nothing of Everstep, because
+peers run it in an environment of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+LAYERS, WIDTH, BATCH = 8, 512, 32
+
+
+def build_model(seed: int = 0) -> nn.Sequential:
+    """The model, equal on every rank."""
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    """``[BATCH, WIDTH]`` of input, a function of step and rank alone."""
+    generator = torch.Generator().manual_seed(step * 1000 + rank)
+    return torch.randn(BATCH, WIDTH, generator=generator)
+
+
+class StepLog:
+    """One JSON line per finished step, in a file per process, with the machine-wide monotonic clock."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        self._file = Path(folder, f"{name}-{os.getpid()}.jsonl").open("a", buffering=1)
+
+    def write(self, event: str, step: int, **more: object) -> None:
+        row = {"event": event, "step": step, "at": time.clock_gettime(time.CLOCK_MONOTONIC), **more}
+        self._file.write(json.dumps(row) + "\n")
+
+
+class Fault:
+    """What befalls this rank, by ``BENCH_FAULT`` = ``rank:step:where:signal`` (where: between or backward).
+
+    The victim signals itself, so that the moment is exact; it logs the time just before. The fault happens once: the
+    file ``BENCH_FOLDER/fault`` marks it as done for every later life of that rank.
+    """
+
+    def __init__(self, rank: int, log: StepLog, model: nn.Module) -> None:
+        victim, step, where, signal_name = os.environ.get("BENCH_FAULT", "-1:-1:between:KILL").split(":")
+        self._armed = int(victim) == rank
+        self._step, self._where = int(step), where
+        self._signal = getattr(signal, f"SIG{signal_name}")
+        self._log, self._mark = log, Path(os.environ.get("BENCH_FOLDER", "."), "fault")
+        self._now = -1
+        if self._armed and where == "backward":
+            middle = list(model.parameters())[len(list(model.parameters())) // 2]
+            middle.register_hook(self._in_backward)
+
+    def before_step(self, step: int) -> None:
+        """Call at the boundary, before the forward of ``step``."""
+        self._now = step
+        if self._where == "between":
+            self._strike(step)
+
+    def _in_backward(self, grad: torch.Tensor) -> None:
+        self._strike(self._now)
+
+    def _strike(self, step: int) -> None:
+        if not self._armed or step < self._step or self._mark.exists():
+            return
+        self._mark.touch()
+        self._log.write("fault", step)
+        os.kill(os.getpid(), self._signal)
