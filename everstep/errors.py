@@ -7,6 +7,7 @@
     ├── ProtocolError                     the other side said something we cannot accept
     │   ├── VersionMismatch               no protocol version in common
     │   ├── MalformedMessage              truncated, oversized, or not of the declared shape
+    │   │   └── TooLarge                  more bytes than this side reads
     │   └── StaleGeneration               the message speaks for a generation that is over
     ├── AuthenticationError               no, or a wrong, token or secret
     ├── PermissionDenied                  a right token, for something else
@@ -59,6 +60,13 @@ class MalformedMessage(ProtocolError):
 
     status = 422
     code = "malformed"
+
+
+class TooLarge(MalformedMessage):
+    """More bytes than this side reads; the message names the limit."""
+
+    status = 413
+    code = "too_large"
 
 
 class StaleGeneration(ProtocolError):

@@ -1,0 +1,224 @@
+"""What operators ask and are told.
+
+=======  ==================================  ==================  ===========================================
+method   path                                body                answer
+=======  ==================================  ==================  ===========================================
+GET      /v1/status                                              FleetStatus
+GET      /v1/nodes                                               NodeList
+GET      /v1/nodes/{node}                                        NodeDetail
+POST     /v1/nodes/{node}/drain              Because             Changed
+POST     /v1/nodes/{node}/hold               Because             Changed
+POST     /v1/nodes/{node}/readmit            Because             Changed
+POST     /v1/nodes/{node}/evict              Because             Changed
+GET      /v1/jobs                                                JobList
+GET      /v1/jobs/{job}                                          JobDetail
+POST     /v1/jobs/{job}/stop                 Because             Changed
+GET      /v1/generations                     ?job=&limit=        GenerationList
+GET      /v1/events                          ?after=&limit=      EventList
+                                             &trace=&node=&job=
+                                             &newest=true
+GET      /v1/events/stream                   Last-Event-ID       server-sent events, data: Event
+GET      /v1/verdicts/{id}                                       Verdict
+POST     /v1/probes                          StartProbe          ProbeStatus
+GET      /v1/probes/{id}                                         ProbeStatus
+=======  ==================================  ==================  ===========================================
+
+Reading needs a viewer's or an operator's token, changing an operator's. Times are wall seconds of the controller.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, TraceId, Version
+from everstep.vocabulary import Finding, GenerationReason, JobState, NodeState, Verdict
+from everstep.wire.v1.agent import Domain, Gpu
+from everstep.wire.v1.base import Message
+from everstep.wire.v1.training import GenerationSpec, JobSpec, Member, ShortText
+
+
+class Because(Message, frozen=True, kw_only=True):
+    """Why an operator changes something; it stands in the audit log beside the operator's name."""
+
+    reason: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+
+
+class Changed(Message, frozen=True, kw_only=True):
+    """The change is durable. ``trace`` finds everything that follows from it; ``sentence`` says what was decided."""
+
+    trace: TraceId
+    sentence: ShortText = ""
+
+
+class NodeSummary(Message, frozen=True, kw_only=True):
+    """One line about a node. ``reason`` says why it is in its state, ``job`` whose roster it is in.
+
+    ``connected``: its long poll is open now. ``findings`` counts what is raised and not cleared.
+    """
+
+    node: NodeId
+    state: NodeState
+    since: float
+    reason: str = ""
+    connected: bool = False
+    last_seen_at: float | None = None
+    job: JobId | None = None
+    gpus: int = 0
+    findings: int = 0
+    domain: Domain = Domain()
+
+
+class NodeDetail(Message, frozen=True, kw_only=True):
+    """Everything known about a node. ``verdicts`` are its newest first."""
+
+    summary: NodeSummary
+    incarnation: Incarnation
+    agent_version: str = ""
+    driver_version: str = ""
+    boot_id: str = ""
+    vault: str = ""
+    gpus: tuple[Gpu, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    verdicts: tuple[Verdict, ...] = ()
+    evictions: int = 0
+    outbox: int = 0
+
+
+class NodeList(Message, frozen=True, kw_only=True):
+    nodes: tuple[NodeSummary, ...]
+
+
+class Recovery(Message, frozen=True, kw_only=True):
+    """One generation after the first: from the decision to the first step of its last rank.
+
+    ``seconds`` is None while a rank has not resumed. ``phases_s`` is, by phase, the slowest rank's seconds.
+    ``resumed`` counts ranks that reported their first step.
+    """
+
+    generation: GenerationNumber
+    reason: GenerationReason
+    sentence: str
+    trace: TraceId
+    decided_at: float
+    seconds: float | None = None
+    restored: Version | None = None
+    resumed: int = 0
+    world_size: int = 0
+    phases_s: dict[str, float] = {}
+
+
+class RankStatus(Message, frozen=True, kw_only=True):
+    """A rank's newest progress. ``step`` is its last finished step."""
+
+    rank: Rank
+    node: NodeId
+    step: int
+    step_s: float = 0.0
+    loss: float | None = None
+
+
+class JobSummary(Message, frozen=True, kw_only=True):
+    """One line about a job. ``step`` is the newest that all ranks finished."""
+
+    job: JobId
+    state: JobState
+    generation: GenerationNumber = 0
+    world_size: int = 0
+    nodes: int = 0
+    spares: int = 0
+    step: int = 0
+    step_s: float = 0.0
+    loss: float | None = None
+    committed: Version | None = None
+    verified: Version | None = None
+    reason: str = ""
+
+
+class JobDetail(Message, frozen=True, kw_only=True):
+    """Everything known about a job. ``recoveries`` oldest first."""
+
+    summary: JobSummary
+    spec: JobSpec
+    roster: tuple[Member, ...] = ()
+    spares: tuple[NodeId, ...] = ()
+    store: Address | None = None
+    ranks: tuple[RankStatus, ...] = ()
+    recoveries: tuple[Recovery, ...] = ()
+
+
+class JobList(Message, frozen=True, kw_only=True):
+    jobs: tuple[JobSummary, ...]
+
+
+class GenerationList(Message, frozen=True, kw_only=True):
+    """Rosters, oldest first; their ``secret`` is blanked."""
+
+    generations: tuple[GenerationSpec, ...]
+
+
+class Event(Message, frozen=True, kw_only=True):
+    """One line of the audit log: what happened or was decided, in a sentence, with its facts in ``detail``."""
+
+    id: int
+    at: float
+    kind: str
+    sentence: str
+    node: str = ""
+    job: str = ""
+    generation: int | None = None
+    trace: TraceId = ""
+    detail: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class EventList(Message, frozen=True, kw_only=True):
+    """Oldest first. ``next_after`` is what to ask ``after`` next."""
+
+    events: tuple[Event, ...]
+    next_after: int
+
+
+class StartProbe(Message, frozen=True, kw_only=True):
+    """Ask nodes to run an all-reduce among them: latency and bus bandwidth by size."""
+
+    nodes: Annotated[tuple[NodeId, ...], msgspec.Meta(min_length=1, max_length=64)]
+
+
+class ProbeRow(Message, frozen=True, kw_only=True):
+    """One size: bytes, seconds (median), bytes per second on the bus; the slowest node's figures."""
+
+    bytes: int
+    latency_s: float
+    bandwidth_bytes_per_s: float
+
+
+class ProbeStatus(Message, frozen=True, kw_only=True):
+    """``ok`` is None while a node's answer is missing; ``answers`` says what each had to say."""
+
+    probe: str
+    nodes: tuple[NodeId, ...]
+    started_at: float
+    trace: TraceId = ""
+    ok: bool | None = None
+    answers: dict[str, str] = {}
+    rows: tuple[ProbeRow, ...] = ()
+
+
+class FleetStatus(Message, frozen=True, kw_only=True):
+    """The fleet on one screen. ``nodes`` counts by state; ``jobs`` are the ones not over.
+
+    ``budget_left`` is how many nodes may be evicted now, ``breaker`` why automatic eviction is paused ("" when it is
+    not). ``epoch`` counts the controller's lives over this database.
+    """
+
+    version: str
+    epoch: int
+    now: float
+    started_at: float
+    nodes: dict[str, int]
+    jobs: tuple[JobSummary, ...] = ()
+    connected: int = 0
+    budget_left: int = 0
+    breaker: str = ""
+    newest_event: int = 0
