@@ -1,0 +1,369 @@
+"""The agent's settings: from the command line, then the environment, then a preset, then the defaults below.
+
+An environment variable (``EVERSTEP_AGENT_`` and the field's name in capitals) fills what the command line left open;
+it never overrides it. The descriptions here are what ``everstep-agent --help`` prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import ssl
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from everstep.errors import ConfigurationError
+from everstep.ids import check_name
+
+LONGEST_SOCKET_PATH = 107
+"""Bytes a unix socket's path may have on Linux (sun_path less its terminating zero)."""
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+ENVIRONMENT_PREFIX = "EVERSTEP_AGENT_"
+
+
+def _doc(text: str) -> msgspec.Meta:
+    return msgspec.Meta(description=text)
+
+
+class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What one agent runs by. Made by ``from_command_line``, or by tests with keyword arguments."""
+
+    node: Annotated[str, _doc("this node's name in the fleet (default: the host's name up to the first dot)")]
+    controllers: Annotated[
+        tuple[str, ...], _doc("controller base URLs, separated by commas; the next is tried when one does not answer")
+    ]
+    run_dir: Annotated[
+        Path, _doc("directory for sockets and the ready file, made 0700 (default: $XDG_RUNTIME_DIR/everstep/NODE)")
+    ]
+    token_file: Annotated[
+        Path | None, _doc("file with this node's agent token (from `everstep-controller token --role agent`)")
+    ] = None
+    ca_file: Annotated[
+        Path | None, _doc("PEM file of the authority that signed https controllers (default: the system's)")
+    ] = None
+    segment_dir: Annotated[
+        Path | None,
+        _doc("where the vault keeps slots: a directory on a memory file system (default: /dev/shm/everstep-UID/NODE)"),
+    ] = None
+    vault_listen: Annotated[str, _doc("host:port for other nodes' vaults; port 0 takes a free one")] = "127.0.0.1:0"
+    metrics_listen: Annotated[
+        str, _doc("host:port of /metrics; port 0 takes a free one, an empty string turns it off")
+    ] = "127.0.0.1:0"
+    metrics_token_file: Annotated[
+        Path | None, _doc("file with the bearer token that scrapers show (default: the agent's own token file)")
+    ] = None
+    dcgm_names: Annotated[
+        bool, _doc("also show GPU metrics under dcgm-exporter's names, for dashboards made for it")
+    ] = False
+    virtual: Annotated[
+        str, _doc("virtual GPUs in place of the machine's own: a scenario file, or default, or default:N for N GPUs")
+    ] = ""
+    virtual_control: Annotated[Path | None, _doc("file that steers the virtual GPUs while the agent runs")] = None
+    kernel_log: Annotated[
+        Path | None, _doc("kernel log to read XIDs from: /dev/kmsg, a file or a pipe (default: none in lab)")
+    ] = None
+    expected_gpus: Annotated[
+        int | None, _doc("how many GPUs this node should have (default: as many as its PCI bus shows)")
+    ] = None
+    site_policy: Annotated[
+        tuple[str, ...], _doc("TOML files, separated by commas, whose policy rules replace ours of the same id")
+    ] = ()
+    rack: Annotated[str, _doc("failure domain: nodes with equal words lose their rack together")] = ""
+    switch: Annotated[str, _doc("failure domain: nodes with equal words lose their leaf switch together")] = ""
+    power: Annotated[str, _doc("failure domain: nodes with equal words lose their power together")] = ""
+    die_with_parent: Annotated[
+        bool, _doc("end in order when the process that started the agent ends, and take the vault along")
+    ] = False
+    stop_vault: Annotated[
+        bool, _doc("at the end also end the vault and unlink its slots; without it the next agent takes the vault over")
+    ] = False
+    preset: Annotated[str, _doc("defaults to begin with: lab or production")] = "lab"
+    log_format: Annotated[str, _doc("text, or json (one object a line)")] = "text"
+    log_level: Annotated[str, _doc("debug, info, warning or error")] = "info"
+
+    tick_interval_s: Annotated[
+        float,
+        _doc(
+            "seconds between a rank's ticks; shorter finds a stopped rank sooner and costs each rank that many wakeups"
+        ),
+    ] = 0.1
+    silence_s: Annotated[
+        float,
+        _doc("seconds without a tick after which a rank whose process the kernel shows as stopped is reported"),
+    ] = 0.3
+    unresponsive_after_s: Annotated[
+        float,
+        _doc(
+            "seconds without a tick after which any rank is reported; below it a long hold of Python's lock is normal"
+        ),
+    ] = 1.0
+    exit_grace_s: Annotated[
+        float, _doc("seconds a lost rank's report waits for its launcher's word on the exit status")
+    ] = 0.003
+    seal_window_s: Annotated[
+        float, _doc("seconds that checkpoint reports are gathered into one request; urgent reports never wait")
+    ] = 0.1
+    spool_reports: Annotated[
+        int, _doc("unsent reports kept while the controller is away; the oldest checkpoint reports give way first")
+    ] = 8192
+    spool_bytes: Annotated[int, _doc("bytes of unsent reports kept, on disk and in memory")] = 8 << 20
+    connect_timeout_s: Annotated[float, _doc("seconds for a connection to a controller before the next is tried")] = 1.0
+    request_timeout_s: Annotated[
+        float, _doc("seconds for a controller's answer; longer than its slowest durable write")
+    ] = 5.0
+    poll_wait_s: Annotated[
+        float, _doc("seconds that a request for directives may stay open; the connection's end tells of a dead node")
+    ] = 10.0
+    retry_busy_s: Annotated[
+        float, _doc("longest pause between attempts at an absent controller while a job is on the node, seconds")
+    ] = 0.2
+    retry_idle_s: Annotated[
+        float, _doc("the same without a job, seconds; spares a returning controller the whole idle fleet at once")
+    ] = 2.0
+    clock_skew_s: Annotated[
+        float, _doc("difference from the controller's clock that becomes a finding, seconds; tokens and logs bear less")
+    ] = 1.0
+    max_connections: Annotated[
+        int, _doc("launchers and ranks that may be connected at once (eight GPUs need nine for each job)")
+    ] = 512
+
+    @property
+    def agent_socket(self) -> Path:
+        return self.run_dir / "agent.sock"
+
+    @property
+    def vault_socket(self) -> Path:
+        return self.run_dir / "vault.sock"
+
+    @property
+    def ready_file(self) -> Path:
+        return self.run_dir / "agent.json"
+
+    @property
+    def segments(self) -> Path:
+        """The vault's directory, with the default filled in."""
+        return self.segment_dir or Path(f"/dev/shm/everstep-{os.getuid()}") / self.node  # noqa: S108 - made 0700
+
+    def validate(self) -> AgentSettings:
+        """Returns these settings. Raises ConfigurationError, with the mend, for a contradiction."""
+        _check_names(self)
+        _check_addresses(self)
+        _check_times(self)
+        return self
+
+
+def _refuse(condition: bool, message: str) -> None:
+    if condition:
+        raise ConfigurationError(message)
+
+
+def _check_names(s: AgentSettings) -> None:
+    try:
+        check_name(s.node, "node")
+    except ValueError as error:
+        raise ConfigurationError(f"{error}; give another with --node") from error
+    longest = len(os.fsencode(s.agent_socket.absolute()))
+    _refuse(
+        longest > LONGEST_SOCKET_PATH,
+        f"{s.agent_socket} has {longest} bytes and a unix socket's path may have {LONGEST_SOCKET_PATH}: "
+        "give a shorter --run-dir",
+    )
+    _refuse(s.preset not in PRESETS, f"--preset {s.preset!r} is not one of {', '.join(PRESETS)}")
+    _refuse(s.log_format not in ("text", "json"), f"--log-format {s.log_format!r} is neither text nor json")
+    levels = ("debug", "info", "warning", "error")
+    _refuse(s.log_level not in levels, f"--log-level {s.log_level!r} is not one of {', '.join(levels)}")
+    _refuse(
+        s.virtual_control is not None and not s.virtual,
+        "--virtual-control steers virtual GPUs and there are none: give --virtual SCENARIO.toml too",
+    )
+
+
+def _check_addresses(s: AgentSettings) -> None:
+    _refuse(not s.controllers, "an agent needs a controller: give --controller http://HOST:PORT")
+    for url in s.controllers:
+        parts = urlsplit(url)
+        _refuse(
+            parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"),
+            f"{url!r} is not a controller's base URL: expected http://HOST:PORT or https://HOST:PORT",
+        )
+    _refuse(
+        s.ca_file is not None and not any(url.startswith("https://") for url in s.controllers),
+        "--ca-file is for https:// controllers and none is given",
+    )
+    host, _ = listen_address(s.vault_listen)
+    _refuse(
+        host in ("", "0.0.0.0", "::"),  # noqa: S104 - the refusal of it
+        f"--vault-listen {s.vault_listen} cannot be told to other nodes: name the address they reach this node by",
+    )
+    remote = any(urlsplit(url).hostname not in LOOPBACK for url in s.controllers)
+    _refuse(
+        s.preset == "production" and remote and host in LOOPBACK,
+        f"--vault-listen {s.vault_listen} is out of other nodes' reach, and they hold this node's replicas: "
+        "give the address they reach this node by, such as --vault-listen 10.0.0.7:7702",
+    )
+    if s.metrics_listen:
+        listen_address(s.metrics_listen)
+        _refuse(
+            s.metrics_token_file is None and s.token_file is None,
+            "/metrics needs a token: give --token-file or --metrics-token-file, or --metrics-listen '' to turn it off",
+        )
+
+
+def _check_times(s: AgentSettings) -> None:
+    for name in _SECONDS:
+        _refuse(getattr(s, name) <= 0, f"--{name.replace('_', '-')} must be more than 0 s")
+    _refuse(
+        s.silence_s < 2 * s.tick_interval_s,
+        f"--silence-s {s.silence_s} is under two ticks of {s.tick_interval_s} s: one late tick would be an alarm",
+    )
+    _refuse(
+        s.unresponsive_after_s < s.silence_s,
+        f"--unresponsive-after-s {s.unresponsive_after_s} is under --silence-s {s.silence_s}, "
+        "so a stopped process would be found later than a busy one",
+    )
+    _refuse(
+        s.retry_idle_s < s.retry_busy_s,
+        f"--retry-idle-s {s.retry_idle_s} is under --retry-busy-s {s.retry_busy_s}: an idle node may wait longer",
+    )
+    _refuse(s.spool_reports < 64, "--spool-reports under 64 loses reports in the first second of an absence")
+    _refuse(s.spool_bytes < 1 << 20, f"--spool-bytes {s.spool_bytes} is under 1 MiB, the size of one request")
+    _refuse(s.max_connections < 2, "--max-connections must leave room for a launcher and a rank")
+
+
+_SECONDS = (
+    "tick_interval_s",
+    "silence_s",
+    "unresponsive_after_s",
+    "exit_grace_s",
+    "seal_window_s",
+    "connect_timeout_s",
+    "request_timeout_s",
+    "poll_wait_s",
+    "retry_busy_s",
+    "retry_idle_s",
+    "clock_skew_s",
+)
+
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "lab": MappingProxyType({}),
+        "production": MappingProxyType(
+            {"log_format": "json", "kernel_log": Path("/dev/kmsg"), "metrics_listen": "127.0.0.1:7703"}
+        ),
+    }
+)
+"""``lab``: everything on one machine, free ports. ``production``: fixed port for Prometheus, the kernel's log, JSON."""
+
+_OPTIONS = {"controllers": "--controller"}
+
+
+def listen_address(text: str) -> tuple[str, int]:
+    """``host:port`` to listen on, port 0 allowed. Raises ConfigurationError where it is not one."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigurationError(f"{text!r} is not an address to listen on: expected host:port, such as 127.0.0.1:0")
+    return host.strip("[]"), int(port)
+
+
+def tls_context(settings: AgentSettings) -> ssl.SSLContext | None:
+    """Verification of https controllers (the system's authorities, or ``ca_file``); None where all are http."""
+    if not any(url.startswith("https://") for url in settings.controllers):
+        return None
+    return ssl.create_default_context(cafile=str(settings.ca_file) if settings.ca_file else None)
+
+
+def read_token(path: Path | None, what: str) -> str:
+    """The token in a file, or an empty string where no file is named. Raises ConfigurationError where it has none."""
+    if path is None:
+        return ""
+    try:
+        token = path.read_text().strip()
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the {what} file {path}: {error.strerror}") from error
+    _refuse(not token or any(c.isspace() for c in token), f"{path} does not hold a {what}: expected one line")
+    return token
+
+
+def from_command_line(
+    arguments: Sequence[str] | None = None, environ: Mapping[str, str] | None = None
+) -> AgentSettings:
+    """The validated settings of a command line. Raises ConfigurationError; exits by argparse on unknown options."""
+    given = {k: v for k, v in vars(_parser().parse_args(arguments)).items() if v is not None}
+    environment = _from_environment(os.environ if environ is None else environ)
+    chosen = {**environment, **given}
+    preset = PRESETS.get(str(chosen.get("preset", "lab")), {})
+    chosen = {**preset, **chosen}
+    chosen.setdefault("node", socket.gethostname().partition(".")[0])
+    chosen.setdefault("controllers", ())
+    chosen.setdefault("run_dir", _default_run_dir(chosen["node"]))
+    return AgentSettings(**chosen).validate()
+
+
+def _default_run_dir(node: str) -> Path:
+    base = os.environ.get("XDG_RUNTIME_DIR") or ("/run" if os.getuid() == 0 else f"/tmp/everstep-{os.getuid()}")  # noqa: S108 - made 0700
+    return Path(base) / "everstep" / node
+
+
+def _field_types() -> dict[str, tuple[Any, str]]:
+    """Each field's plain type and description."""
+    fields = {}
+    for name, hint in typing.get_type_hints(AgentSettings, include_extras=True).items():
+        kind, meta = typing.get_args(hint)[:2]
+        optional = type(None) in typing.get_args(kind)
+        plain = next(a for a in typing.get_args(kind) if a is not type(None)) if optional else kind
+        fields[name] = (plain, str(meta.description))
+    return fields
+
+
+def _convert(name: str, kind: Any, text: str) -> Any:
+    try:
+        if kind is bool:
+            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
+        if typing.get_origin(kind) is tuple:
+            return tuple(part.strip().rstrip("/") for part in text.split(",") if part.strip())
+        return kind(text)
+    except (ValueError, KeyError):
+        raise ConfigurationError(f"{name}={text!r} is not a {getattr(kind, '__name__', 'list')}") from None
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    names = {ENVIRONMENT_PREFIX + field.upper(): (field, kind) for field, (kind, _) in _field_types().items()}
+    unknown = sorted(n for n in environ if n.startswith(ENVIRONMENT_PREFIX) and n not in names)
+    _refuse(bool(unknown), f"{', '.join(unknown)}: no such setting; known are {', '.join(sorted(names))}")
+    return {names[n][0]: _convert(n, names[n][1], text) for n, text in environ.items() if n in names}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="everstep-agent",
+        description="The per-node daemon: watches the GPUs, holds checkpoints, and speaks for the node's ranks.",
+        epilog=f"Each option can also be set as {ENVIRONMENT_PREFIX}NAME in the environment.",
+        allow_abbrev=False,
+    )
+    for name, (kind, description) in _field_types().items():
+        option = _OPTIONS.get(name, "--" + name.replace("_", "-"))
+        if kind is bool:
+            parser.add_argument(option, dest=name, action="store_true", default=None, help=description)
+        else:
+            parser.add_argument(
+                option, dest=name, type=_argument(name, kind), help=description.replace("%", "%%"), metavar="X"
+            )
+    return parser
+
+
+def _argument(name: str, kind: Any) -> typing.Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        try:
+            return _convert(name, kind, text)
+        except ConfigurationError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert

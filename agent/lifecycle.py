@@ -1,0 +1,97 @@
+"""How a process of the agent begins and ends: alone in its run directory, not longer than its parent, nothing left."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from everstep.errors import ConfigurationError
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(signum: signal.Signals = signal.SIGTERM) -> None:
+    """Asks the kernel to send ``signum`` to this process when its parent ends (Linux).
+
+    Raises ConfigurationError where the kernel refuses, and SystemExit where the parent has ended already (the process
+    then belongs to process 1, and the signal would never come). The kernel counts the parent's *thread*: a child must
+    be started by a thread that lives as long as its process.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:
+        raise ConfigurationError(f"cannot follow the parent's end: {os.strerror(ctypes.get_errno())}")
+    if os.getppid() == 1:
+        raise SystemExit("the process that started this one is gone already, and --die-with-parent was given")
+
+
+def private_directory(path: Path) -> Path:
+    """Makes ``path`` (and its parents) as a directory that only this user may enter.
+
+    Raises ConfigurationError where it exists and belongs to somebody else.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.stat().st_uid != os.geteuid():
+        raise ConfigurationError(f"{path} belongs to another user; give a directory of your own")
+    path.chmod(0o700)
+    return path
+
+
+def write_atomically(path: Path, content: Any) -> None:
+    """Writes ``content`` as JSON, readable by this user only, so that a reader sees all of it or the file before."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.encode(content) + b"\n")
+    draft.rename(path)
+
+
+class RunDirectory:
+    """An agent's own directory: held by a lock, so that two agents never serve the same sockets.
+
+    Raises ConfigurationError where another agent holds it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = private_directory(path)
+        self._lock = os.open(path / "agent.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise ConfigurationError(f"another agent runs in {path}; stop it, or give another --run-dir") from None
+
+    def incarnation(self, wall: float) -> int:
+        """This life's number: milliseconds of ``wall``, but more than any earlier life's where the clock went back."""
+        file = self.path / "incarnation"
+        last = int(file.read_text()) if file.exists() and file.read_text().strip().isdigit() else 0
+        now = max(int(wall * 1000), last + 1)
+        write_atomically(file, now)
+        return now
+
+    def leave(self, *names: str) -> None:
+        """Removes ``names`` from the directory and lets go of the lock. The directory itself stays."""
+        for name in names:
+            (self.path / name).unlink(missing_ok=True)
+        os.close(self._lock)
+
+
+def clear_segments(directory: Path) -> int:
+    """Unlinks what a vault that was killed left in its segment directory; returns how many files.
+
+    Only for a directory whose vault is known to be gone: a live vault's ranks would lose their slots.
+    """
+    if not directory.is_dir():
+        return 0
+    files = [p for p in directory.rglob("*") if not p.is_dir()]
+    for file in files:
+        file.unlink(missing_ok=True)
+    for folder in sorted((p for p in directory.rglob("*") if p.is_dir()), reverse=True):
+        folder.rmdir()
+    directory.rmdir()
+    return len(files)
