@@ -1,0 +1,82 @@
+"""What the core wants done. The shell writes all effects of one event in one transaction, then pushes the sends.
+
+The documents in ``Put...`` effects are the live records: encode them before the next call of ``handle``.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from controller.core.state import FleetRecord, JobRecord, NodeRecord, VersionRecord
+from everstep.ids import GenerationNumber, JobId, NodeId, TraceId
+from everstep.vocabulary import Verdict
+from everstep.wire.v1.directives import AnyDirective
+from everstep.wire.v1.training import GenerationSpec
+
+
+class PutFleet(msgspec.Struct, frozen=True, tag=True):
+    """Write the fleet's one document."""
+
+    doc: FleetRecord
+
+
+class PutNode(msgspec.Struct, frozen=True, tag=True):
+    """Write a node's document."""
+
+    node: NodeId
+    doc: NodeRecord
+
+
+class PutJob(msgspec.Struct, frozen=True, tag=True):
+    """Write a job's document."""
+
+    job: JobId
+    doc: JobRecord
+
+
+class PutGeneration(msgspec.Struct, frozen=True, tag=True):
+    """Append a generation; (job, number) is new, else the transaction must fail."""
+
+    spec: GenerationSpec
+    opened_at: float
+
+
+class PutVersion(msgspec.Struct, frozen=True, tag=True):
+    """Write a version by (job, generation, step): committed now, or now verified as well."""
+
+    doc: VersionRecord
+
+
+class PutVerdict(msgspec.Struct, frozen=True, tag=True):
+    """Append a verdict; its id is new."""
+
+    verdict: Verdict
+
+
+class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line of the append-only log, with the sentence a person reads. ``at`` is the ``now`` of its event."""
+
+    kind: str
+    sentence: str
+    at: float
+    trace: TraceId = ""
+    node: NodeId | None = None
+    job: JobId | None = None
+    generation: GenerationNumber | None = None
+    data: dict[str, str] = {}
+
+
+class Audit(msgspec.Struct, frozen=True, tag=True):
+    """Append to the audit log."""
+
+    entry: AuditEntry
+
+
+class Send(msgspec.Struct, frozen=True, tag=True):
+    """Put a directive in the node's outbox, with the next number of its queue, and push it."""
+
+    node: NodeId
+    body: AnyDirective
+
+
+Effect = PutFleet | PutNode | PutJob | PutGeneration | PutVersion | PutVerdict | Audit | Send

@@ -1,0 +1,169 @@
+"""The knobs of every decision, each with its unit, its reason and what either direction costs."""
+
+from __future__ import annotations
+
+import msgspec
+
+from everstep.errors import ConfigurationError
+
+
+class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the core decides. Defaults are the production preset; ``lab()`` is quick for one machine and for tests."""
+
+    # liveness
+    suspect_after_s: float = 5.0
+    """Seconds without a word until a node is suspected. Beats come every second: shorter doubts a node for a few lost
+    packets, longer delays what only silence can tell."""
+    dead_after_s: float = 20.0
+    """Seconds without a word until a node is lost: its jobs regroup without it. Witnesses shorten this wait."""
+    disconnect_grace_s: float = 3.0
+    """Seconds a node whose connection closed may take to come back (an agent's restart takes about one) before its
+    jobs regroup without it. With a witness in the job there is no grace."""
+    witness_window_s: float = 10.0
+    """Seconds for which a failed collective or a stalled rank counts as a witness against a disconnected node."""
+    rejoin_grace_s: float = 10.0
+    """Seconds a launcher may take to join again after its agent began a new life, before it is taken for gone."""
+    correlated_share: float = 0.3
+    """Share of the fleet that, silent at once, is taken for a fault of the network or of this controller: no node is
+    declared lost on silence alone until it is over. Smaller protects more and reacts later to real mass failures."""
+    correlated_minimum: int = 3
+    """Fewest silent nodes that can be called correlated; below, every loss is taken at its word."""
+    correlated_patience_s: float = 60.0
+    """Seconds after which even a correlated silence is believed."""
+
+    # regrouping
+    collective_settle_s: float = 0.15
+    """Seconds to wait, after a collective failed, for whoever names the culprit. gloo tells neighbours within 15 to
+    80 ms, an agent sees a dead rank in 1 ms; too short regroups with the dead one in the roster once more."""
+    collective_settle_max_s: float = 5.0
+    """Bound of that wait, which doubles with each blind regrouping inside ``flap_window_s``."""
+    stall_settle_s: float = 0.05
+    """Seconds to wait after the first stalled rank for the others' word, so that the right one is named."""
+    stall_settle_max_s: float = 0.5
+    """Bound of that wait while more than one rank has said nothing."""
+    resume_deadline_s: float = 300.0
+    """Seconds for all ranks of a generation to finish its first step (restoring and compiling included)."""
+    resume_deadline_max_s: float = 3600.0
+    """Bound of that deadline, which doubles when a generation failed to resume."""
+    boundary_margin_steps: int = 2
+    """Steps between the newest one reported and an announced boundary, so that nobody has passed it when told."""
+    boundary_fallback_s: float = 2.0
+    """Least seconds to wait for a boundary before the generation is replaced at once."""
+    boundary_fallback_steps: float = 10.0
+    """The same in step times; the longer of both holds."""
+    growth_interval_s: float = 30.0
+    """Least seconds between a generation and growth: each costs a regrouping, spares arrive in groups."""
+    rank_flap_count: int = 5
+    """Losses of ranks on one node inside ``flap_window_s`` that exclude the node from the job."""
+    flap_window_s: float = 600.0
+    """Seconds that rank losses, blind regroupings and undecided votes are remembered for."""
+    notice_interval_s: float = 0.2
+    """Least seconds between version notices of a job. Vaults reclaim by them; a slot or two more is all they cost."""
+
+    # eviction
+    eviction_count: int = 4
+    """Evictions the fleet may suffer inside ``eviction_window_s``."""
+    eviction_share: float = 0.1
+    """The same as a share of known nodes; the smaller of both holds, but one eviction is always allowed."""
+    eviction_window_s: float = 3600.0
+    """Seconds of that window. When the budget is exceeded a breaker latches until an operator resets it."""
+
+    # readmission
+    probation_beats: int = 30
+    """Clean heartbeats on probation before a node is healthy."""
+    probe_required: bool = True
+    """Whether the way back leads through an all-reduce with a healthy partner (left out where there is none)."""
+    probe_timeout_s: float = 60.0
+    """Seconds for both sides to report a probe."""
+    probe_retry_s: float = 60.0
+    """Seconds before a failed probe is repeated; doubles with each failure."""
+    probe_retry_max_s: float = 3600.0
+    """Bound of that wait."""
+    offender_wait_s: float = 600.0
+    """Seconds in quarantine after a second eviction inside ``offender_window_s``; doubles with each further one. A
+    first eviction waits only for its causes to clear."""
+    offender_wait_max_s: float = 86400.0
+    """Bound of that wait."""
+    offender_window_s: float = 7 * 86400.0
+    """Seconds that a node's evictions are remembered for."""
+
+    # versions
+    version_window: int = 64
+    """Versions of a job followed at once; older unfinished ones are given up."""
+
+    @staticmethod
+    def production() -> CorePolicy:
+        """For fleets: slow to doubt, slow to evict."""
+        return CorePolicy()
+
+    @staticmethod
+    def lab() -> CorePolicy:
+        """For one machine, demonstrations and tests: everything within seconds."""
+        return CorePolicy(
+            suspect_after_s=2.5,
+            dead_after_s=6.0,
+            disconnect_grace_s=1.0,
+            rejoin_grace_s=5.0,
+            correlated_patience_s=15.0,
+            resume_deadline_s=30.0,
+            resume_deadline_max_s=240.0,
+            growth_interval_s=1.0,
+            rank_flap_count=30,
+            flap_window_s=60.0,
+            eviction_count=4,
+            eviction_share=1.0,
+            eviction_window_s=300.0,
+            probation_beats=3,
+            probe_timeout_s=30.0,
+            probe_retry_s=2.0,
+            offender_wait_s=5.0,
+            offender_window_s=120.0,
+        )
+
+    def validate(self) -> CorePolicy:
+        """Returns the policy. Raises ConfigurationError for values that contradict each other."""
+        for wrong, mend in self._contradictions():
+            if wrong:
+                raise ConfigurationError(mend)
+        return self
+
+    def _contradictions(self) -> tuple[tuple[bool, str], ...]:
+        durations = [name for name in self.__struct_fields__ if name.endswith("_s") and getattr(self, name) < 0]
+        counts = ("correlated_minimum", "boundary_margin_steps", "rank_flap_count", "eviction_count", "version_window")
+        small = [name for name in counts if getattr(self, name) < 1]
+        return (
+            (bool(durations), f"seconds cannot be negative: {', '.join(durations)}"),
+            (bool(small), f"must be at least 1: {', '.join(small)}"),
+            (
+                self.suspect_after_s >= self.dead_after_s,
+                f"suspect_after_s ({self.suspect_after_s}) must be less than dead_after_s ({self.dead_after_s}): "
+                "a node is suspected before it is lost",
+            ),
+            (
+                self.suspect_after_s <= 1.0,
+                f"suspect_after_s ({self.suspect_after_s}) must exceed the second between beats: one late is no doubt",
+            ),
+            (
+                self.disconnect_grace_s > self.dead_after_s,
+                f"disconnect_grace_s ({self.disconnect_grace_s}) must not exceed dead_after_s ({self.dead_after_s}): "
+                "a closed connection says more than silence",
+            ),
+            (
+                self.collective_settle_s > self.collective_settle_max_s,
+                "collective_settle_s must not exceed collective_settle_max_s",
+            ),
+            (self.stall_settle_s > self.stall_settle_max_s, "stall_settle_s must not exceed stall_settle_max_s"),
+            (
+                self.resume_deadline_s > self.resume_deadline_max_s,
+                "resume_deadline_s must not exceed resume_deadline_max_s",
+            ),
+            (
+                not 0 < self.eviction_share <= 1 or not 0 < self.correlated_share <= 1,
+                "eviction_share and correlated_share are shares of the fleet: above 0, at most 1",
+            ),
+            (self.probation_beats < 0, "probation_beats cannot be negative"),
+            (
+                self.offender_wait_s > self.offender_wait_max_s or self.probe_retry_s > self.probe_retry_max_s,
+                "a wait must not exceed its own bound (offender_wait_max_s, probe_retry_max_s)",
+            ),
+        )
