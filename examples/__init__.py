@@ -1,0 +1,1 @@
+"""Training scripts to start from, and the demonstration."""

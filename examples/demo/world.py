@@ -1,0 +1,219 @@
+"""The processes of the demonstration: one controller, and per node an agent with its vault and a launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from everstep.tokens import TokenRole, mint
+
+START_DEADLINE_S = 60.0
+
+
+def wait_for(condition: Callable[[], bool], what: str, deadline_s: float = START_DEADLINE_S) -> None:
+    """Returns when ``condition`` holds. Raises TimeoutError naming ``what`` when it does not within the deadline."""
+    end = time.perf_counter() + deadline_s
+    while not condition():
+        if time.perf_counter() > end:
+            raise TimeoutError(f"{what}: not within {deadline_s:.0f} s")
+        time.sleep(0.02)
+
+
+def descendants(pid: int) -> list[int]:
+    """``pid`` and every process below it, parents first."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text()
+            except OSError:
+                continue
+            children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry.name))
+    found = [pid]
+    for parent in found:
+        found.extend(children.get(parent, []))
+    return found
+
+
+class Node:
+    """One pretended machine: a virtual GPU, an agent with its vault, a launcher with its rank, a kernel log."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.name = name
+        self.world = world
+        self.folder = world.folder / name
+        self.folder.mkdir(mode=0o700)
+        self.kernel_log = self.folder / "kmsg"
+        self.kernel_log.touch()
+        self.control = self.folder / "gpu.json"
+        self.boots = 0
+        self.agent: subprocess.Popen[bytes] | None = None
+        self.launcher: subprocess.Popen[bytes] | None = None
+
+    @property
+    def agent_socket(self) -> Path:
+        return self.folder / "agent.sock"
+
+    def boot(self) -> None:
+        """Starts the agent, as systemd would, and then the launcher, as a scheduler would."""
+        self.boots += 1
+        self.set_gpu()
+        token = self.folder / "token"
+        self.world.write_secret(token, mint(self.world.secret, TokenRole.AGENT, self.name))
+        (self.folder / "agent.json").unlink(missing_ok=True)
+        self.agent = self.world.start(
+            f"{self.name}-agent",
+            ["-m", "agent.main", "--node", self.name, "--controller", self.world.url, "--token-file", str(token)]
+            + ["--run-dir", str(self.folder), "--segment-dir", str(self.world.shared_memory / self.name)]
+            + ["--virtual", "default", "--virtual-control", str(self.control), "--kernel-log", str(self.kernel_log)]
+            + ["--rack", f"rack-{self.name}", "--die-with-parent"],
+        )
+
+    def set_gpu(self, **state: object) -> None:
+        """Writes the virtual machine's control file: its boot, and the state of GPU 0."""
+        new = self.control.with_suffix(".new")
+        new.write_text(json.dumps({"boot_id": f"{self.name}-boot-{self.boots}", "gpus": {"0": state}}))
+        new.rename(self.control)
+
+    @property
+    def booted(self) -> bool:
+        return (self.folder / "agent.json").exists()
+
+    def join(self, command: list[str]) -> None:
+        """Starts the launcher with the training script."""
+        self.launcher = self.world.start(f"{self.name}-train", [*command])
+
+    def rank_pid(self, job: str, local_rank: int = 0) -> int:
+        """The process that is this node's rank now: the one whose step log is newest."""
+        assert self.launcher is not None
+        logs = {
+            int(path.stem.rpartition("-")[2]): path.stat().st_mtime_ns
+            for path in self.world.steps.glob(f"{self.name}-*.jsonl")
+        }
+        alive = [pid for pid in descendants(self.launcher.pid) if pid in logs]
+        if not alive:
+            raise RuntimeError(f"{self.name} runs no rank of {job}")
+        return max(alive, key=logs.__getitem__)
+
+    def kill(self) -> None:
+        """SIGKILL to everything the machine runs, at once: agent, sensors, vault, launcher, fork server, rank."""
+        for process in (self.launcher, self.agent):
+            if process is None:
+                continue
+            for pid in descendants(process.pid):
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            process.wait()
+
+
+class World:
+    """Everything the demonstration starts. A context manager: nothing is left behind."""
+
+    def __init__(self, out: Path, names: list[str]) -> None:
+        self.out = out
+        self.logs = out / "logs"
+        self.steps = out / "steps"
+        for folder in (self.logs, self.steps):
+            folder.mkdir(parents=True, exist_ok=True)
+            for old in folder.iterdir():
+                old.unlink()
+        self.folder = Path(tempfile.mkdtemp(prefix="everstep-demo-"))  # short: unix socket paths end at 107 bytes
+        self.shared_memory = Path("/dev/shm", self.folder.name)
+        self.secret = secrets.token_hex(32).encode()
+        self.secret_file = self.folder / "secret"
+        self.write_secret(self.secret_file, self.secret.decode())
+        self.operator_token = mint(self.secret, TokenRole.OPERATOR, "demo")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.url = ""
+        self.controller: subprocess.Popen[bytes] | None = None
+        self.nodes = {name: Node(self, name) for name in names}
+
+    def write_secret(self, path: Path, text: str) -> None:
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(text)
+
+    def start(
+        self, name: str, arguments: list[str], environment: dict[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Starts ``python ARGUMENTS`` with its output in ``logs/NAME.log``."""
+        with (self.logs / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
+            )
+        self._processes.append(process)
+        return process
+
+    def start_controller(self) -> None:
+        """Starts the controller, on the port it had before if it had one."""
+        ready = self.folder / "controller.json"
+        ready.unlink(missing_ok=True)
+        listen = self.url.removeprefix("http://") or "127.0.0.1:0"
+        self.controller = self.start(
+            "controller",
+            ["-m", "controller.main", "serve", "--listen", listen, "--preset", "lab", "--ready-file", str(ready)]
+            + ["--database", f"sqlite:///{self.folder}/controller.sqlite", "--secret-file", str(self.secret_file)]
+            + ["--die-with-parent"],
+        )
+        wait_for(ready.exists, "the controller is ready")
+        self.url = "http://" + json.loads(ready.read_text())["address"]
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends everything, gently first, then surely, and removes folder and shared memory."""
+        with _deferred_interrupts():
+            launchers_first = sorted(
+                self._processes, key=lambda p: b"trainer" not in " ".join(map(str, p.args)).encode()
+            )
+            for process in launchers_first:
+                if process.poll() is None:
+                    process.terminate()
+            end = time.perf_counter() + 5
+            while time.perf_counter() < end and any(process.poll() is None for process in self._processes):
+                time.sleep(0.02)
+            for process in self._processes:
+                if process.poll() is None:
+                    for pid in reversed(descendants(process.pid)):
+                        os.kill(pid, signal.SIGKILL)
+                    process.wait()
+            for path in (self.folder, self.shared_memory):
+                _remove(path)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _deferred_interrupts() -> Iterator[None]:
+    """A second Ctrl-C must not cut the cleaning-up short."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

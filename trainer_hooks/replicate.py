@@ -1,0 +1,67 @@
+"""Data-parallel replicas whose gradients do not depend on how gradients were bucketed.
+
+DistributedDataParallel sorts its buckets anew after the first step of its life, and a ring all-reduce adds each
+element in an order that depends on its place in the bucket. So the first step after a regroup rounds otherwise than
+the same step of a run that nothing happened to: equal to 1e-8, not to the last bit. Here every element is added in
+the order of ranks, whatever the bucket: an all-to-all hands each rank its part of everybody's gradients, it adds them,
+an all-gather hands the sums back. The bytes on the wire are those of a ring.
+
+No ``from __future__ import annotations`` here: DistributedDataParallel compares the hook's annotations as objects.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def mean_in_rank_order(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A DDP communication hook: the mean over ranks, each element added in the order of ranks.
+
+    ``bucket.buffer()`` is ``[n]`` of any n; it is padded to a multiple of the world size where it must be. Blocks
+    until the mean is there: gloo's callbacks must not start collectives of their own.
+    """
+    buffer = bucket.buffer()
+    world = dist.get_world_size(group)
+    padding = -buffer.numel() % world
+    padded = nn.functional.pad(buffer, (0, padding)) if padding else buffer
+    everybodys = torch.empty_like(padded)
+    dist.all_to_all_single(everybodys, padded, group=group)
+    parts = everybodys.view(world, -1)
+    mine = parts[0]
+    for other in parts[1:]:
+        mine += other
+    mine /= world
+    dist.all_gather_into_tensor(padded, mine, group=group)
+    if padding:
+        buffer.copy_(padded[: buffer.numel()])
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(buffer)
+    return done
+
+
+def replicate(
+    module: nn.Module,
+    *,
+    exact: bool,
+    equal_already: bool,
+    process_group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> DistributedDataParallel:
+    """``module`` in a DistributedDataParallel of its own.
+
+    Args:
+        exact: add gradients in the order of ranks, so that a regroup leaves no trace in the numbers. Costs the overlap
+            of communication with backward.
+        equal_already: every replica will be restored from one checkpoint, so the constructor need not send rank 0's
+            parameters to all (25 to 35 ms for 2.1 M parameters over loopback).
+        options: passed on to DistributedDataParallel.
+    """
+    if exact:
+        options.setdefault("bucket_cap_mb", 256)  # one bucket: without overlap, more buckets only cost latency
+    replicas = DistributedDataParallel(module, process_group=process_group, init_sync=not equal_already, **options)
+    if exact:
+        replicas.register_comm_hook(process_group, mean_in_rank_order)
+    return replicas
