@@ -1,0 +1,1 @@
+"""From the newest whole version in the vaults to live tensors, in whatever layout the new generation has."""

@@ -1,0 +1,1 @@
+"""Finding hardware that lies: digests that replicas must agree on."""

@@ -1,0 +1,1 @@
+"""Every step's state into shared memory: planned once in a generation, copied many times."""

@@ -1,0 +1,169 @@
+"""Small Python state as bytes and back: MessagePack, exact types, no pickle.
+
+Numbers, strings, bytes, None, lists, tuples, dicts, sets, integers of any size, tensors, numpy arrays and scalars,
+torch dtypes and devices. Everything else is a TypeError that names the path to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from everstep.errors import ConfigurationError, MalformedMessage
+
+MAX_BLOB_BYTES = 8 << 20
+MAX_DEPTH = 32
+"""Nesting beyond this is taken for a cycle."""
+
+_TUPLE, _SET, _FROZENSET, _INTEGER, _TENSOR, _ARRAY, _SCALAR, _DTYPE, _DEVICE, _COMPLEX = range(1, 11)
+_ARRAY_KINDS = frozenset("biufc")
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of that name. Raises MalformedMessage where torch has none."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise MalformedMessage(f"{name!r} is no dtype of torch {torch.__version__}")
+    return dtype
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    """The tensor's elements in row-major order."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def from_bytes(data: bytes | bytearray, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """A fresh tensor. Raises MalformedMessage where the sizes do not fit."""
+    kind = dtype_of(dtype)
+    if math.prod(shape) * kind.itemsize != len(data):
+        raise MalformedMessage(f"{len(data)} bytes are no {dtype} tensor of shape {shape}")
+    if not data:
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(kind).reshape(shape)
+
+
+def encode_blob(value: Any, path: str = "state", limit: int = MAX_BLOB_BYTES) -> bytes:
+    """``value`` as bytes.
+
+    Raises TypeError with the path of what cannot be stored, ConfigurationError for more than ``limit`` bytes.
+    """
+    data = _encoder.encode(_pack(value, path, 0))
+    if len(data) > limit:
+        raise ConfigurationError(
+            f"the Python state of {path} takes {len(data)} bytes, the limit is {limit}: "
+            "keep large tensors in a module or an optimizer, where they are stored in parts"
+        )
+    return data
+
+
+def decode_blob(data: bytes | memoryview) -> Any:
+    """Raises MalformedMessage."""
+    try:
+        return msgspec.msgpack.decode(data, ext_hook=_unpack)
+    except (msgspec.DecodeError, ValueError, TypeError) as error:
+        raise MalformedMessage(f"the stored Python state cannot be read: {error}") from error
+
+
+def _ext(code: int, value: Any) -> msgspec.msgpack.Ext:
+    return msgspec.msgpack.Ext(code, _encoder.encode(value))
+
+
+def _pack(value: Any, path: str, depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise TypeError(f"{path} is nested more than {MAX_DEPTH} deep, or contains itself")
+    kind = type(value)
+    if kind in (float, bool, str, bytes, type(None)):
+        return value
+    if kind is int:
+        return value if -(1 << 63) <= value < 1 << 63 else _ext(_INTEGER, hex(value))
+    if isinstance(value, Mapping):
+        return {_pack_key(k, path): _pack(v, f"{path}[{k!r}]", depth + 1) for k, v in value.items()}
+    if kind is list:
+        return [_pack(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]
+    return _pack_rest(value, path, depth)
+
+
+def _pack_key(key: Any, path: str) -> Any:
+    if type(key) in (str, int, float, bool, bytes, type(None)):
+        return key
+    if type(key) is tuple:
+        return _ext(_TUPLE, [_pack_key(k, path) for k in key])
+    raise TypeError(f"{path} has a key of type {type(key).__qualname__}, which cannot be stored without pickle")
+
+
+def _pack_rest(value: Any, path: str, depth: int) -> Any:
+    if isinstance(value, tuple):
+        return _ext(_TUPLE, [_pack(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)])
+    if isinstance(value, set | frozenset):
+        items = sorted((_pack(v, path, depth + 1) for v in value), key=repr)
+        return _ext(_SET if isinstance(value, set) else _FROZENSET, items)
+    if isinstance(value, torch.Tensor):
+        return _ext(_TENSOR, [dtype_name(value.dtype), list(value.shape), as_bytes(value)])
+    if isinstance(value, np.ndarray | np.generic):
+        return _pack_numpy(value, path)
+    if isinstance(value, torch.dtype):
+        return _ext(_DTYPE, dtype_name(value))
+    if isinstance(value, torch.device):
+        return _ext(_DEVICE, str(value))
+    if isinstance(value, complex):
+        return _ext(_COMPLEX, [value.real, value.imag])
+    if isinstance(value, bool | int | float | str | bytes):
+        return _pack(_plain(value), path, depth)
+    raise TypeError(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored without pickle: "
+        "leave it out of state_dict(), or store the numbers it is made of"
+    )
+
+
+def _plain(value: Any) -> Any:
+    """A subclass (an enum member, say) as its plain value."""
+    base = next(b for b in (bool, int, float, str, bytes) if isinstance(value, b))
+    return base(value.value if hasattr(value, "value") else value)
+
+
+def _pack_numpy(value: Any, path: str) -> msgspec.msgpack.Ext:
+    if value.dtype.kind not in _ARRAY_KINDS:
+        raise TypeError(f"{path} is a numpy array of {value.dtype}, which cannot be stored without pickle")
+    code = _ARRAY if isinstance(value, np.ndarray) else _SCALAR
+    return _ext(code, [value.dtype.str, list(value.shape), value.tobytes()])
+
+
+def _unpack(code: int, data: memoryview) -> Any:
+    value = msgspec.msgpack.decode(data, ext_hook=_unpack)
+    if code == _TENSOR:
+        return from_bytes(value[2], value[0], tuple(value[1]))
+    if code in (_ARRAY, _SCALAR):
+        return _unpack_numpy(code, value)
+    simple: dict[int, Callable[[Any], Any]] = {
+        _TUPLE: tuple,
+        _SET: set,
+        _FROZENSET: frozenset,
+        _INTEGER: lambda v: int(v, 16),
+        _DTYPE: dtype_of,
+        _DEVICE: torch.device,
+        _COMPLEX: lambda v: complex(*v),
+    }
+    if code not in simple:
+        raise ValueError(f"extension {code} is not known here")
+    return simple[code](value)
+
+
+def _unpack_numpy(code: int, value: Any) -> Any:
+    dtype = np.dtype(value[0])
+    if dtype.kind not in _ARRAY_KINDS:
+        raise ValueError(f"numpy dtype {value[0]!r} is not stored here")
+    array = np.frombuffer(value[2], dtype=dtype).reshape(value[1]).copy()
+    return array if code == _ARRAY else array[()]

@@ -1,0 +1,366 @@
+"""What a training run must not lose: the tensors and the small Python state of the objects a user tracks.
+
+Tensors are named ``model.blocks.0.weight`` (the key under which the object is tracked, then its own name for it) and
+``optimizer.model.blocks.0.weight.exp_avg`` (the optimizer's key, the parameter's full name, the optimizer's key for
+it). A plain tensor is taken to be equal on all ranks; what differs between them must be a DTensor, or a buffer that
+training changes. Everything that is not a tensor of a module or an optimizer goes into the blob.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parallel import DistributedDataParallel
+
+from everstep.errors import NotRestorable
+from trainer_hooks.snapshot.blob import decode_blob, dtype_name, dtype_of, encode_blob
+from trainer_hooks.snapshot.layout import Box, Layout, Part, Sharing, Tensor, whole
+
+_WRAPPERS = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)(?=\.|$)")
+
+
+class TrackedTensor(msgspec.Struct, frozen=True):
+    """One tensor, and the part of it that this rank holds.
+
+    ``shape`` is global, ``box`` this rank's part; ``local`` is a view of the live memory with the box's size.
+    ``parameter``: it takes part in the digest that replicas compare. ``place[key]`` is the tensor itself.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    local: torch.Tensor
+    sharing: Sharing
+    parameter: bool
+    place: Mapping[Any, Any]
+    key: Any
+
+    @property
+    def volatile(self) -> bool:
+        """Whether forward passes may change it, so that it must be copied before the next one."""
+        return self.sharing is not Sharing.EQUAL
+
+    def now(self) -> torch.Tensor:
+        """The live memory at this moment; a module may put another tensor into its place."""
+        return local_part(self.name, self.place[self.key])[0]
+
+    def part(self, rank: int, world: int) -> Part:
+        """How the tensor stands in this rank's layout."""
+        shape, box = self.shape, self.box
+        if self.sharing is Sharing.OWN:
+            shape, box = (world, *shape), Box((rank, *box.offset), (1, *box.size))
+        dtype = self.local.dtype
+        return Part(self.name, dtype_name(dtype), dtype.itemsize, shape, box, self.sharing, self.parameter)
+
+
+class _Site(msgspec.Struct, frozen=True):
+    """Where a tensor was found, to see cheaply whether it is still there: ``place[key] is tensor`` at ``address``."""
+
+    place: Mapping[Any, Any]
+    key: Any
+    tensor: torch.Tensor
+    memory: torch.Tensor
+    address: int
+
+
+class TrackedState:
+    """The tracked objects of one training function.
+
+    Args:
+        objects: modules (DDP and FSDP2 are seen through), optimizers, and anything else with ``state_dict`` and
+            ``load_state_dict``. Raises TypeError for what has neither, or was sharded by FSDP1.
+    """
+
+    def __init__(self, objects: Mapping[str, object]) -> None:
+        self._modules: dict[str, torch.nn.Module] = {}
+        self._broadcast: set[str] = set()
+        self._optimizers: dict[str, torch.optim.Optimizer] = {}
+        self._others: dict[str, Any] = {}
+        for key, tracked in objects.items():
+            self._sort_in(key, tracked)
+        self._fqns = {id(p): name for name, _, _, p in self._parameters()}
+        self._sites: list[_Site] = []
+        self._sizes: list[tuple[Any, int]] = []
+        self._still: list[tuple[torch.Tensor, int]] = []
+        self._changing: set[str] = set()
+        self.settle()
+
+    def _sort_in(self, key: str, tracked: object) -> None:
+        if isinstance(tracked, DistributedDataParallel):
+            if tracked.broadcast_buffers:
+                self._broadcast.add(key)
+            tracked = tracked.module
+        if isinstance(tracked, torch.nn.Module):
+            self._modules[key] = tracked
+        elif isinstance(tracked, torch.optim.Optimizer):
+            self._optimizers[key] = tracked
+        elif hasattr(tracked, "state_dict") and hasattr(tracked, "load_state_dict"):
+            self._others[key] = tracked
+        else:
+            raise TypeError(f"{key} is a {type(tracked).__qualname__}, which has no state_dict and load_state_dict")
+
+    # --- finding tensors
+
+    def settle(self) -> None:
+        """Takes the buffers as they are now for unchanged: those that training changes from here on are found out."""
+        self._settled = {name: (b, b._version) for name, _, _, b in self._buffers()}
+
+    def tensors(self) -> list[TrackedTensor]:
+        """All tensors now, in an order that is the same on every rank. Tied ones once, under their first name.
+
+        Call it between an optimizer step and the next forward pass. Raises TypeError for placements other than
+        Shard and Replicate.
+        """
+        self._reshard()
+        self._fqns = {id(p): name for name, _, _, p in self._parameters()}
+        self._sites, self._sizes, self._still = [], [], []
+        found: dict[Any, TrackedTensor] = {}
+        for name, place, key, parameter in self._parameters():
+            self._add(found, name, place, key, parameter, Sharing.EQUAL, parameter=True)
+        for name, place, key, buffer in self._buffers():
+            self._add(found, name, place, key, buffer, self._sharing_of(name, buffer), parameter=False)
+        for name, place, key, moment in self._moments():
+            self._add(found, name, place, key, moment, Sharing.EQUAL, parameter=False)
+        return list(found.values())
+
+    def complete(self) -> bool:
+        """Whether every optimizer has state for every parameter it trains, as it has after a step or a restore."""
+        return all(
+            optimizer.state
+            and all(p in optimizer.state for g in optimizer.param_groups for p in g["params"] if p.requires_grad)
+            for optimizer in self._optimizers.values()
+        )
+
+    def unchanged(self) -> bool:
+        """Whether the tensors are still those that ``tensors`` found, in the same memory. Fast: every step asks."""
+        return (
+            bool(self._sites)
+            and all(len(container) == size for container, size in self._sizes)
+            and all(s.place.get(s.key) is s.tensor and s.memory.data_ptr() == s.address for s in self._sites)
+            and all(buffer._version == version for buffer, version in self._still)
+        )
+
+    def _reshard(self) -> None:
+        for module in self._modules.values():
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
+
+    def _add(
+        self,
+        found: dict[Any, TrackedTensor],
+        name: str,
+        place: Mapping[Any, Any],
+        key: Any,
+        tensor: torch.Tensor,
+        sharing: Sharing,
+        *,
+        parameter: bool,
+    ) -> None:
+        local, box = local_part(name, tensor)
+        if sharing is Sharing.EQUAL:
+            memory = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            self._sites.append(_Site(place, key, tensor, memory, memory.data_ptr()))
+        identity = (local.data_ptr(), local.size(), local.stride(), local.dtype) if local.numel() else id(tensor)
+        if identity not in found:
+            found[identity] = TrackedTensor(name, tuple(tensor.shape), box, local, sharing, parameter, place, key)
+
+    def _sharing_of(self, name: str, buffer: torch.Tensor) -> Sharing:
+        """A buffer that DDP broadcasts is rank 0's; one that training was seen to change is each rank's own."""
+        if name.partition(".")[0] in self._broadcast:
+            return Sharing.FIRST
+        if isinstance(buffer, DTensor):
+            return Sharing.EQUAL
+        then, version = self._settled.get(name, (buffer, buffer._version))
+        if buffer is not then or buffer._version != version:
+            self._changing.add(name)
+        if name in self._changing:
+            return Sharing.OWN
+        self._still.append((buffer, buffer._version))
+        return Sharing.EQUAL
+
+    def _parameters(self) -> Iterator[tuple[str, Mapping[str, Any], str, torch.Tensor]]:
+        for top, prefix, module in self._all_modules():
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    _refuse_fsdp1(top, parameter)
+                    yield f"{prefix}.{key}", module._parameters, key, parameter
+
+    def _buffers(self) -> Iterator[tuple[str, Mapping[str, Any], str, torch.Tensor]]:
+        for _, prefix, module in self._all_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and key not in module._non_persistent_buffers_set:
+                    yield f"{prefix}.{key}", module._buffers, key, buffer
+
+    def _all_modules(self) -> Iterator[tuple[str, str, torch.nn.Module]]:
+        for top, root in self._modules.items():
+            for name, module in root.named_modules(prefix=top):
+                yield top, _WRAPPERS.sub("", name), module
+
+    def _moments(self) -> Iterator[tuple[str, Mapping[str, Any], str, torch.Tensor]]:
+        for top, optimizer in self._optimizers.items():
+            self._sizes.append((optimizer.state, len(optimizer.state)))
+            for fqn, parameter in self._trained(optimizer):
+                state = optimizer.state.get(parameter)
+                if state is None:
+                    continue
+                self._sizes.append((state, len(state)))
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        yield f"{top}.{fqn}.{key}", state, key, value
+
+    def _trained(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters with their names; one that is in no tracked module is named by its place."""
+        for g, group in enumerate(optimizer.param_groups):
+            for i, parameter in enumerate(group["params"]):
+                yield self._fqns.get(id(parameter), f"group{g}.{i}"), parameter
+
+    # --- targets of a restore
+
+    def layout(self, tensors: list[TrackedTensor], rank: int, world: int) -> Layout:
+        """What this rank holds, for the plan."""
+        return Layout(tuple(t.part(rank, world) for t in tensors))
+
+    def targets(self, catalog: tuple[Tensor, ...]) -> list[tuple[int, TrackedTensor]]:
+        """Live tensors to fill, each with the index of its source in ``catalog``.
+
+        Optimizer state that a fresh process does not have yet is created: like the parameter where the shapes agree,
+        else replicated. Raises NotRestorable where the model is another one than the version's.
+        """
+        index_of = {tensor.name: index for index, tensor in enumerate(catalog)}
+        self._changing.update(tensor.name for tensor in catalog if tensor.own)
+        self._create_moments(catalog)
+        live = self.tensors()
+        _refuse_other_model(live, index_of, catalog)
+        return [(index_of[t.name], t) for t in live]
+
+    def _create_moments(self, catalog: tuple[Tensor, ...]) -> None:
+        wanted: dict[str, list[tuple[str, Tensor]]] = {}
+        for tensor in catalog:
+            prefix, _, key = tensor.name.rpartition(".")
+            wanted.setdefault(prefix, []).append((key, tensor))
+        for top, optimizer in self._optimizers.items():
+            for group in optimizer.param_groups:
+                capturable = bool(group.get("capturable") or group.get("fused"))
+                for parameter in group["params"]:
+                    fqn = self._fqns.get(id(parameter)) or self._place_of(optimizer, parameter)
+                    for key, tensor in wanted.get(f"{top}.{fqn}", ()):
+                        if key not in optimizer.state[parameter]:
+                            optimizer.state[parameter][key] = _moment_like(parameter, tensor, capturable)
+
+    def _place_of(self, optimizer: torch.optim.Optimizer, wanted: torch.Tensor) -> str:
+        return next(name for name, parameter in self._trained(optimizer) if parameter is wanted)
+
+    # --- the blob
+
+    def blob(self) -> bytes:
+        """Hyper-parameters, optimizer state that is no tensor, and the state of all other objects, as bytes."""
+        return encode_blob(
+            {
+                "groups": {top: _hyper_parameters(o) for top, o in self._optimizers.items()},
+                "scalars": {top: self._scalars(o) for top, o in self._optimizers.items()},
+                "extra": {name: module.get_extra_state() for name, module in self._with_extra_state()},
+                "objects": {key: tracked.state_dict() for key, tracked in self._others.items()},
+            }
+        )
+
+    def load_blob(self, data: bytes | memoryview) -> None:
+        """Puts a blob's state into the objects. Raises NotRestorable where they are others than were stored."""
+        blob = decode_blob(data)
+        for top, optimizer in self._optimizers.items():
+            _load_groups(top, optimizer, blob["groups"].get(top, []))
+            scalars = blob["scalars"].get(top, {})
+            for fqn, parameter in self._trained(optimizer):
+                if fqn in scalars:
+                    optimizer.state[parameter].update(scalars[fqn])
+        for name, module in self._with_extra_state():
+            if name in blob["extra"]:
+                module.set_extra_state(blob["extra"][name])
+        for key, tracked in self._others.items():
+            if key not in blob["objects"]:
+                raise NotRestorable(f"{key} is tracked now, but was not when the version was stored")
+            tracked.load_state_dict(blob["objects"][key])
+
+    def _scalars(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+        found = {}
+        for fqn, parameter in self._trained(optimizer):
+            state = optimizer.state.get(parameter)
+            if state is not None:
+                rest = {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
+                if rest:
+                    found[fqn] = rest
+        return found
+
+    def _with_extra_state(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        for _, name, module in self._all_modules():
+            if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+                yield name, module
+
+
+def local_part(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Box]:
+    """The live local memory of a tensor and its box in the whole. Raises TypeError for placements with no box."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), whole(tuple(tensor.shape))
+    for placement in tensor.placements:
+        if type(placement) not in (Shard, Replicate):
+            raise TypeError(f"{name} is placed as {placement}; only Shard and Replicate have a box to store")
+    size, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    local = tensor._local_tensor.detach()
+    if tuple(local.shape) != tuple(size):
+        raise TypeError(f"{name} holds a local part of shape {tuple(local.shape)} where its mesh says {tuple(size)}")
+    return local, Box(tuple(offset), tuple(size))
+
+
+def _refuse_fsdp1(top: str, parameter: torch.Tensor) -> None:
+    if type(parameter).__name__ == "FlatParameter" or hasattr(parameter, "_is_flat_param"):
+        raise TypeError(f"{top} is sharded by FSDP1, whose parameters have no boxes: use fully_shard (FSDP2)")
+
+
+def _refuse_other_model(live: list[TrackedTensor], index_of: dict[str, int], catalog: tuple[Tensor, ...]) -> None:
+    missing = [t.name for t in live if t.name not in index_of]
+    extra = index_of.keys() - {t.name for t in live}
+    if missing or extra:
+        raise NotRestorable(
+            f"the tracked state is not what was stored: {len(missing)} tensors are new ({', '.join(missing[:3])}), "
+            f"{len(extra)} are gone ({', '.join(sorted(extra)[:3])}); restore with the objects that were tracked"
+        )
+    for tensor in live:
+        stored = catalog[index_of[tensor.name]]
+        shape = stored.shape[1:] if stored.own else stored.shape
+        dtype = dtype_name(tensor.local.dtype)
+        if (dtype, tensor.shape) != (stored.dtype, shape):
+            raise NotRestorable(
+                f"{tensor.name} is {dtype} {list(tensor.shape)} now, and was stored as {stored.dtype} {list(shape)}"
+            )
+
+
+def _moment_like(parameter: torch.Tensor, tensor: Tensor, capturable: bool) -> torch.Tensor:
+    """Room for a moment: a scalar stays on the host unless the optimizer is fused or capturable, as torch has it."""
+    dtype = dtype_of(tensor.dtype)
+    if tensor.shape == tuple(parameter.shape) and tensor.shape:
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+    device = parameter.device if capturable or tensor.shape else torch.device("cpu")
+    return torch.empty(tensor.shape, dtype=dtype, device=device)
+
+
+def _hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def _load_groups(top: str, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    if len(groups) != len(optimizer.param_groups):
+        raise NotRestorable(f"{top} has {len(optimizer.param_groups)} parameter groups now, {len(groups)} were stored")
+    for group, stored in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in stored.items():
+            present = group.get(key)
+            if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
+                present.copy_(value)  # schedulers hold on to the tensor itself
+            else:
+                group[key] = value

@@ -1,0 +1,318 @@
+"""A rank's line to its node's vault: requests out, answers in, over one unix socket and one reader thread.
+
+Every request is idempotent, so a request that was not answered when the vault went away is sent again to the next
+vault on the same path; callers see at most a longer wait. Errors the vault answers with come back as the class of
+``everstep.errors`` with that code.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import mmap
+import os
+import socket
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+
+from everstep import errors
+from everstep.backoff import Backoff
+from everstep.clock import Clock
+from everstep.framing import FrameDecoder, encode_frame
+from everstep.ids import Version
+from everstep.slots import SegmentView
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep.wire.v1.local import (
+    MAX_FRAME_BYTES,
+    Failed,
+    Fetch,
+    Fetched,
+    FromVault,
+    Inventory,
+    InventoryAnswer,
+    OpenSegment,
+    Replicated,
+    Segment,
+    SlotInfo,
+    SlotSealed,
+    VaultFinding,
+)
+
+log = logging.getLogger(__name__)
+
+RECEIVE_BYTES = 1 << 16
+TICK_S = 0.25
+"""How often the reader looks for requests whose deadline passed."""
+RECONNECT = Backoff(floor_s=0.01, ceiling_s=0.5)
+
+
+def _error_classes() -> dict[str, type[errors.EverstepError]]:
+    found, queue = {}, [errors.EverstepError]
+    while queue:
+        kind = queue.pop()
+        found[kind.code] = kind
+        queue += kind.__subclasses__()
+    return found
+
+
+_ERRORS = _error_classes()
+
+
+def _error_of(answer: Failed) -> errors.EverstepError:
+    kind = _ERRORS.get(answer.code, errors.EverstepError)
+    return kind(answer.message)
+
+
+class MappedSegment:
+    """A segment file mapped writable into this process. The mapping lives as long as this object or a view of it."""
+
+    def __init__(self, path: str, slot_bytes: int) -> None:
+        self.path = path
+        self.slot_bytes = slot_bytes
+        with open(path, "r+b") as file:
+            status = os.fstat(file.fileno())
+            self._map = mmap.mmap(file.fileno(), 0)
+        self.identity = (status.st_dev, status.st_ino)
+        self.buffer = memoryview(self._map)
+        self.view = SegmentView(self.buffer)
+        self.page_locked = False
+
+    @property
+    def directory(self) -> str:
+        """Where scratch files that the vault may write to go."""
+        return os.path.dirname(self.path)
+
+
+class _Pending(msgspec.Struct):
+    frame: bytes
+    deadline: float
+    future: Future[Any]
+
+
+class VaultClient:
+    """Speaks to the vault at ``socket_path``; connects when first used, reconnects when the vault restarts.
+
+    Args:
+        socket_path: the node's ``vault.sock``.
+        timeout_s: how long a request waits for its answer, reconnections included, before Unavailable.
+    """
+
+    def __init__(self, socket_path: str, *, timeout_s: float = 10.0, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._path = socket_path
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._pending: dict[int, _Pending] = {}
+        self._socket: socket.socket | None = None
+        self._segments: dict[str, MappedSegment] = {}
+        self._closed = threading.Event()
+        self._wanted = threading.Event()
+        self._reader = threading.Thread(target=self._run, name="everstep-vault", daemon=True)
+        self._reader.start()
+
+    # --- requests
+
+    def open_segment(self, job: str, local_rank: int, slot_bytes: int, slots: int = 4) -> MappedSegment:
+        """The rank's segment, mapped writable, with slots of at least ``slot_bytes``.
+
+        Raises OutOfSlotMemory where the node has no room, Unavailable where the vault does not answer.
+        """
+        answer: Segment = self._ask(
+            lambda n: OpenSegment(request=n, job=job, local_rank=local_rank, slot_bytes=slot_bytes, slots=slots)
+        ).result()
+        known = self._segments.get(answer.path)
+        if known is None or known.slot_bytes != answer.slot_bytes or not _same_file(known):
+            known = self._segments[answer.path] = MappedSegment(answer.path, answer.slot_bytes)
+        return known
+
+    def sealed(
+        self,
+        *,
+        job: str,
+        generation: int,
+        rank: int,
+        local_rank: int,
+        slot: int,
+        version: Version,
+        replicate: tuple[tuple[int, int], ...] = (),
+        to: tuple[str, ...] = (),
+    ) -> Future[Replicated]:
+        """Says that a slot is sealed; the future holds which nodes have a copy now. Returns at once."""
+        return self._ask(
+            lambda n: SlotSealed(
+                request=n,
+                job=job,
+                generation=generation,
+                rank=rank,
+                local_rank=local_rank,
+                slot=slot,
+                version=version,
+                replicate=replicate,
+                to=to,
+            )
+        )
+
+    def inventory(self, job: str, nodes: tuple[str, ...] = (), *, timeout_s: float = 1.0) -> tuple[SlotInfo, ...]:
+        """The job's sealed slots here and in the vaults of ``nodes``; a silent node is left out after ``timeout_s``."""
+        answer: InventoryAnswer = self._ask(
+            lambda n: Inventory(request=n, job=job, nodes=nodes, timeout_s=timeout_s)
+        ).result()
+        return answer.slots
+
+    def fetch(
+        self,
+        *,
+        job: str,
+        node: str,
+        rank: int,
+        version: Version,
+        ranges: tuple[tuple[int, int], ...],
+        into: str,
+        into_offset: int = 0,
+    ) -> Future[Fetched]:
+        """Copies (offset, length) ranges of a slot on ``node`` one after another into the file ``into``; without
+        ranges, its manifest. Returns at once; the future raises DigestMismatch, NotFound or Unavailable."""
+        return self._ask(
+            lambda n: Fetch(
+                request=n,
+                job=job,
+                node=node,
+                rank=rank,
+                version=version,
+                ranges=ranges,
+                into=into,
+                into_offset=into_offset,
+            )
+        )
+
+    def close(self) -> None:
+        """Ends the connection and its thread; what is unanswered raises Unavailable. Mappings stay valid."""
+        self._closed.set()
+        self._wanted.set()
+        with self._lock:
+            self._drop_connection()
+        self._reader.join(timeout=2.0)
+        self._fail_pending(lambda _: True, "the connection to the vault was closed")
+
+    # --- sending
+
+    def _ask(self, build: Any) -> Future[Any]:
+        """Sends a request built around its number. The future never outlives ``timeout_s`` by more than a tick."""
+        number = next(self._numbers)
+        pending = _Pending(encode_frame(build(number)), self._clock.monotonic() + self._timeout_s, Future())
+        with self._lock:
+            if self._closed.is_set():
+                raise errors.Unavailable("the connection to the vault was closed")
+            self._pending[number] = pending
+            if self._socket is not None:
+                self._send(pending.frame)
+        self._wanted.set()
+        return pending.future
+
+    def _send(self, frame: bytes) -> None:
+        assert self._socket is not None
+        try:
+            self._socket.sendall(frame)
+        except OSError:
+            self._drop_connection()  # the request stays pending and is sent again
+
+    def _drop_connection(self) -> None:
+        if self._socket is None:
+            return
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # already gone
+        self._socket = None
+
+    # --- the reader thread
+
+    def _run(self) -> None:
+        attempt = 0
+        while not self._closed.is_set():
+            self._wanted.wait()
+            if self._closed.is_set():
+                return
+            connection = self._connect()
+            if connection is None:
+                self._expire()
+                self._closed.wait(RECONNECT.delay_s(attempt, 1.0))
+                attempt += 1
+                continue
+            attempt = 0
+            with connection:
+                self._serve(connection)
+
+    def _connect(self) -> socket.socket | None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(TICK_S)
+            connection.connect(self._path)
+        except OSError:
+            connection.close()
+            return None
+        with self._lock:
+            self._socket = connection
+            for pending in list(self._pending.values()):
+                if self._socket is not None:
+                    self._send(pending.frame)
+        return connection
+
+    def _serve(self, connection: socket.socket) -> None:
+        decoder: FrameDecoder[FromVault] = FrameDecoder(FromVault, MAX_FRAME_BYTES)
+        while not self._closed.is_set():
+            try:
+                data = connection.recv(RECEIVE_BYTES)
+            except TimeoutError:
+                self._expire()
+                continue
+            except OSError:
+                data = b""
+            try:
+                answers = decoder.feed(data)
+            except errors.MalformedMessage as error:
+                log.warning("the vault sent what cannot be read, connecting anew: %s", error)
+                data, answers = b"", []
+            for answer in answers:
+                self._take(answer)
+            if not data:
+                with self._lock:
+                    if self._socket is connection:
+                        self._drop_connection()
+                return
+
+    def _take(self, answer: FromVault) -> None:
+        if isinstance(answer, VaultFinding):
+            return
+        with self._lock:
+            pending = self._pending.pop(answer.request, None)
+        if pending is None:
+            return  # answered after its deadline, or twice after a reconnect
+        if isinstance(answer, Failed):
+            pending.future.set_exception(_error_of(answer))
+        else:
+            pending.future.set_result(answer)
+
+    def _expire(self) -> None:
+        now = self._clock.monotonic()
+        self._fail_pending(lambda p: p.deadline <= now, f"the vault at {self._path} did not answer in time")
+
+    def _fail_pending(self, chosen: Any, message: str) -> None:
+        with self._lock:
+            late = [number for number, pending in self._pending.items() if chosen(pending)]
+            dropped = [self._pending.pop(number) for number in late]
+        for pending in dropped:
+            pending.future.set_exception(errors.Unavailable(message))
+
+
+def _same_file(segment: MappedSegment) -> bool:
+    """Whether the path still names the file that is mapped (a restarted vault may have made another)."""
+    try:
+        status = os.stat(segment.path)
+    except FileNotFoundError:
+        return False
+    return (status.st_dev, status.st_ino) == segment.identity
