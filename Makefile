@@ -22,7 +22,7 @@ setup: $(STAMP) ## make .venv with everything pinned by constraints.txt
 
 .PHONY: demo
 demo: $(STAMP) ## a real training run through six faults, on this machine (FAST=1, LAYOUT=fsdp2)
-	$(BIN)/python -m demo $(if $(FAST),--fast) $(if $(LAYOUT),--layout $(LAYOUT))
+	$(BIN)/python -m examples.demo $(if $(FAST),--fast) $(if $(LAYOUT),--layout $(LAYOUT))
 
 .PHONY: test
 test: $(STAMP) ## all tests
@@ -38,6 +38,10 @@ lint: $(STAMP) ## ruff, mypy --strict, import-linter
 .PHONY: bench
 bench: $(STAMP) ## every bench in its quick size
 	$(BIN)/python -m bench.recovery --quick --no-peers
+
+.PHONY: secrets
+secrets: $(STAMP) ## write the compose fleet's secrets to deploy/secrets
+	deploy/make-secrets.sh
 
 .PHONY: schema
 schema: $(STAMP) ## write the wire messages' JSON Schemas to everstep/wire/schema

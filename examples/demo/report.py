@@ -124,9 +124,11 @@ def write_report(
     head = "<th class=n>#</th><th>what was done</th><th class=n>step</th><th class=n>found</th><th class=n>decided</th>"
     head += "<th class=n>next step</th><th class=n>steps again</th><th>evicted</th><th></th>"
     path.write_text(
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>Everstep demo</title><style>{STYLE.read_text()}</style>"
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>Everstep demo</title>"
+        f"<style>{STYLE.read_text()}</style>"
         f"<h1>A training run that would not stop</h1>"
-        f"<p class=lead>Four nodes and a spare on one machine; the faults are real signals to real processes.</p><div class=cards>{card_html}</div>{wrong}"
+        f"<p class=lead>Four nodes and a spare on one machine; the faults are real signals to real processes.</p>"
+        f"<div class=cards>{card_html}</div>{wrong}"
         f"<h2>Loss</h2><p class=why><span style='color:var(--ours)'>■</span> this run &nbsp; "
         f"<span style='color:var(--theirs)'>■</span> the same seed, uninterrupted &nbsp; "
         f"<span style='color:var(--bad)'>●</span> a fault</p>{loss_picture(run, reference, faults)}"

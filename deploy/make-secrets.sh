@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Writes the compose fleet's secrets to deploy/secrets, readable by you alone; keeps what is there.
+set -euo pipefail
+cd "$(dirname "$0")"
+umask 077
+mkdir -p secrets
+for name in fleet postgres grafana; do
+  test -s "secrets/$name" || od -An -N32 -tx1 /dev/urandom | tr -d ' \n' > "secrets/$name"
+done
+token() { "${EVERSTEP_CONTROLLER_COMMAND:-../.venv/bin/everstep-controller}" token --role "$1" --subject "$2" --secret-file secrets/fleet; }
+token agent agent-1 > secrets/token-agent-1
+token agent agent-2 > secrets/token-agent-2
+token viewer prometheus > secrets/token-prometheus
+token operator "$(id -un)" > secrets/token-operator
+echo "secrets are in deploy/secrets; ask the controller with"
+echo "  EVERSTEP_TOKEN_FILE=deploy/secrets/token-operator everstep status"
