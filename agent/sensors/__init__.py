@@ -1,0 +1,1 @@
+"""What a node can see of itself. Every sensor yields results and never raises; silence is a result too."""

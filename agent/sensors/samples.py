@@ -1,0 +1,181 @@
+"""What the sensors measure: plain samples, without judgement.
+
+``None`` means that the device does not offer the value or that it could not be read; it never stands for zero.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+THROTTLED_BY_HARDWARE = 0x8 | 0x40 | 0x80
+"""NVML clock event reasons: hardware slowdown, hardware thermal slowdown, power brake."""
+
+THROTTLED_BY_HEAT = 0x20 | 0x40
+"""NVML clock event reasons: software and hardware thermal slowdown."""
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Base: travels as an array, since both ends are of one installation."""
+
+
+class GpuIdentity(Sample, frozen=True, kw_only=True):
+    """Which GPU sits where. ``pci_bus_id`` is in the kernel's spelling, such as ``0000:1b:00``."""
+
+    index: int
+    pci_bus_id: str
+    uuid: str
+    name: str = ""
+    serial: str = ""
+    memory_bytes: int = 0
+
+
+class GpuSample(Sample, frozen=True, kw_only=True):
+    """One GPU at one poll. ``lost``: NVML says that it is gone. ``error``: why the rest is missing."""
+
+    index: int
+    pci_bus_id: str
+    uuid: str
+    lost: bool = False
+    error: str = ""
+
+    temperature_c: int | None = None
+    temperature_margin_c: int | None = None
+    memory_temperature_c: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    energy_j: float | None = None
+    sm_clock_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    throttle_reasons: int | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    gpu_utilization: float | None = None
+    memory_utilization: float | None = None
+    recovery_action: int | None = None
+    remap_pending: int | None = None
+    remap_failure: int | None = None
+
+    ecc_corrected: int | None = None
+    ecc_uncorrected: int | None = None
+    ecc_uncorrected_lifetime: int | None = None
+    sram_threshold_exceeded: int | None = None
+    remapped_corrected: int | None = None
+    remapped_uncorrected: int | None = None
+    retired_pages: int | None = None
+    pcie_replays: int | None = None
+    pcie_fatal_errors: int | None = None
+    pcie_generation: int | None = None
+    pcie_generation_max: int | None = None
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None
+    nvlinks: int | None = None
+    nvlinks_down: int | None = None
+    nvlink_errors: int | None = None
+    nvlink_recovery_failures: int | None = None
+    processes: int | None = None
+
+    @property
+    def is_lost(self) -> int:
+        return int(self.lost)
+
+    @property
+    def unreadable(self) -> int:
+        """1 where NVML answered with an error other than a loss."""
+        return int(bool(self.error) and not self.lost)
+
+    @property
+    def hardware_throttled(self) -> int | None:
+        return None if self.throttle_reasons is None else int(bool(self.throttle_reasons & THROTTLED_BY_HARDWARE))
+
+    @property
+    def heat_throttled(self) -> int | None:
+        return None if self.throttle_reasons is None else int(bool(self.throttle_reasons & THROTTLED_BY_HEAT))
+
+    @property
+    def pcie_lanes_missing(self) -> int | None:
+        if self.pcie_width is None or self.pcie_width_max is None:
+            return None
+        return self.pcie_width_max - self.pcie_width
+
+    @property
+    def pcie_generations_missing(self) -> int | None:
+        """Unknown while idle: an idle GPU lowers its link speed on purpose."""
+        if self.pcie_generation is None or self.pcie_generation_max is None or not self.gpu_utilization:
+            return None
+        return self.pcie_generation_max - self.pcie_generation
+
+
+class XidEvent(Sample, frozen=True, kw_only=True):
+    """One XID, from the kernel log (``source`` "kernel") or NVML ("nvml"). ``recovery`` is the driver's own word."""
+
+    pci_bus_id: str
+    xid: int
+    source: str
+    text: str = ""
+    recovery: int | None = None
+    count: int = 1
+
+
+class PortSample(Sample, frozen=True, kw_only=True):
+    """One network port. ``was_up``: it has been up since the sensor started, so that being down is news."""
+
+    name: str
+    kind: str
+    up: bool
+    was_up: bool
+    rate_gbps: float | None = None
+    errors: int | None = None
+    link_downs: int | None = None
+
+    @property
+    def lost_link(self) -> int | None:
+        """1 down after up, 0 up, unknown where the port was never up (an empty socket is no fault)."""
+        return None if not self.was_up else int(not self.up)
+
+
+class PathSample(Sample, frozen=True, kw_only=True):
+    """One file system. ``silent_s``: how long a question about it has gone without an answer (a dead NFS server)."""
+
+    path: str
+    network: bool
+    free_fraction: float | None = None
+    silent_s: float = 0.0
+
+
+class HostSample(Sample, frozen=True, kw_only=True):
+    """The machine itself. ``stuck_processes`` are in uninterruptible sleep (state D)."""
+
+    uptime_s: float | None = None
+    memory_available_fraction: float | None = None
+    memory_total_bytes: int | None = None
+    stuck_processes: int | None = None
+    zombies: int | None = None
+    load: float | None = None
+    clock_skew_s: float | None = None
+    error: str = ""
+
+    @property
+    def unreadable(self) -> int:
+        return int(bool(self.error))
+
+    @property
+    def clock_skew_magnitude_s(self) -> float | None:
+        return None if self.clock_skew_s is None else abs(self.clock_skew_s)
+
+
+class SensorState(Sample, frozen=True, kw_only=True):
+    """Health of the sensing itself.
+
+    ``hangs``: polls in a row that missed their deadline (0 after a good one); ``crashes``: ends of the process in a
+    row; ``nvml_failed``: 1 where GPUs are expected and NVML gives none of them; ``gpus_missing``: how many of the
+    expected ones it does not list; ``faults``: parts of the last poll that failed; ``log_failed``: 1 where the kernel
+    log cannot be read. ``detail`` says which and why.
+    """
+
+    hangs: int | None = None
+    crashes: int | None = None
+    nvml_failed: int | None = None
+    gpus_missing: int | None = None
+    faults: int | None = None
+    log_failed: int | None = None
+    detail: str = ""
