@@ -1,0 +1,160 @@
+"""Who sits where on a node: one job, its launcher and its ranks, as plain records."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Protocol
+
+import msgspec
+
+from everstep.wire.v1.directives import StopJob, VersionNotice
+from everstep.wire.v1.local import FromAgent, RankExited, Tick
+from everstep.wire.v1.training import GenerationSpec, LauncherJoined
+
+REMEMBERED_ENDS = 256
+"""Processes of a job whose end is remembered, so that a late word on one is not taken for another loss."""
+
+
+class Peer(Protocol):
+    """A connected process. Compared by identity."""
+
+    def send(self, message: FromAgent) -> None: ...
+    def kill(self) -> None:
+        """SIGKILL to the process that connected, and to no other that may have its number by now."""
+
+    def close(self) -> None: ...
+    def process_state(self) -> str:
+        """The kernel's letter for the process (R, S, D, T, ...), empty where it is gone."""
+
+    def __hash__(self) -> int: ...
+
+
+class Timer(Protocol):
+    """A call to come, as ``asyncio.TimerHandle`` is one."""
+
+    def cancel(self) -> None: ...
+
+
+class LauncherSeat:
+    """A connected launcher; ``offer`` once it has joined."""
+
+    def __init__(self, job: LocalJob, peer: Peer) -> None:
+        self.job = job
+        self.peer = peer
+        self.offer: LauncherJoined | None = None
+        self.orderly = False
+        self.detail = ""
+
+    def offer_now(self, wall: float, trace: str = "") -> LauncherJoined:
+        """The offer with today's date, and the generation that its ranks are in by now."""
+        assert self.offer is not None
+        in_now = max((s.tick.generation for s in self.job.ranks.values() if s.tick is not None), default=0)
+        return msgspec.structs.replace(
+            self.offer,
+            at=wall,
+            trace=self.offer.trace or trace,
+            generation=max(self.offer.generation, in_now),
+        )
+
+
+class RankSeat:
+    """A connected rank process.
+
+    ``generation`` and ``rank``: what it was last offered, or ticked from; ``rank`` is None for a spare. ``came_in``:
+    the first generation it may play. ``leaving``: it said goodbye. ``finished_in``: the generation in which its
+    training function returned. ``condemned``: why it was killed. ``silence_told``: the generation in which its
+    present silence was reported.
+    """
+
+    def __init__(self, job: LocalJob, peer: Peer, local_rank: int, pid: int, heard_at: float) -> None:
+        self.job = job
+        self.peer = peer
+        self.local_rank = local_rank
+        self.pid = pid
+        self.heard_at = heard_at
+        self.came_in = 0
+        self.generation: int | None = None
+        self.rank: int | None = None
+        self.tick: Tick | None = None
+        self.leaving = False
+        self.finished_in: int | None = None
+        self.condemned = ""
+        self.silence_told: int | None = None
+
+    def assigned(self, generation: int, rank: int | None) -> None:
+        self.generation, self.rank = generation, rank
+
+    def ticked(self, tick: Tick) -> None:
+        """Notes a sign of life; it also tells an agent that has just started which rank this is."""
+        self.tick = tick
+        self.job.newest = max(self.job.newest, tick.generation)
+        if self.generation is None or tick.generation > self.generation:
+            self.assigned(tick.generation, tick.rank)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its end is in order: it said so, or has nothing left to do in its generation."""
+        return self.leaving or (self.finished_in is not None and self.finished_in == self.generation)
+
+    def plays_until(self, generation: int) -> bool:
+        """Whether this process, and not a later one in its place, plays in ``generation`` or an older one."""
+        return self.tick.generation <= generation if self.tick is not None else self.came_in <= generation
+
+
+class Loss:
+    """A rank's end that is told, or waits a moment for the launcher's word."""
+
+    def __init__(self, seat: RankSeat, *, at: float, trace: str, detail: str) -> None:
+        self.seat = seat
+        self.at = at
+        self.trace = trace
+        self.detail = detail
+        self.told = False
+        self.timer: Timer | None = None
+
+
+class LocalJob:
+    """One job on this node.
+
+    ``newest``: the newest generation heard of, by directive or from a rank; older words are refused. ``lost_in``: per
+    local rank, the generation its last process was lost in. ``vacant``: local ranks that nobody will play.
+    ``vacancy_told``: the generation in which a vacancy was last reported. ``exits``: words on processes whose
+    connection has not ended yet. ``ends``: processes that are gone, with the loss each was (None where it was none).
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.spec: GenerationSpec | None = None
+        self.newest = 0
+        self.notice: VersionNotice | None = None
+        self.stopped: StopJob | None = None
+        self.launcher: LauncherSeat | None = None
+        self.launcher_incarnation = 0
+        self.launcher_gone = False
+        self.ranks: dict[int, RankSeat] = {}
+        self.lost_in: dict[int, int] = {}
+        self.vacant: set[int] = set()
+        self.vacancy_told: dict[int, int] = {}
+        self.exits: dict[int, RankExited] = {}
+        self.ends: OrderedDict[int, Loss | None] = OrderedDict()
+
+    def remember_end(self, pid: int, loss: Loss | None) -> None:
+        self.ends[pid] = loss
+        while len(self.ends) > REMEMBERED_ENDS:
+            self.ends.popitem(last=False)
+
+    def vacate(self, local_rank: int) -> None:
+        """Nobody will play ``local_rank`` until a process says Hello for it."""
+        if local_rank not in self.ranks:
+            self.vacant.add(local_rank)
+
+    def is_vacant(self, local_rank: int) -> bool:
+        """Whether nobody plays it, and nobody is going to."""
+        return local_rank not in self.ranks and (local_rank in self.vacant or self.launcher_gone)
+
+    def newest_place(self, node: str, seat: RankSeat) -> tuple[int | None, int | None]:
+        """Generation and rank of the seat's place in the newest generation known."""
+        if self.spec is None or (seat.generation is not None and seat.generation > self.spec.number):
+            return seat.generation, seat.rank
+        member = self.spec.member(node, seat.local_rank)
+        return self.spec.number, member.rank if member is not None else None

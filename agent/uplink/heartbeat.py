@@ -1,0 +1,215 @@
+"""What an agent says next to its controller, and what an answer means. No sockets, no clocks.
+
+``Conversation`` decides between registering and beating; ``Inbox`` takes directives that may come twice and by two
+ways; ``meaning_of`` says what a refusal asks of us.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from enum import Enum
+
+import msgspec
+import xxhash
+
+from everstep.errors import (
+    AuthenticationError,
+    Conflict,
+    EverstepError,
+    MalformedMessage,
+    NotFound,
+    PermissionDenied,
+    StaleGeneration,
+    VersionMismatch,
+)
+from everstep.ids import Address, Incarnation, NodeId
+from everstep.vocabulary import Finding, Severity
+from everstep.wire.v1.agent import Domain, Gpu, Heartbeat, HeartbeatAnswer, Register, Registered
+from everstep.wire.v1.directives import Directive
+from everstep.wire.v1.training import RankProgress
+from everstep.wire.version import SPOKEN
+
+SHORTEST_INTERVAL_S = 0.05
+LONGEST_INTERVAL_S = 60.0
+"""Bounds on what a controller may set as heartbeat interval: a mistaken 0 must not become a busy loop."""
+
+MOST_FINDINGS = 256
+"""Findings told at once, the worst first: some 100 KiB of the controller's 1 MiB."""
+
+REMEMBERED_DIRECTIVES = 4096
+
+
+class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a registration says of the node itself; a change of it is registered anew."""
+
+    vault: Address
+    boot_id: str = ""
+    driver_version: str = ""
+    domain: Domain = Domain()
+    gpus: tuple[Gpu, ...] = ()
+
+
+class Refusal(Enum):
+    """What a controller's error asks of the agent."""
+
+    REGISTER = "register"
+    """It does not know this node, or this life of it: register and go on."""
+
+    RETRY = "retry"
+    """It is away, or in trouble of its own: the same again, later."""
+
+    PERSON = "person"
+    """A person must act (token, version, a second agent): say so once, loudly, and retry slowly."""
+
+    MESSAGE = "message"
+    """This message will never be taken: leave it out."""
+
+
+def meaning_of(error: EverstepError, *, registering: bool) -> Refusal:
+    """What ``error`` asks of us. A registration refused as stale means that another agent speaks for this node."""
+    if isinstance(error, AuthenticationError | PermissionDenied | VersionMismatch):
+        return Refusal.PERSON
+    if isinstance(error, NotFound | StaleGeneration | Conflict):
+        return Refusal.PERSON if registering else Refusal.REGISTER
+    if isinstance(error, MalformedMessage):
+        return Refusal.PERSON if registering else Refusal.MESSAGE
+    return Refusal.RETRY
+
+
+def advice_for(error: EverstepError, node: str) -> str:
+    """What a person can do about a refusal of kind ``PERSON``."""
+    if isinstance(error, AuthenticationError):
+        return (
+            f"mint a token with `everstep-controller token --role agent --subject {node}` and give it by --token-file"
+        )
+    if isinstance(error, PermissionDenied):
+        return f"the token is not node {node}'s: an agent needs a token of role agent whose subject is its --node"
+    if isinstance(error, VersionMismatch):
+        return "upgrade the older side: agent and controller share no protocol version"
+    if isinstance(error, StaleGeneration | Conflict):
+        return f"another agent speaks for {node}: stop one of them, or give this one another --node"
+    return "is this address an Everstep controller of this version?"
+
+
+class Conversation:
+    """One life of an agent, as its controller hears it.
+
+    Args:
+        node, incarnation: whose words these are.
+        agent_version: told at registration.
+    """
+
+    def __init__(self, node: NodeId, incarnation: Incarnation, agent_version: str) -> None:
+        self.node = node
+        self.incarnation = incarnation
+        self.interval_s = 1.0
+        self.registrations = 0
+        self._version = agent_version
+        self._seq = 0
+        self._registered: NodeFacts | None = None
+        self._told: tuple[Finding, ...] | None = None
+
+    @property
+    def registered(self) -> bool:
+        return self._registered is not None
+
+    def forget_registration(self) -> None:
+        """The controller does not know us (any more): the next word is a registration with the full picture."""
+        self._registered = None
+        self._told = None
+
+    def next_message(
+        self,
+        facts: NodeFacts,
+        findings: tuple[Finding, ...],
+        ranks: tuple[RankProgress, ...],
+        reports_through: int,
+        wall: float,
+    ) -> Register | Heartbeat:
+        """A registration where one is due, else the next beat; findings ride along only when they are news."""
+        findings = worst_first(findings)
+        if self._registered != facts:
+            return Register(
+                protocols=SPOKEN,
+                node=self.node,
+                incarnation=self.incarnation,
+                agent_version=self._version,
+                vault=facts.vault,
+                boot_id=facts.boot_id,
+                driver_version=facts.driver_version,
+                domain=facts.domain,
+                gpus=facts.gpus,
+                findings=findings,
+                sent_at=wall,
+            )
+        self._seq += 1
+        return Heartbeat(
+            incarnation=self.incarnation,
+            seq=self._seq,
+            sent_at=wall,
+            findings=None if findings == self._told else findings,
+            ranks=ranks,
+            reports_through=reports_through,
+        )
+
+    def registration_answered(self, sent: Register, facts: NodeFacts, answer: Registered) -> None:
+        """Takes the controller's terms. Raises VersionMismatch where it chose a protocol we do not speak."""
+        if answer.protocol not in SPOKEN:
+            raise VersionMismatch(f"the controller chose protocol {answer.protocol}, and this agent speaks {SPOKEN}")
+        self.interval_s = min(max(answer.heartbeat_interval_s, SHORTEST_INTERVAL_S), LONGEST_INTERVAL_S)
+        self.registrations += 1
+        self._registered = facts
+        self._told = sent.findings
+
+    def beat_answered(self, sent: Heartbeat, answer: HeartbeatAnswer) -> None:
+        """Notes what the controller has heard; ``resend`` makes the next word a registration."""
+        if answer.resend:
+            self.forget_registration()
+        elif sent.findings is not None:
+            self._told = sent.findings
+
+
+def worst_first(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """At most MOST_FINDINGS, the critical ones before the others where some must be left out."""
+    if len(findings) <= MOST_FINDINGS:
+        return findings
+    order = (Severity.CRITICAL, Severity.WARNING, Severity.INFO)
+    return tuple(sorted(findings, key=lambda f: order.index(f.severity))[:MOST_FINDINGS])
+
+
+class Inbox:
+    """Directives, each handed on once.
+
+    A directive may come twice (the poll asks again from ``after`` on) and by two ways (poll and heartbeat answer).
+    It is known by number *and* content, because a controller whose database was lost counts from the start again.
+    """
+
+    def __init__(self) -> None:
+        self.after = 0
+        self._seen: OrderedDict[int, int] = OrderedDict()
+
+    def start_at(self, next_directive: int) -> None:
+        """From a registration's answer: the smallest number still to come."""
+        self.after = max(0, next_directive - 1)
+
+    def polled(self, directives: Iterable[Directive]) -> list[Directive]:
+        """What is new in a poll's answer; the next poll acknowledges all of it."""
+        directives = sorted(directives, key=lambda d: d.seq)
+        if directives:
+            self.after = max(self.after, directives[-1].seq)
+        return self.take(directives)
+
+    def take(self, directives: Iterable[Directive]) -> list[Directive]:
+        """What is new among ``directives``, in order of their numbers, acknowledging nothing."""
+        return [d for d in sorted(directives, key=lambda d: d.seq) if self._is_news(d)]
+
+    def _is_news(self, directive: Directive) -> bool:
+        content = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(directive.body))
+        if self._seen.get(directive.seq) == content:
+            return False
+        self._seen[directive.seq] = content
+        self._seen.move_to_end(directive.seq)
+        while len(self._seen) > REMEMBERED_DIRECTIVES:
+            self._seen.popitem(last=False)
+        return True
