@@ -35,7 +35,8 @@ class StepLog:
     """One JSON line per finished step, in a file per process, with the machine-wide monotonic clock."""
 
     def __init__(self, folder: str, name: str) -> None:
-        self._file = Path(folder, f"{name}-{os.getpid()}.jsonl").open("a", buffering=1)
+        path = Path(folder, f"{name}-{os.getpid()}.jsonl")
+        self._file = path.open("a", buffering=1)
 
     def write(self, event: str, step: int, **more: object) -> None:
         row = {"event": event, "step": step, "at": time.clock_gettime(time.CLOCK_MONOTONIC), **more}
@@ -43,22 +44,23 @@ class StepLog:
 
 
 class Fault:
-    """What befalls this rank, by ``BENCH_FAULT`` = ``rank:step:where:signal`` (where: between or backward).
+    """What befalls this rank, by ``BENCH_FAULT`` = ``rank:steps:where:signal``.
 
-    The victim signals itself, so that the moment is exact; it logs the time just before. The fault happens once: the
-    file ``BENCH_FOLDER/fault`` marks it as done for every later life of that rank.
+    ``steps`` is a comma-separated list, ``where`` is ``between`` (before the forward) or ``backward`` (in its middle).
+    The victim signals itself, so that the moment is exact, and logs the time just before. Each strikes once, however
+    often its step is computed: a file in ``BENCH_FOLDER`` marks it as done.
     """
 
     def __init__(self, rank: int, log: StepLog, model: nn.Module) -> None:
-        victim, step, where, signal_name = os.environ.get("BENCH_FAULT", "-1:-1:between:KILL").split(":")
+        victim, steps, where, signal_name = os.environ.get("BENCH_FAULT", "-1::between:KILL").split(":")
         self._armed = int(victim) == rank
-        self._step, self._where = int(step), where
+        self._steps, self._where = {int(step) for step in steps.split(",") if step}, where
         self._signal = getattr(signal, f"SIG{signal_name}")
-        self._log, self._mark = log, Path(os.environ.get("BENCH_FOLDER", "."), "fault")
+        self._log, self._folder = log, Path(os.environ.get("BENCH_FOLDER", "."))
         self._now = -1
         if self._armed and where == "backward":
-            middle = list(model.parameters())[len(list(model.parameters())) // 2]
-            middle.register_hook(self._in_backward)
+            parameters = list(model.parameters())
+            parameters[len(parameters) // 2].register_hook(self._in_backward)
 
     def before_step(self, step: int) -> None:
         """Call at the boundary, before the forward of ``step``."""
@@ -70,8 +72,9 @@ class Fault:
         self._strike(self._now)
 
     def _strike(self, step: int) -> None:
-        if not self._armed or step < self._step or self._mark.exists():
+        mark = self._folder / f"fault-{step}"
+        if not self._armed or step not in self._steps or mark.exists():
             return
-        self._mark.touch()
+        mark.touch()
         self._log.write("fault", step)
         os.kill(os.getpid(), self._signal)
