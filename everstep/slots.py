@@ -13,7 +13,7 @@ A writer killed in the middle of a fill leaves FILLING behind, which nobody read
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 import msgspec
@@ -124,7 +124,7 @@ class SegmentView:
         raw = bytes(self._buffer[base : base + _SLOT.size])
         state, rank, generation, step, manifest_bytes, payload_bytes = _SLOT.unpack(raw)
         (digest,) = _SLOT_DIGEST.unpack_from(self._buffer, base + _SLOT.size)
-        if state == SlotState.EMPTY or digest != xxhash.xxh3_64_intdigest(raw):
+        if state not in (SlotState.FILLING, SlotState.SEALED) or digest != xxhash.xxh3_64_intdigest(raw):
             return None
         if _payload_offset(manifest_bytes, payload_bytes) + payload_bytes > self.slot_bytes:
             return None
@@ -155,14 +155,23 @@ class SegmentView:
         self._buffer[start : start + len(manifest)] = manifest
         return self.payload(slot)
 
-    def seal(self, slot: int) -> SlotHeader:
-        """Hashes what was filled, writes the digests and marks the slot SEALED. The last step of a fill."""
+    def seal(self, slot: int, digests: Sequence[bytes] | None = None) -> SlotHeader:
+        """Writes the digests and marks the slot SEALED. The last step of a fill.
+
+        ``digests`` (the manifest's, then one per payload chunk) is for a caller who hashed these very bytes as they
+        came in; without it, everything is hashed here. Raises DigestMismatch where the slot was never begun, or the
+        number of digests is not that of its bytes.
+        """
         header = self.header(slot)
         if header is None:
             raise DigestMismatch(f"slot {slot} was never begun")
+        if digests is None:
+            manifest = self._buffer[self._manifest_range(slot, header)]
+            digests = list(self._all_digests(manifest, self._payload_of(slot, header)))
+        if len(digests) != chunk_count(header.payload_bytes) + 1:
+            raise DigestMismatch(f"{len(digests)} digests do not seal a payload of {header.payload_bytes} bytes")
         table = self._base(slot) + PAGE
-        manifest = self._buffer[self._manifest_range(slot, header)]
-        for index, digest in enumerate(self._all_digests(manifest, self.payload(slot))):
+        for index, digest in enumerate(digests):
             at = table + index * DIGEST_BYTES
             self._buffer[at : at + DIGEST_BYTES] = digest
         sealed = msgspec.structs.replace(header, state=SlotState.SEALED)
@@ -190,13 +199,17 @@ class SegmentView:
 
     def payload(self, slot: int) -> memoryview:
         """The payload's bytes, unchecked."""
-        header = self._require(slot)
+        return self._payload_of(slot, self._require(slot))
+
+    def _payload_of(self, slot: int, header: SlotHeader) -> memoryview:
         start = self._base(slot) + PAGE + _payload_offset(header.manifest_bytes, header.payload_bytes)
         return self._buffer[start : start + header.payload_bytes]
 
     def digests(self, slot: int) -> list[bytes]:
         """The sealed digests: the manifest's, then one per payload chunk."""
-        header = self._require(slot)
+        return self._digests_of(slot, self._require(slot))
+
+    def _digests_of(self, slot: int, header: SlotHeader) -> list[bytes]:
         table = self._base(slot) + PAGE
         count = chunk_count(header.payload_bytes) + 1
         return [bytes(self._buffer[table + i * DIGEST_BYTES : table + (i + 1) * DIGEST_BYTES]) for i in range(count)]
@@ -205,14 +218,21 @@ class SegmentView:
         """The manifest, checked. Raises DigestMismatch."""
         header = self._require(slot)
         manifest = bytes(self._buffer[self._manifest_range(slot, header)])
-        if xxhash.xxh3_128_digest(manifest) != self.digests(slot)[0]:
+        if xxhash.xxh3_128_digest(manifest) != self._digests_of(slot, header)[0]:
             raise DigestMismatch(f"the manifest of slot {slot} (version {header.version}) is not what was sealed")
         return manifest
 
     def check_chunks(self, slot: int, start: int = 0, length: int | None = None) -> None:
-        """Hashes the chunks that hold payload bytes [start, start + length). Raises DigestMismatch."""
-        payload, sealed = self.payload(slot), self.digests(slot)
+        """Hashes the chunks that hold payload bytes [start, start + length).
+
+        Raises DigestMismatch, and IndexError where the range is not within the payload. The header is read once, so
+        that a slot which is filled anew meanwhile is a mismatch and nothing worse.
+        """
+        header = self._require(slot)
+        payload, sealed = self._payload_of(slot, header), self._digests_of(slot, header)
         end = len(payload) if length is None else start + length
+        if not 0 <= start <= end <= len(payload):
+            raise IndexError(f"bytes {start} to {end} are not within a payload of {len(payload)} bytes")
         for index in range(start // CHUNK_BYTES, chunk_count(end)):
             chunk = payload[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
             if xxhash.xxh3_128_digest(chunk) != sealed[index + 1]:

@@ -133,7 +133,12 @@ class SlotSealed(Message, frozen=True, kw_only=True, tag=True):
     """From a rank: slot ``slot`` of its segment is sealed. The vault replicates it and answers ``Replicated``.
 
     ``replicate``: byte ranges (offset, length) within the slot's payload that no other rank holds and that go to
-    ``to``; empty when equal copies elsewhere already make it safe.
+    ``to``; empty when equal copies elsewhere already make it safe. Where it is not empty, the whole slot (manifest,
+    payload, digests) is copied, so that each copy can be checked and served by itself.
+
+    A node that is still busy with an older slot of this rank is given the newest one next: what waited between them
+    is answered as failed with "superseded by VERSION". Refused (``Failed``) with NotFound where that slot is not
+    sealed as that version, and StaleGeneration where ``generation`` is over.
     """
 
     request: int
@@ -156,7 +161,12 @@ class Replicated(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Configure(Message, frozen=True, kw_only=True, tag=True):
-    """From the supervisor: the job's generation, the secret and the vaults of its nodes."""
+    """From the supervisor: the job's generation, the secret and the vaults of its nodes.
+
+    Sent for every generation, before its ranks hear of it, and again when a newer version is committed or verified
+    (None leaves what was said before). The secret has at least 16 characters. ``Failed`` with StaleGeneration where a
+    newer generation was said before.
+    """
 
     request: int
     job: JobId
@@ -229,6 +239,26 @@ class Done(Message, frozen=True, kw_only=True, tag=True):
     request: int
 
 
+class Statistics(Message, frozen=True, kw_only=True, tag=True):
+    """From the supervisor: what has the vault done so far? Answer: StatisticsAnswer."""
+
+    request: int
+
+
+class StatisticsAnswer(Message, frozen=True, kw_only=True, tag=True):
+    """Counts since the vault started (``counters``), requests refused since then by code, and what is there now.
+
+    Counters: replicated_slots, replicated_bytes (sent and acknowledged), received_slots, received_bytes (sealed here
+    for others), superseded, served_bytes, fetched_bytes, scrubbed_slots, scrubbed_bytes, corrupt_slots,
+    corrupt_transfers. Levels: segment_bytes, free_bytes, sealed_slots, peer_connections.
+    """
+
+    request: int
+    counters: dict[str, int]
+    refused: dict[str, int]
+    levels: dict[str, int]
+
+
 class Failed(Message, frozen=True, kw_only=True, tag=True):
     """The request was refused; ``code`` of everstep.errors."""
 
@@ -238,10 +268,13 @@ class Failed(Message, frozen=True, kw_only=True, tag=True):
 
 
 class VaultFinding(Message, frozen=True, kw_only=True, tag=True):
-    """To the supervisor, unasked: something the scrubber or a transfer found."""
+    """To the supervisor, unasked: something the scrubber or a transfer found.
+
+    A connection is the supervisor's once it has sent Configure, Forget or Statistics; until then findings wait.
+    """
 
     finding: FindingRaised
 
 
-ToVault = OpenSegment | SlotSealed | Configure | Forget | Inventory | Fetch
-FromVault = Segment | Replicated | InventoryAnswer | Fetched | Done | Failed | VaultFinding
+ToVault = OpenSegment | SlotSealed | Configure | Forget | Inventory | Fetch | Statistics
+FromVault = Segment | Replicated | InventoryAnswer | Fetched | Done | Failed | VaultFinding | StatisticsAnswer

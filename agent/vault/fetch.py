@@ -1,0 +1,172 @@
+"""Bringing another node's bytes (or this node's own) to where a rank wants them, checked on both sides."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+from itertools import pairwise
+
+from agent.vault.channel import Channel
+from agent.vault.findings import Findings
+from agent.vault.peers import Peers
+from agent.vault.reading import Library, Range, RangeHasher
+from agent.vault.scratch import Scratch
+from agent.vault.segments import SegmentStore
+from agent.vault.settings import VaultSettings
+from agent.vault.statistics import Tally
+from everstep.errors import DigestMismatch, MalformedMessage, NotFound
+from everstep.slots import CHUNK_BYTES
+from everstep.wire.v1.local import Fetch
+from everstep.wire.v1.transfer import MAX_RANGES, MAX_TRANSFER_FRAME_BYTES, Data, DataEnd, Get
+
+
+class Fetcher:
+    """Answers Fetch. Runs in worker threads; ``streams`` runs the further connections of a large fetch."""
+
+    def __init__(
+        self,
+        settings: VaultSettings,
+        store: SegmentStore,
+        library: Library,
+        peers: Peers,
+        findings: Findings,
+        tally: Tally,
+        streams: Executor,
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._library = library
+        self._peers = peers
+        self._findings = findings
+        self._tally = tally
+        self._streams = streams
+
+    def fetch(self, ask: Fetch) -> int:
+        """Bytes landed in ``ask.into``.
+
+        Raises NotFound where the node does not hold the version (or overwrote it on the way), Unavailable where it does
+        not answer, DigestMismatch where the bytes there or on arrival are not what was sealed, MalformedMessage for
+        ranges outside the payload, PermissionDenied and OutOfSlotMemory for where they should land.
+        """
+        _check_ranges(ask.ranges)
+        if ask.node == self._settings.node:
+            landed = self._copy(ask)
+        elif ask.ranges:
+            landed = self._get_ranges(ask)
+        else:
+            landed = self._get_manifest(ask)
+        self._tally.add("fetched_bytes", landed)
+        return landed
+
+    def _open(self, ask: Fetch, length: int) -> Scratch:
+        return Scratch(self._store.directory, ask.into, ask.into_offset, length, self._store.budget)
+
+    def _copy(self, ask: Fetch) -> int:
+        """From this node's own slots."""
+        reading = self._library.open(ask.job, ask.rank, ask.version, ask.ranges)
+        length = sum(n for _, n in ask.ranges) if ask.ranges else len(reading.manifest)
+        scratch = self._open(ask, length)
+        try:
+            at = 0
+            for piece in reading.pieces(ask.ranges) if ask.ranges else [[memoryview(reading.manifest)]]:
+                at += scratch.write(piece, at)
+                if not reading.still():
+                    raise NotFound(f"rank {ask.rank}'s version {ask.version} was overwritten while it was read")
+        finally:
+            scratch.close()
+        return length
+
+    def _get_manifest(self, ask: Fetch) -> int:
+        manifest = self._peers.call(ask.job, ask.node, lambda channel: self._receive_manifest(channel, ask))
+        scratch = self._open(ask, len(manifest))
+        try:
+            return scratch.write([memoryview(manifest)], 0)
+        finally:
+            scratch.close()
+
+    def _receive_manifest(self, channel: Channel, ask: Fetch) -> bytearray:
+        length = self._ask(channel, ask, ())
+        if length > MAX_TRANSFER_FRAME_BYTES:
+            raise MalformedMessage(f"{ask.node} announced a manifest of {length} bytes")
+        manifest = bytearray(length)
+        self._receive(channel, ask, memoryview(manifest), [length])
+        return manifest
+
+    def _get_ranges(self, ask: Fetch) -> int:
+        length = sum(n for _, n in ask.ranges)
+        scratch = self._open(ask, length)
+        try:
+            landing = scratch.landing()
+        finally:
+            scratch.close()
+        shares = split(ask.ranges, max(1, min(self._settings.streams, length // self._settings.stream_bytes)))
+        ends = [0]
+        for share in shares:
+            ends.append(ends[-1] + sum(n for _, n in share))
+        lands = [landing[start:end] for start, end in pairwise(ends)]
+        others = [
+            self._streams.submit(self._get, ask, share, land) for share, land in zip(shares[1:], lands[1:], strict=True)
+        ]
+        try:
+            self._get(ask, shares[0], lands[0])
+        finally:
+            failures = [other.exception() for other in others]
+        for failure in failures:
+            if failure is not None:
+                raise failure
+        return length
+
+    def _get(self, ask: Fetch, ranges: tuple[Range, ...], landing: memoryview) -> None:
+        def action(channel: Channel) -> None:
+            length = self._ask(channel, ask, ranges)
+            if length != len(landing):
+                raise MalformedMessage(f"{ask.node} announced {length} bytes where {len(landing)} were asked for")
+            self._receive(channel, ask, landing, [n for _, n in ranges])
+
+        self._peers.call(ask.job, ask.node, action)
+
+    def _ask(self, channel: Channel, ask: Fetch, ranges: tuple[Range, ...]) -> int:
+        """How many bytes will come. The peer hashes before it answers, which may take a while."""
+        channel.send(Get(rank=ask.rank, version=ask.version, ranges=ranges))
+        channel.patience(self._settings.settle_timeout_s)
+        length = channel.answer(Data).bytes
+        channel.patience(self._settings.io_timeout_s)
+        return length
+
+    def _receive(self, channel: Channel, ask: Fetch, landing: memoryview, lengths: list[int]) -> None:
+        hasher = RangeHasher(lengths)
+        for start in range(0, len(landing), CHUNK_BYTES):
+            piece = landing[start : start + CHUNK_BYTES]
+            channel.receive_into(piece)
+            if not channel.status():
+                channel.answer(DataEnd)  # raises what the peer refuses for
+                raise MalformedMessage(f"{ask.node} said that the slot moved on, and then that it did not")
+            hasher.update(piece)
+        sealed = channel.answer(DataEnd).digests
+        if sealed != hasher.digests():
+            detail = "what arrived did not hash right"
+            self._findings.transfer_corrupt(ask.job, ask.node, ask.rank, ask.version, detail)
+            raise DigestMismatch(f"rank {ask.rank}'s version {ask.version} from {ask.node}: {detail}")
+
+
+def _check_ranges(ranges: tuple[Range, ...]) -> None:
+    if len(ranges) > MAX_RANGES:
+        raise MalformedMessage(f"{len(ranges)} ranges in one fetch; at most {MAX_RANGES}: join neighbours")
+    for offset, length in ranges:
+        if not (0 <= offset < 1 << 62 and 0 <= length < 1 << 62):
+            raise MalformedMessage(f"({offset}, {length}) is no byte range")
+
+
+def split(ranges: tuple[Range, ...], shares: int) -> list[tuple[Range, ...]]:
+    """Cuts ranges into up to ``shares`` lists of about equal bytes, in order; each but the first has some."""
+    each = max(1, -(-sum(n for _, n in ranges) // shares))
+    result: list[list[Range]] = [[]]
+    room = each
+    for offset, length in ranges:
+        while length > room and len(result) < shares:
+            if room:
+                result[-1].append((offset, room))
+            offset, length, room = offset + room, length - room, each
+            result.append([])
+        result[-1].append((offset, length))
+        room -= length
+    return [tuple(share) for share in result if share]

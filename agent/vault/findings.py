@@ -1,0 +1,71 @@
+"""Bytes that are not what was sealed: told to the supervisor, counted, and the slot given up."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable
+
+from agent.vault.segments import Segment
+from agent.vault.statistics import Tally
+from everstep.clock import Clock
+from everstep.ids import Version
+from everstep.slots import SlotHeader
+from everstep.vocabulary import Finding, FindingKind, Mode, Severity
+from everstep.wire.v1.training import FindingRaised
+
+log = logging.getLogger(__name__)
+
+
+class Findings:
+    """What this vault found. ``tell`` takes each finding on its way to the supervisor, from any thread."""
+
+    def __init__(self, node: str, clock: Clock, tally: Tally, tell: Callable[[FindingRaised], None]) -> None:
+        self._node = node
+        self._clock = clock
+        self._tally = tally
+        self._tell = tell
+
+    def slot_corrupt(self, segment: Segment, slot: int, header: SlotHeader, error: Exception, seen_by: str) -> bool:
+        """A sealed slot does not hash right. False where it is no longer that slot, so that there is no finding.
+
+        One slot says nothing about the node's fitness to compute, and another holder has the bytes: a warning that
+        asks for nothing by itself. Repeats are for policy to judge.
+        """
+        if not segment.discard(slot, header):
+            return False
+        self._tally.add("corrupt_slots")
+        self._raise(
+            FindingKind.SLOT_CORRUPT,
+            segment.key.job,
+            subject=f"{segment.key.job}/rank{header.rank}/{header.version}",
+            message=f"{error}; the slot is discarded",
+            evidence={"path": str(segment.path), "slot": str(slot), "seen_by": seen_by},
+        )
+        return True
+
+    def transfer_corrupt(self, job: str, peer: str, rank: int, version: Version, detail: str) -> None:
+        """Bytes that ``peer`` sent do not hash to the digests it sent with them."""
+        self._tally.add("corrupt_transfers")
+        self._raise(
+            FindingKind.TRANSFER_CORRUPT,
+            job,
+            subject=peer,
+            message=f"{peer} sent rank {rank}'s version {version}, and {detail}",
+            evidence={"rank": str(rank), "version": str(version), "received_by": self._node},
+        )
+
+    def _raise(self, kind: FindingKind, job: str, subject: str, message: str, evidence: dict[str, str]) -> None:
+        finding = Finding(
+            kind=kind,
+            subject=subject,
+            severity=Severity.WARNING,
+            message=message,
+            mode=Mode.OBSERVE,
+            source="xxh3-128 of each 8 MiB chunk",
+            since=self._clock.wall(),
+            trace=uuid.uuid4().hex[:16],
+            evidence=evidence,
+        )
+        log.warning("%s %s: %s", kind, subject, message, extra={"node": self._node, "job": job, "trace": finding.trace})
+        self._tell(FindingRaised(finding=finding, job=job))

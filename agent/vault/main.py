@@ -1,0 +1,129 @@
+"""Starts a vault: ``python -m agent.vault.main --node N --run-dir D --segment-dir S``.
+
+When it serves, ``D/vault.json`` says {"pid", "address"}. SIGTERM and SIGINT end it in order: with --die-with-parent all
+segments are unlinked; without, they stay for the next vault of this node, unless no job is here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from agent.lifecycle import die_with_parent, private_directory, write_atomically
+from agent.vault.segments import SegmentStore
+from agent.vault.service import Vault
+from agent.vault.settings import VaultSettings
+from everstep.errors import ConfigurationError
+from everstep.system_clock import SYSTEM_CLOCK
+
+log = logging.getLogger("agent.vault")
+
+
+def parse(arguments: Sequence[str] | None = None) -> VaultSettings:
+    """The validated settings of a command line. Raises ConfigurationError; exits by argparse on unknown options."""
+    parser = argparse.ArgumentParser(prog="python -m agent.vault.main", allow_abbrev=False, description=__doc__)
+    parser.add_argument("--node", required=True, help="this node's name in the fleet")
+    parser.add_argument("--run-dir", type=Path, required=True, help="directory for vault.sock and vault.json")
+    parser.add_argument("--segment-dir", type=Path, required=True, help="directory on a memory file system for slots")
+    parser.add_argument("--listen", default="127.0.0.1:0", help="host:port for other vaults; port 0 takes a free one")
+    parser.add_argument("--memory-limit", type=int, help="bytes that all slots may take; the file system's by default")
+    parser.add_argument("--die-with-parent", action="store_true", help="end, and unlink everything, with the parent")
+    parser.add_argument("--scrub-interval", type=float, default=1.0, help="seconds between rounds of hashing; 0: none")
+    parser.add_argument("--streams", type=int, default=2, help="connections that carry one large payload")
+    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    given = parser.parse_args(arguments)
+    logging.basicConfig(
+        level=given.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    return VaultSettings(
+        node=given.node,
+        run_dir=given.run_dir.absolute(),
+        segment_dir=given.segment_dir.absolute(),
+        listen=given.listen,
+        memory_limit=given.memory_limit,
+        die_with_parent=given.die_with_parent,
+        scrub_interval_s=given.scrub_interval,
+        streams=given.streams,
+    ).validate()
+
+
+def hold(directory: Path) -> int:
+    """Makes a directory this process's own, with a lock that ends with it.
+
+    Raises ConfigurationError where another vault lives there, or it belongs to somebody else.
+    """
+    private_directory(directory)
+    path = directory / ".vault.lock"
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise ConfigurationError(f"another vault lives in {directory}; stop it, or give another directory") from None
+    if path.exists() and os.path.samestat(path.stat(), os.fstat(lock)):
+        return lock
+    os.close(lock)
+    return hold(directory)  # a vault that ended at this moment took the file along
+
+
+async def serve(settings: VaultSettings) -> None:
+    """Runs a vault until SIGTERM or SIGINT."""
+    stop = asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
+    if settings.die_with_parent:
+        die_with_parent()
+    held = [hold(settings.run_dir), hold(settings.segment_dir)]
+    store = SegmentStore(settings.segment_dir, settings.node, settings.memory_limit)
+    found = await asyncio.to_thread(store.adopt)
+    vault = Vault(settings, store, SYSTEM_CLOCK)
+    try:
+        await vault.start()
+        write_atomically(settings.ready_file, {"pid": os.getpid(), "address": vault.transfers.address})
+        context = {"node": settings.node}
+        log.info("serving at %s, %d sealed slots found", vault.transfers.address, found, extra=context)
+        await stop.wait()
+    finally:
+        await vault.stop()
+        _leave(settings, store, keep=vault.has_jobs and not settings.die_with_parent)
+        for lock in held:
+            os.close(lock)
+
+
+def _leave(settings: VaultSettings, store: SegmentStore, keep: bool) -> None:
+    settings.ready_file.unlink(missing_ok=True)
+    (settings.run_dir / ".vault.lock").unlink(missing_ok=True)
+    if keep:
+        log.info("%d jobs' slots stay in %s", len(store.jobs()), settings.segment_dir, extra={"node": settings.node})
+        return
+    store.forget_all()
+    _remove_if_empty(settings.segment_dir.parent)
+
+
+def _remove_if_empty(directory: Path) -> None:
+    """The user's own directory above those of the nodes; the last vault to go takes it along."""
+    if not directory.name.startswith("everstep-"):
+        return
+    try:
+        directory.rmdir()
+    except OSError:
+        pass  # another node's vault is still there
+
+
+def main() -> None:
+    """The process's entry."""
+    try:
+        asyncio.run(serve(parse()))
+    except ConfigurationError as error:
+        raise SystemExit(f"everstep vault: {error}") from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Copies of other nodes' slots on their way in: a slot set aside, filled, hashed, and only then sealed.
+
+The bytes of one transfer may come over several connections. Whoever fills a slot holds it: it is given to nobody else
+before the last of them has stopped writing.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import defaultdict
+
+import xxhash
+
+from agent.vault.channel import Channel
+from agent.vault.findings import Findings
+from agent.vault.jobs import JobBook
+from agent.vault.segments import Segment, SegmentKey, SegmentStore
+from agent.vault.statistics import Tally
+from everstep.errors import Conflict, DigestMismatch, EverstepError, MalformedMessage, NotFound
+from everstep.slots import CHUNK_BYTES, chunk_count, slot_bytes_for, slot_to_fill
+from everstep.wire.v1.transfer import Part, Put, split_digests
+
+
+class Incoming:
+    """One transfer under way into one slot."""
+
+    def __init__(self, job: str, sender: str, put: Put, segment: Segment, slot: int) -> None:
+        self.id = secrets.token_bytes(16)
+        self.job = job
+        self.sender = sender
+        self.put = put
+        self.digests = split_digests(put.digests)
+        self.segment = segment
+        self.slot = slot
+        self.payload = segment.view.begin(slot, put.rank, put.version, put.manifest, put.payload_bytes)
+        self.done: set[int] = set()
+        self.writers: set[Channel] = set()
+        self.given_up = False
+
+    def chunk(self, index: int) -> memoryview:
+        return self.payload[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+
+
+class Receiver:
+    """All transfers under way into this vault. Safe to use from any thread."""
+
+    def __init__(self, store: SegmentStore, book: JobBook, findings: Findings, tally: Tally) -> None:
+        self._store = store
+        self._book = book
+        self._findings = findings
+        self._tally = tally
+        self._lock = threading.Lock()
+        self._lanes: defaultdict[SegmentKey, threading.Lock] = defaultdict(threading.Lock)
+        self._incoming: dict[bytes, Incoming] = {}
+
+    def begin(self, job: str, sender: str, put: Put) -> Incoming | None:
+        """Sets a slot aside, or returns None where these very bytes are sealed here already.
+
+        Raises StaleGeneration, NotFound, MalformedMessage for lengths that do not fit together, DigestMismatch for a
+        damaged manifest, OutOfSlotMemory.
+        """
+        self._book.current(job, put.generation)
+        self._check(job, sender, put)
+        key = SegmentKey(job, "replica", put.rank)
+        with self._lane(key):
+            need = slot_bytes_for(len(put.manifest), put.payload_bytes)
+            segment = self._store.open(key, max(put.slot_bytes, need), put.slots)
+            if _holds(segment, put):
+                return None
+            incoming = Incoming(job, sender, put, segment, self._free_slot(segment, job))
+            with self._lock:
+                self._incoming[incoming.id] = incoming
+            return incoming
+
+    def _lane(self, key: SegmentKey) -> threading.Lock:
+        with self._lock:
+            return self._lanes[key]
+
+    def _check(self, job: str, sender: str, put: Put) -> None:
+        digests = split_digests(put.digests)
+        if len(digests) != chunk_count(put.payload_bytes) + 1 or len(digests[-1]) != len(digests[0]):
+            raise MalformedMessage(f"{len(put.digests)} bytes of digests for a payload of {put.payload_bytes} bytes")
+        if xxhash.xxh3_128_digest(put.manifest) != digests[0]:
+            self._findings.transfer_corrupt(job, sender, put.rank, put.version, "the manifest did not hash right")
+            raise DigestMismatch("the manifest is not what was sealed")
+
+    def _free_slot(self, segment: Segment, job: str) -> int:
+        with self._lock:
+            taken = {i.slot for i in self._incoming.values() if i.segment is segment}
+        free = [slot for slot in range(segment.view.slots) if slot not in taken]
+        return free[slot_to_fill([segment.view.header(slot) for slot in free], self._book.keep(job))]
+
+    def part(self, job: str, sender: str, part: Part, channel: Channel) -> None:
+        """Receives a part's chunks and hashes each.
+
+        Raises DigestMismatch for a bad chunk and Conflict where the sender's slot moved on, both with the connection in
+        step; Unavailable and MalformedMessage, after which it is of no use.
+        """
+        incoming = self._enter(job, sender, part, channel)
+        try:
+            failure = self._receive(incoming, part, channel)
+        finally:
+            self._leave(incoming, channel)
+        if failure is not None:
+            self.give_up(incoming.id)
+            raise failure
+
+    def _enter(self, job: str, sender: str, part: Part, channel: Channel) -> Incoming:
+        with self._lock:
+            incoming = self._incoming.get(part.transfer)
+            if incoming is None or incoming.given_up or (incoming.job, incoming.sender) != (job, sender):
+                raise MalformedMessage(f"{sender} sent a part of a transfer that is not under way")
+            if part.first + part.chunks > chunk_count(incoming.put.payload_bytes):
+                raise MalformedMessage(f"{sender} sent chunks beyond the payload's end")
+            incoming.writers.add(channel)
+            return incoming
+
+    def _receive(self, incoming: Incoming, part: Part, channel: Channel) -> EverstepError | None:
+        """The first failure; the rest of the part is taken off the wire all the same, to stay in step."""
+        failure: EverstepError | None = None
+        for index in range(part.first, part.first + part.chunks):
+            chunk = incoming.chunk(index)
+            channel.receive_into(chunk)
+            if not channel.status():
+                return failure or Conflict(f"{incoming.sender} filled the slot anew while it was sent")
+            if xxhash.xxh3_128_digest(chunk) == incoming.digests[index + 1]:
+                incoming.done.add(index)
+            elif failure is None:
+                failure = self._corrupt(incoming, index)
+        return failure
+
+    def _corrupt(self, incoming: Incoming, index: int) -> DigestMismatch:
+        put = incoming.put
+        detail = f"chunk {index} did not hash right"
+        self._findings.transfer_corrupt(incoming.job, incoming.sender, put.rank, put.version, detail)
+        return DigestMismatch(f"chunk {index} of rank {put.rank}'s version {put.version} is not what was sealed")
+
+    def _leave(self, incoming: Incoming, channel: Channel) -> None:
+        with self._lock:
+            incoming.writers.discard(channel)
+            self._release(incoming)
+
+    def _release(self, incoming: Incoming) -> None:
+        if incoming.given_up and not incoming.writers and incoming.id in self._incoming:
+            del self._incoming[incoming.id]
+            incoming.segment.view.discard(incoming.slot)
+
+    def finish(self, job: str, sender: str, transfer: bytes) -> None:
+        """Seals the slot. Raises StaleGeneration, NotFound, and Conflict where bytes are missing."""
+        with self._lock:
+            incoming = self._incoming.get(transfer)
+        if incoming is None or incoming.given_up or (incoming.job, incoming.sender) != (job, sender):
+            raise NotFound("no such transfer is under way")
+        put = incoming.put
+        with self._lane(incoming.segment.key):
+            self._book.current(job, put.generation)
+            if self._store.get(incoming.segment.key) is not incoming.segment:
+                raise Conflict("the segment was replaced or forgotten while the slot was filled; send it again")
+            if incoming.writers or len(incoming.done) != len(incoming.digests) - 1:
+                raise Conflict(f"{len(incoming.done)} of {len(incoming.digests) - 1} chunks have come")
+            _discard_others(incoming)
+            incoming.segment.view.seal(incoming.slot, incoming.digests)
+            with self._lock:
+                del self._incoming[incoming.id]
+        self._tally.add("received_slots")
+        self._tally.add("received_bytes", put.payload_bytes + len(put.manifest))
+
+    def give_up(self, transfer: bytes) -> None:
+        """Ends a transfer that is not finished, and frees its slot once nobody writes into it."""
+        with self._lock:
+            incoming = self._incoming.get(transfer)
+            if incoming is None:
+                return
+            incoming.given_up = True
+            self._release(incoming)
+
+
+def _holds(segment: Segment, put: Put) -> bool:
+    return any(
+        header.rank == put.rank
+        and header.version == put.version
+        and header.payload_bytes == put.payload_bytes
+        and b"".join(segment.view.digests(slot)) == put.digests
+        for slot, header in segment.view.sealed()
+    )
+
+
+def _discard_others(incoming: Incoming) -> None:
+    """The same version with other bytes: the rank sealed it anew, and the newer word holds."""
+    view = incoming.segment.view
+    for slot, header in list(view.sealed()):
+        if header.version == incoming.put.version and slot != incoming.slot:
+            view.discard(slot)

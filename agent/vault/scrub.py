@@ -1,0 +1,88 @@
+"""Hashing what lies still: a bit that flips in a sealed slot is found here, before somebody restores from it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from agent.vault.findings import Findings
+from agent.vault.segments import Segment, SegmentStore
+from agent.vault.statistics import Tally
+from everstep.clock import Clock
+from everstep.errors import DigestMismatch
+from everstep.slots import CHUNK_BYTES, SlotHeader
+
+log = logging.getLogger(__name__)
+
+
+class Scrubber:
+    """Goes over all sealed slots, again and again, at a bounded rate, in a thread of its own.
+
+    Args:
+        interval_s: from one round's beginning to the next one's; a round that takes longer is followed at once.
+        bytes_per_s: read at most, on average over a chunk and the pause after it.
+    """
+
+    def __init__(
+        self,
+        store: SegmentStore,
+        findings: Findings,
+        tally: Tally,
+        clock: Clock,
+        interval_s: float,
+        bytes_per_s: float,
+    ) -> None:
+        self._store = store
+        self._findings = findings
+        self._tally = tally
+        self._clock = clock
+        self._interval_s = interval_s
+        self._bytes_per_s = bytes_per_s
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="scrub", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            begun = self._clock.monotonic()
+            self.round()
+            self._stopping.wait(max(0.0, begun + self._interval_s - self._clock.monotonic()))
+
+    def round(self) -> None:
+        """Hashes every slot that is sealed now, once."""
+        for segment in self._store.segments():
+            for slot, header in segment.view.sealed():
+                if self._stopping.is_set():
+                    return
+                self._scrub(segment, slot, header)
+
+    def _scrub(self, segment: Segment, slot: int, header: SlotHeader) -> None:
+        try:
+            self._hash(segment, slot, header)
+        except (DigestMismatch, IndexError) as error:
+            # A fill announces itself in the header before it touches a byte: the same header means the same bytes.
+            if segment.view.header(slot) == header and self._store.get(segment.key) is segment:
+                self._findings.slot_corrupt(segment, slot, header, error, seen_by="scrubber")
+        else:
+            self._tally.add("scrubbed_slots")
+
+    def _hash(self, segment: Segment, slot: int, header: SlotHeader) -> None:
+        segment.view.manifest(slot)
+        self._pause(header.manifest_bytes)
+        for start in range(0, header.payload_bytes, CHUNK_BYTES):
+            length = min(CHUNK_BYTES, header.payload_bytes - start)
+            segment.view.check_chunks(slot, start, length)
+            self._pause(length)
+            if self._stopping.is_set() or segment.view.header(slot) != header:
+                return
+
+    def _pause(self, count: int) -> None:
+        self._tally.add("scrubbed_bytes", count)
+        self._stopping.wait(count / self._bytes_per_s)

@@ -1,0 +1,279 @@
+"""The node's segments: files that hold slots, made, found again, enlarged and unlinked.
+
+``DIR/JOB/own-LOCALRANK`` is written by that rank through its own mapping, ``DIR/JOB/replica-RANK`` by this vault, with
+what other nodes' ranks sent. A file is drafted under a name that begins with a dot and renamed when its headers are
+written, so that a name always shows a whole segment. Other files there are scratch space of ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from agent.vault.memory import Budget, allocate, populate
+from everstep.errors import ConfigurationError, DigestMismatch
+from everstep.ids import NAME_PATTERN, Version
+from everstep.slots import PAGE, SegmentView, SlotHeader, SlotState, format_segment, segment_bytes
+from everstep.wire.v1.local import SlotInfo
+
+log = logging.getLogger(__name__)
+
+Kind = Literal["own", "replica"]
+_FILE = re.compile(r"^(own|replica)-(0|[1-9][0-9]{0,6})$")
+MOST_SLOTS = 64
+MOST_LOCAL_RANKS = 64
+
+
+class SegmentKey(msgspec.Struct, frozen=True, order=True):
+    """Which segment: a local rank's own, or the copies of a rank's slots."""
+
+    job: str
+    kind: Kind
+    number: int
+
+    @property
+    def filename(self) -> str:
+        return f"{self.kind}-{self.number}"
+
+
+class Segment:
+    """A segment file, mapped; its bytes stay readable for whoever holds this, even when the file is gone."""
+
+    def __init__(self, key: SegmentKey, path: Path) -> None:
+        self.key = key
+        self.path = path
+        writable = key.kind == "replica"
+        self.mapping = _map(path, writable)
+        self.view = SegmentView(memoryview(self.mapping))
+
+    def discard(self, slot: int, header: SlotHeader) -> bool:
+        """Marks the slot empty if it still is what ``header`` says. Own segments are mapped writable for this alone."""
+        view = self.view if self.key.kind == "replica" else SegmentView(memoryview(_map(self.path, True)))
+        if view.header(slot) != header:
+            return False
+        view.discard(slot)
+        return True
+
+    def info(self, node: str, slot: int, header: SlotHeader) -> SlotInfo:
+        """How the inventory names a sealed slot."""
+        return SlotInfo(
+            node=node,
+            rank=header.rank,
+            version=header.version,
+            path=str(self.path),
+            slot=slot,
+            replica=self.key.kind == "replica",
+            manifest_digest=self.view.digests(slot)[0].hex(),
+        )
+
+
+def _map(path: Path, writable: bool) -> mmap.mmap:
+    """Raises OSError; a file that shrank or is empty is DigestMismatch."""
+    descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        length = os.fstat(descriptor).st_size
+        if length < PAGE:
+            raise DigestMismatch(f"{path} has {length} bytes and is no segment")
+        return mmap.mmap(descriptor, length, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
+    finally:
+        os.close(descriptor)
+
+
+class SegmentStore:
+    """All segments under one directory. Safe to use from any thread."""
+
+    def __init__(self, directory: Path, node: str, memory_limit: int | None) -> None:
+        self.directory = directory
+        self._node = node
+        self.budget = Budget(directory, memory_limit)
+        self._lock = threading.Lock()
+        self._making: dict[SegmentKey, threading.Lock] = {}
+        self._segments: dict[SegmentKey, Segment] = {}
+
+    # --- finding --------------------------------------------------------------------------------------------------
+
+    def get(self, key: SegmentKey) -> Segment | None:
+        with self._lock:
+            return self._segments.get(key)
+
+    def segments(self, job: str | None = None) -> list[Segment]:
+        """All segments, or one job's, own ones first."""
+        with self._lock:
+            return [s for k, s in sorted(self._segments.items()) if job is None or k.job == job]
+
+    def jobs(self) -> set[str]:
+        with self._lock:
+            return {key.job for key in self._segments}
+
+    def find(self, job: str, rank: int, version: Version) -> Iterator[tuple[Segment, int, SlotHeader]]:
+        """Sealed slots that say they hold that rank's share of that version, unchecked."""
+        for segment in self.segments(job):
+            for slot, header in segment.view.sealed():
+                if header.rank == rank and header.version == version:
+                    yield segment, slot, header
+
+    def inventory(self, job: str) -> tuple[SlotInfo, ...]:
+        """The job's sealed slots. One that is filled anew at this moment is left out."""
+        found = []
+        for segment in self.segments(job):
+            for slot, header in segment.view.sealed():
+                try:
+                    found.append(segment.info(self._node, slot, header))
+                except DigestMismatch:
+                    continue
+        return tuple(found)
+
+    # --- making ---------------------------------------------------------------------------------------------------
+
+    def open(self, key: SegmentKey, slot_bytes: int, slots: int) -> Segment:
+        """The segment, with room for ``slots`` slots of ``slot_bytes``: the one that is there, or a larger one.
+
+        A larger one takes over the sealed slots that hash right. Raises ConfigurationError for absurd sizes and
+        OutOfSlotMemory for want of room. An own segment's pages are there when this returns; a replica's come while
+        it is filled, since a sender waits.
+        """
+        _check_sizes(key, slot_bytes, slots)
+        with self._making_lock(key):
+            old = self.get(key)
+            if old is not None and old.view.slot_bytes >= slot_bytes and old.view.slots >= slots and old.path.exists():
+                return old
+            wanted_bytes = max(slot_bytes, old.view.slot_bytes if old else 0)
+            return self._make(key, old, -(-wanted_bytes // PAGE) * PAGE, max(slots, old.view.slots if old else 0))
+
+    def _making_lock(self, key: SegmentKey) -> threading.Lock:
+        with self._lock:
+            return self._making.setdefault(key, threading.Lock())
+
+    def _make(self, key: SegmentKey, old: Segment | None, slot_bytes: int, slots: int) -> Segment:
+        folder = self.directory / key.job
+        folder.mkdir(mode=0o700, exist_ok=True)
+        draft, path = folder / f".{key.filename}", folder / key.filename
+        what = f"{slots} slots of {slot_bytes} bytes for {key.job}/{key.filename}"
+        length = segment_bytes(slots, slot_bytes)
+        with self.budget.admit(length, what):
+            try:
+                self._draft(draft, length, slot_bytes, slots, what, wait=key.kind == "own")
+                if old is not None:
+                    _carry_over(old.view, SegmentView(memoryview(_map(draft, True))))
+                draft.rename(path)
+            except BaseException:
+                draft.unlink(missing_ok=True)
+                raise
+        return self._add(Segment(key, path))
+
+    def _draft(self, draft: Path, length: int, slot_bytes: int, slots: int, what: str, wait: bool) -> None:
+        draft.unlink(missing_ok=True)
+        descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            allocate(descriptor, length, what)
+        finally:
+            os.close(descriptor)
+        mapping = _map(draft, True)
+        format_segment(memoryview(mapping), slots, slot_bytes)
+        if wait:
+            populate(mapping)
+        else:
+            threading.Thread(target=populate, args=(mapping,), daemon=True, name="populate").start()
+
+    def _add(self, segment: Segment) -> Segment:
+        with self._lock:
+            self._segments[segment.key] = segment
+        return segment
+
+    # --- finding again --------------------------------------------------------------------------------------------
+
+    def adopt(self) -> int:
+        """Takes over what an earlier vault left: whole segments with the slots in them that hash right.
+
+        Returns how many sealed slots were found good. Unfinished fills of replicas are discarded; those of own
+        segments are left alone, since their rank may be alive and in the middle of one, and nobody reads them.
+        """
+        good = 0
+        for folder in sorted(p for p in self.directory.iterdir() if p.is_dir() and not p.is_symlink()):
+            if re.match(NAME_PATTERN, folder.name):
+                good += sum(self._adopt_file(folder.name, path) for path in sorted(folder.iterdir()))
+        return good
+
+    def _adopt_file(self, job: str, path: Path) -> int:
+        if path.name.startswith("."):
+            path.unlink()
+            return 0
+        name = _FILE.match(path.name)
+        if name is None:
+            return 0
+        kind: Kind = "own" if name[1] == "own" else "replica"
+        try:
+            segment = Segment(SegmentKey(job, kind, int(name[2])), path)
+        except (DigestMismatch, OSError) as error:
+            log.warning("%s is not adopted: %s", path, error, extra={"node": self._node, "job": job})
+            path.unlink(missing_ok=True)
+            return 0
+        return _clean(self._add(segment), self._node)
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def forget(self, job: str) -> None:
+        """Unlinks all of a job's files. Who has them mapped keeps the bytes until it lets go."""
+        with self._lock:
+            for key in [k for k in self._segments if k.job == job]:
+                del self._segments[key]
+                self._making.pop(key, None)
+        shutil.rmtree(self.directory / job, ignore_errors=True)
+
+    def forget_all(self) -> None:
+        """Unlinks everything under the directory, scratch files too, and the directory."""
+        with self._lock:
+            self._segments.clear()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _check_sizes(key: SegmentKey, slot_bytes: int, slots: int) -> None:
+    if not 1 <= slots <= MOST_SLOTS:
+        raise ConfigurationError(f"a segment has 1 to {MOST_SLOTS} slots, not {slots}")
+    if not 1 <= slot_bytes < 1 << 48:
+        raise ConfigurationError(f"slot_bytes must be positive and under 2^48, not {slot_bytes}")
+    if key.kind == "own" and not 0 <= key.number < MOST_LOCAL_RANKS:
+        raise ConfigurationError(f"a local rank is 0 to {MOST_LOCAL_RANKS - 1}, not {key.number}")
+
+
+def _carry_over(old: SegmentView, new: SegmentView) -> None:
+    for slot, header in old.sealed():
+        try:
+            old.check(slot)
+            payload = new.begin(slot, header.rank, header.version, old.manifest(slot), header.payload_bytes)
+            payload[:] = old.payload(slot)
+            if old.header(slot) == header:
+                new.seal(slot, old.digests(slot))
+            else:
+                new.discard(slot)
+        except (DigestMismatch, ValueError):
+            new.discard(slot)  # it was bad, or its rank began to fill it anew
+
+
+def _clean(segment: Segment, node: str) -> int:
+    """Discards what cannot be believed; returns how many sealed slots can."""
+    good = 0
+    for slot in range(segment.view.slots):
+        header = segment.view.header(slot)
+        if header is None:
+            continue
+        if header.state is SlotState.SEALED:
+            try:
+                segment.view.check(slot)
+            except DigestMismatch as error:
+                segment.discard(slot, header)
+                log.warning("%s: %s; discarded", segment.path, error, extra={"node": node, "job": segment.key.job})
+            else:
+                good += 1
+        elif segment.key.kind == "replica":
+            segment.discard(slot, header)
+    return good

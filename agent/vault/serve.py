@@ -1,0 +1,250 @@
+"""The TCP side of a vault: other nodes' vaults bring copies, read slots, and ask what is here."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+
+from agent.vault.channel import Channel
+from agent.vault.handshake import admit
+from agent.vault.jobs import JobBook
+from agent.vault.reading import Library, RangeHasher, Reading
+from agent.vault.receive import Receiver
+from agent.vault.segments import SegmentStore
+from agent.vault.settings import VaultSettings
+from agent.vault.statistics import Tally
+from everstep.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    EverstepError,
+    MalformedMessage,
+    NotFound,
+    Unavailable,
+)
+from everstep.slots import CHUNK_BYTES
+from everstep.wire.v1.transfer import (
+    Ack,
+    Data,
+    DataEnd,
+    Get,
+    InventoryAsk,
+    InventoryList,
+    Part,
+    PartDone,
+    Put,
+    PutDone,
+    Ready,
+    Request,
+    refusal,
+)
+
+log = logging.getLogger(__name__)
+
+_OUT_OF_STEP = (Unavailable, MalformedMessage, AuthenticationError)
+"""After these, what the peer sends next cannot be told apart from bulk bytes, or is not wanted."""
+
+
+class TransferServer:
+    """Listens for other vaults, one thread for each connection."""
+
+    def __init__(
+        self,
+        settings: VaultSettings,
+        store: SegmentStore,
+        book: JobBook,
+        library: Library,
+        receiver: Receiver,
+        tally: Tally,
+    ) -> None:
+        self._settings = settings
+        self._book = book
+        self._tally = tally
+        self._answers = Answers(store, library, receiver, tally)
+        self._lock = threading.Lock()
+        self._connections: dict[Channel, threading.Thread] = {}
+        self._listener = _listen(*settings.listen_address)
+        self._accepting = threading.Thread(target=self._accept, name="transfer-accept", daemon=True)
+
+    @property
+    def address(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        return f"{host}:{port}"
+
+    def start(self) -> None:
+        self._accepting.start()
+
+    def stop(self) -> None:
+        """Ends the listener and all connections, and waits for their threads."""
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # nobody ever connected
+        self._listener.close()
+        if self._accepting.ident is not None:
+            self._accepting.join(self._settings.io_timeout_s)
+        with self._lock:
+            connections = dict(self._connections)
+        for channel in connections:
+            channel.shutdown()
+        for thread in connections.values():
+            thread.join(self._settings.io_timeout_s)
+
+    def __len__(self) -> int:
+        return len(self._connections)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, address = self._listener.accept()
+            except OSError:
+                return  # the listener was shut down
+            channel = Channel(sock, f"{address[0]}:{address[1]}", self._settings.io_timeout_s)
+            if len(self._connections) >= self._settings.max_connections:
+                self._tally.refuse(Unavailable.code)
+                channel.close()
+                continue
+            thread = threading.Thread(target=self._serve, args=(channel,), name="transfer", daemon=True)
+            with self._lock:
+                self._connections[channel] = thread
+            thread.start()
+
+    def _serve(self, channel: Channel) -> None:
+        conversation = None
+        try:
+            facts, node = admit(channel, self._book, self._settings.node)
+            channel.peer = node
+            conversation = Conversation(facts.job, node, channel, self._settings, self._answers)
+            while True:
+                channel.patience(conversation.patience_s)
+                request = channel.request()
+                channel.patience(self._settings.io_timeout_s)
+                if self._book.facts(facts.job).secret != facts.secret:
+                    raise AuthenticationError(f"the secret of job {facts.job} has changed; prove the new one")
+                self._answer(conversation, request)
+        except EverstepError as error:
+            self._part_with(channel, error, conversation is not None)
+        finally:
+            if conversation is not None:
+                conversation.end()
+            channel.close()
+            with self._lock:
+                self._connections.pop(channel, None)
+
+    def _answer(self, conversation: Conversation, request: Request) -> None:
+        try:
+            conversation.answer(request)
+        except EverstepError as error:
+            if isinstance(error, _OUT_OF_STEP):
+                raise
+            self._tally.refuse(error.code)
+            conversation.channel.send(refusal(error))
+
+    def _part_with(self, channel: Channel, error: EverstepError, proved: bool) -> None:
+        """Says why, where the peer may still listen. A proved peer that went away is no refusal."""
+        if proved and isinstance(error, Unavailable):
+            return
+        self._tally.refuse(error.code)
+        log.info("%s is refused: %s", channel.peer, error, extra={"node": self._settings.node})
+        try:
+            channel.send(refusal(error))
+        except Unavailable:
+            pass  # it does not listen
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        raise ConfigurationError(f"cannot listen on {host}:{port}: {error}; give another --listen") from error
+
+
+class Conversation:
+    """One proved connection. What it began and did not finish ends with it."""
+
+    def __init__(self, job: str, node: str, channel: Channel, settings: VaultSettings, answers: Answers) -> None:
+        self.job = job
+        self.node = node
+        self.channel = channel
+        self._settings = settings
+        self._answers = answers
+        self._begun: set[bytes] = set()
+
+    @property
+    def patience_s(self) -> float:
+        """For the next request: short in the middle of a transfer, which holds a slot."""
+        return self._settings.settle_timeout_s if self._begun else self._settings.idle_timeout_s
+
+    def answer(self, request: Request) -> None:
+        """Serves one request. Raises EverstepError for a refusal."""
+        if isinstance(request, Put):
+            self._put(request)
+        elif isinstance(request, Part):
+            self._answers.receiver.part(self.job, self.node, request, self.channel)
+            self.channel.send(PartDone())
+        elif isinstance(request, PutDone):
+            self._answers.receiver.finish(self.job, self.node, request.transfer)
+            self._begun.discard(request.transfer)
+            self.channel.send(Ack())
+        elif isinstance(request, Get):
+            self._answers.get(self.job, request, self.channel)
+        else:
+            assert isinstance(request, InventoryAsk)
+            self.channel.send(InventoryList(slots=self._answers.store.inventory(self.job)))
+
+    def _put(self, put: Put) -> None:
+        incoming = self._answers.receiver.begin(self.job, self.node, put)
+        if incoming is None:
+            self.channel.send(Ack(already=True))
+            return
+        self._begun.add(incoming.id)
+        self.channel.send(Ready(transfer=incoming.id))
+
+    def end(self) -> None:
+        for transfer in self._begun:
+            self._answers.receiver.give_up(transfer)
+
+
+class Answers:
+    """What conversations draw on."""
+
+    def __init__(self, store: SegmentStore, library: Library, receiver: Receiver, tally: Tally) -> None:
+        self.store = store
+        self.receiver = receiver
+        self._library = library
+        self._tally = tally
+
+    def get(self, job: str, get: Get, channel: Channel) -> None:
+        """Sends ranges (or the manifest) of a slot that hashes right.
+
+        Raises NotFound where there is none, or it was filled anew on the way; DigestMismatch; MalformedMessage.
+        """
+        reading = self._library.open(job, get.rank, get.version, get.ranges)
+        sent = self._send_ranges(reading, get, channel) if get.ranges else _send_manifest(reading, channel)
+        self._tally.add("served_bytes", sent)
+
+    def _send_ranges(self, reading: Reading, get: Get, channel: Channel) -> int:
+        lengths = [length for _, length in get.ranges]
+        channel.send(Data(bytes=sum(lengths)))
+        hasher = RangeHasher(lengths)
+        for piece in reading.pieces(get.ranges):
+            for view in piece:
+                hasher.update(view)
+            channel.send_bulk(piece)
+            still = reading.still()
+            channel.send_status(still)
+            if not still:
+                raise NotFound(f"rank {get.rank}'s version {get.version} was overwritten while it was read")
+        channel.send(DataEnd(digests=hasher.digests()))
+        return sum(lengths)
+
+
+def _send_manifest(reading: Reading, channel: Channel) -> int:
+    manifest = memoryview(reading.manifest)
+    channel.send(Data(bytes=len(manifest)))
+    for start in range(0, len(manifest), CHUNK_BYTES):
+        channel.send_bulk([manifest[start : start + CHUNK_BYTES]])
+        channel.send_status(True)
+    channel.send(DataEnd(digests=reading.digests[0]))
+    return len(manifest)

@@ -1,0 +1,192 @@
+"""What the vault answers to the node's ranks and supervisor, and the parts it is put together from."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from agent.vault.channel import Channel
+from agent.vault.fetch import Fetcher
+from agent.vault.findings import Findings
+from agent.vault.jobs import JobBook
+from agent.vault.local import Client, LocalServer
+from agent.vault.peers import Peers
+from agent.vault.reading import Library
+from agent.vault.receive import Receiver
+from agent.vault.replicate import Replicator
+from agent.vault.scrub import Scrubber
+from agent.vault.segments import SegmentKey, SegmentStore
+from agent.vault.send import Sender
+from agent.vault.serve import TransferServer
+from agent.vault.settings import VaultSettings
+from agent.vault.statistics import Tally
+from everstep.clock import Clock
+from everstep.errors import EverstepError
+from everstep.wire.v1.local import (
+    Configure,
+    Done,
+    Fetch,
+    Fetched,
+    Forget,
+    FromVault,
+    Inventory,
+    InventoryAnswer,
+    OpenSegment,
+    Segment,
+    SlotInfo,
+    SlotSealed,
+    Statistics,
+    StatisticsAnswer,
+    ToVault,
+    VaultFinding,
+)
+from everstep.wire.v1.training import FindingRaised
+from everstep.wire.v1.transfer import InventoryAsk, InventoryList
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MOST_UNTOLD_FINDINGS = 256
+"""Findings kept while no supervisor is connected; the oldest give way."""
+
+
+class Vault:
+    """One running vault. Made and used on the event loop; everything that moves bytes runs in threads."""
+
+    def __init__(self, settings: VaultSettings, store: SegmentStore, clock: Clock) -> None:
+        self._settings = settings
+        self._store = store
+        self._loop = asyncio.get_running_loop()
+        self._threads = ThreadPoolExecutor(settings.workers, "vault")
+        self._streams = ThreadPoolExecutor(settings.workers, "stream")
+        self._untold: deque[FindingRaised] = deque(maxlen=MOST_UNTOLD_FINDINGS)
+        self._tally = Tally()
+        self._book = JobBook()
+        findings = Findings(settings.node, clock, self._tally, self._found)
+        library = Library(store, findings)
+        self._peers = Peers(settings, self._book, clock)
+        sender = Sender(settings, self._peers, findings, self._tally, self._streams)
+        self._replicator = Replicator(settings.node, store, self._book, sender, self._tally, self._threads)
+        self._fetcher = Fetcher(settings, store, library, self._peers, findings, self._tally, self._streams)
+        receiver = Receiver(store, self._book, findings, self._tally)
+        self.transfers = TransferServer(settings, store, self._book, library, receiver, self._tally)
+        self._local = LocalServer(settings.socket_path, self.handle, self._tally.refuse)
+        self._scrubber = Scrubber(
+            store, findings, self._tally, clock, settings.scrub_interval_s, settings.scrub_bytes_per_s
+        )
+
+    @property
+    def has_jobs(self) -> bool:
+        """Whether anybody may still need what is here."""
+        return bool(self._store.jobs()) or len(self._book) > 0
+
+    async def start(self) -> None:
+        self.transfers.start()
+        await self._local.start()
+        if self._settings.scrub_interval_s:
+            self._scrubber.start()
+
+    async def stop(self) -> None:
+        """Ends all connections and threads; the segments stay."""
+        await self._local.stop()
+        self._peers.close()
+        await asyncio.to_thread(self.transfers.stop)
+        await asyncio.to_thread(self._scrubber.stop)
+        for pool in (self._threads, self._streams):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await self._loop.run_in_executor(self._threads, work)
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    async def handle(self, message: ToVault, client: Client) -> FromVault:
+        """The answer to one request. Raises EverstepError for a refusal."""
+        if isinstance(message, Configure | Forget | Statistics):
+            self._meet_supervisor(client)
+        match message:
+            case OpenSegment():
+                return await self._open(message)
+            case SlotSealed():
+                return await self._replicator.replicate(message)
+            case Fetch():
+                landed = await self._in_thread(lambda: self._fetcher.fetch(message))
+                return Fetched(request=message.request, bytes=landed)
+            case Inventory():
+                return await self._inventory(message)
+            case Configure():
+                self._book.configure(message)
+                return Done(request=message.request)
+            case Forget():
+                return await self._forget(message)
+            case Statistics():
+                return await self._in_thread(lambda: self._statistics(message))
+
+    async def _open(self, message: OpenSegment) -> Segment:
+        key = SegmentKey(message.job, "own", message.local_rank)
+        segment = await self._in_thread(lambda: self._store.open(key, message.slot_bytes, message.slots))
+        view = segment.view
+        return Segment(request=message.request, path=str(segment.path), slot_bytes=view.slot_bytes, slots=view.slots)
+
+    async def _forget(self, message: Forget) -> Done:
+        self._book.forget(message.job)
+        self._replicator.forget(message.job)
+        self._peers.forget(message.job)
+        await self._in_thread(lambda: self._store.forget(message.job))
+        return Done(request=message.request)
+
+    async def _inventory(self, message: Inventory) -> InventoryAnswer:
+        here = self._in_thread(lambda: self._store.inventory(message.job))
+        others = dict.fromkeys(node for node in message.nodes if node != self._settings.node)
+        answers = await asyncio.gather(here, *(self._ask(message, node) for node in others))
+        return InventoryAnswer(request=message.request, slots=tuple(slot for slots in answers for slot in slots))
+
+    async def _ask(self, message: Inventory, node: str) -> tuple[SlotInfo, ...]:
+        """A peer's slots; none where it does not answer in time."""
+
+        def ask(channel: Channel) -> tuple[SlotInfo, ...]:
+            channel.send(InventoryAsk())
+            return channel.answer(InventoryList).slots
+
+        asked = self._in_thread(lambda: self._peers.call(message.job, node, ask, message.timeout_s))
+        try:
+            return await asyncio.wait_for(asked, message.timeout_s)
+        except (EverstepError, TimeoutError) as error:
+            log.info("%s is left out of the inventory: %s", node, error, extra=self._context(message.job))
+            return ()
+
+    def _statistics(self, message: Statistics) -> StatisticsAnswer:
+        counters, refused = self._tally.read()
+        sealed = sum(1 for segment in self._store.segments() for _ in segment.view.sealed())
+        levels = {
+            "segment_bytes": self._store.budget.used_bytes(),
+            "free_bytes": self._store.budget.free_bytes(),
+            "sealed_slots": sealed,
+            "peer_connections": len(self._peers) + len(self.transfers),
+        }
+        return StatisticsAnswer(request=message.request, counters=counters, refused=refused, levels=levels)
+
+    def _context(self, job: str) -> dict[str, str]:
+        return {"node": self._settings.node, "job": job}
+
+    # --- findings -------------------------------------------------------------------------------------------------
+
+    def _found(self, finding: FindingRaised) -> None:
+        """From any thread."""
+        self._loop.call_soon_threadsafe(self._tell, finding)
+
+    def _tell(self, finding: FindingRaised) -> None:
+        supervisors = [client for client in self._local.clients if client.supervisor]
+        if not supervisors:
+            self._untold.append(finding)
+        for client in supervisors:
+            client.send(VaultFinding(finding=finding))
+
+    def _meet_supervisor(self, client: Client) -> None:
+        client.supervisor = True
+        while self._untold:
+            client.send(VaultFinding(finding=self._untold.popleft()))

@@ -1,0 +1,117 @@
+"""What a vault runs by."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from everstep.errors import ConfigurationError
+from everstep.ids import check_name
+
+LONGEST_SOCKET_PATH = 107
+"""Bytes a unix socket's path may have on Linux (sun_path less its terminating zero)."""
+
+
+class VaultSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one vault.
+
+    ``node``: this node's name. ``run_dir``: for ``vault.sock`` and ``vault.json``. ``segment_dir``: a directory on a
+    memory file system. ``listen``: host:port for other vaults, port 0 takes a free one; the host is told to others, so
+    it must be one they can reach.
+
+    ``memory_limit``: bytes that all files under ``segment_dir`` may take together; None leaves it to the file system
+    and the memory that is free. While a segment is replaced by a larger one, both count.
+
+    ``scrub_interval_s``: seconds between the beginnings of two rounds over all sealed slots; 0 turns scrubbing off.
+    Shorter finds a flipped bit sooner. ``scrub_bytes_per_s``: how fast a round reads at most; 200 MB/s is under 1 % of
+    what one core hashes (34 GB/s), and a round over more than that takes longer than the interval.
+
+    ``streams``: TCP connections that carry one large payload together. One stream is bound by one core on each side
+    (2 to 3 GB/s on loopback); more help until the cores or the wire are full. ``stream_bytes``: payload bytes that are
+    worth a further stream; below it the hand-over costs more than it saves.
+
+    ``connect_timeout_s``: for a peer to accept; a dead machine answers nothing. ``io_timeout_s``: without a byte moving
+    in a transfer before the peer is given up; longer bears a peer that is starved of CPU, shorter frees its slot
+    sooner.
+    ``settle_timeout_s``: for a request to come on a proved connection in the middle of a transfer, and for an answer
+    that takes work first (a peer making its segment). ``idle_timeout_s``: for the next request on a proved connection.
+    ``introduction_s``: how long a peer that does not know the job yet is asked again; a generation reaches the nodes
+    within tens of milliseconds of one another.
+
+    ``max_connections``: from peers; each job and peer may use ``streams`` for each rank that replicates at once.
+    ``workers``: threads for requests that move bytes or make files.
+    """
+
+    node: str
+    run_dir: Path
+    segment_dir: Path
+    listen: str = "127.0.0.1:0"
+    memory_limit: int | None = None
+    die_with_parent: bool = False
+    scrub_interval_s: float = 1.0
+    scrub_bytes_per_s: float = 200e6
+    streams: int = 2
+    stream_bytes: int = 32 << 20
+    connect_timeout_s: float = 2.0
+    io_timeout_s: float = 10.0
+    settle_timeout_s: float = 60.0
+    idle_timeout_s: float = 600.0
+    introduction_s: float = 1.0
+    max_connections: int = 512
+    workers: int = 32
+
+    @property
+    def socket_path(self) -> Path:
+        return self.run_dir / "vault.sock"
+
+    @property
+    def ready_file(self) -> Path:
+        return self.run_dir / "vault.json"
+
+    @property
+    def listen_address(self) -> tuple[str, int]:
+        """``listen`` as a pair; port 0 allowed. Raises ConfigurationError."""
+        host, _, port = self.listen.rpartition(":")
+        if not host or not port.isdigit() or int(port) > 65535:
+            raise ConfigurationError(f"--listen {self.listen!r} is not host:port, such as 127.0.0.1:0")
+        return host.strip("[]"), int(port)
+
+    def validate(self) -> VaultSettings:
+        """Returns these settings. Raises ConfigurationError, with the mend, for a contradiction."""
+        _refuse(_bad_name(self.node), f"--node {self.node!r} cannot name a node")
+        host, _ = self.listen_address
+        _refuse(
+            host in ("0.0.0.0", "::"),  # noqa: S104 - the refusal of it
+            f"--listen {self.listen} cannot be told to other nodes: name the address they reach this node by",
+        )
+        length = len(os.fsencode(self.socket_path.absolute()))
+        _refuse(
+            length > LONGEST_SOCKET_PATH,
+            f"{self.socket_path} has {length} bytes, a unix socket's path may have {LONGEST_SOCKET_PATH}: "
+            "give a shorter --run-dir",
+        )
+        _refuse(self.memory_limit is not None and self.memory_limit <= 0, "--memory-limit must be more than 0 bytes")
+        _refuse(self.scrub_interval_s < 0, "--scrub-interval must not be negative; 0 turns scrubbing off")
+        _refuse(self.scrub_bytes_per_s <= 0, "scrub_bytes_per_s must be more than 0; --scrub-interval 0 turns it off")
+        _refuse(not 1 <= self.streams <= 16, f"--streams must be 1 to 16, not {self.streams}")
+        _refuse(
+            self.settle_timeout_s < self.io_timeout_s or self.idle_timeout_s < self.settle_timeout_s,
+            "time-outs must grow from io_timeout_s over settle_timeout_s to idle_timeout_s",
+        )
+        _refuse(min(self.connect_timeout_s, self.io_timeout_s) <= 0, "time-outs must be more than 0 s")
+        return self
+
+
+def _bad_name(node: str) -> bool:
+    try:
+        check_name(node, "node")
+    except ValueError:
+        return True
+    return False
+
+
+def _refuse(condition: bool, message: str) -> None:
+    if condition:
+        raise ConfigurationError(message)

@@ -1,0 +1,203 @@
+"""Frames between vaults. Each is a 4-byte big-endian length and one MessagePack document, as on the unix sockets.
+
+A connection serves one job and begins with a mutual challenge: both sides prove that they know the job's secret,
+over both nonces, the job and both nodes' names::
+
+    client                                   server
+    Greeting(job, node, to, nonce)     ->
+                                       <-    Challenge(nonce)
+    Proof(mac of the client)           ->
+                                       <-    Proof(mac of the server)
+
+Then the client asks and the server answers, one request at a time:
+
+* ``Put`` -> ``Ready`` (or ``Ack``: the slot is here already); ``Part`` with its chunks, on this connection or on
+  others of the same client, each -> ``PartDone``; ``PutDone`` -> ``Ack``, once every chunk has hashed right.
+* ``Get`` -> ``Data`` with its pieces, ``DataEnd``.
+* ``InventoryAsk`` -> ``InventoryList``.
+
+Bulk bytes follow a frame raw, in pieces of at most CHUNK_BYTES. One status byte after each piece says whether the
+slot still was what its header had said once the piece had been read: a slot that its rank filled anew meanwhile is
+no corruption, and must not be taken for it. Any request may be answered with ``Refused``.
+
+The challenge keeps strangers out; the bytes are neither encrypted nor signed one by one. Against an attacker on the
+path between two nodes, run the vaults on a network of their own or inside a tunnel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import Annotated
+
+import msgspec
+
+from everstep.errors import EverstepError
+from everstep.ids import GenerationNumber, JobId, NodeId, Rank, Version
+from everstep.slots import DIGEST_BYTES
+from everstep.wire.v1.base import Message
+from everstep.wire.v1.local import SlotInfo
+from everstep.wire.v1.training import ShortText
+
+MAX_GREETING_BYTES = 4096
+"""Longest frame taken from a peer that has not proved itself."""
+
+MAX_TRANSFER_FRAME_BYTES = 16 << 20
+"""Longest frame of a proved peer; a slot's manifest and digests must fit in one."""
+
+MAX_RANGES = 1 << 18
+"""Most byte ranges in one ``Get``."""
+
+NONCE_BYTES = 32
+
+PIECE_GOOD = b"\x00"
+PIECE_MOVED_ON = b"\x01"
+
+Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+Mac = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+TransferId = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class Greeting(Message, frozen=True, kw_only=True, tag=True):
+    """The client's first words: for which job, who it is, and whom it means to reach."""
+
+    protocols: tuple[int, ...]
+    job: JobId
+    node: NodeId
+    to: NodeId
+    nonce: Nonce
+
+
+class Challenge(Message, frozen=True, kw_only=True, tag=True):
+    protocol: int
+    nonce: Nonce
+
+
+class Proof(Message, frozen=True, kw_only=True, tag=True):
+    """``prove`` of one side's role."""
+
+    mac: Mac
+
+
+class Put(Message, frozen=True, kw_only=True, tag=True):
+    """A sealed slot wants to be copied here.
+
+    ``slot_bytes`` and ``slots`` are those of the sender's segment, so that the copy's segment need not grow later.
+    ``digests``: the manifest's and each payload chunk's xxh3-128, one after another.
+    """
+
+    generation: GenerationNumber
+    rank: Rank
+    version: Version
+    slot_bytes: Count
+    slots: Annotated[int, msgspec.Meta(ge=1, le=64)]
+    payload_bytes: Count
+    manifest: bytes
+    digests: bytes
+
+
+class Ready(Message, frozen=True, kw_only=True, tag=True):
+    """A slot is set aside; parts carry ``transfer``."""
+
+    transfer: TransferId
+
+
+class Part(Message, frozen=True, kw_only=True, tag=True):
+    """``chunks`` payload chunks from ``first`` on follow, a status byte after each."""
+
+    transfer: TransferId
+    first: Count
+    chunks: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class PartDone(Message, frozen=True, kw_only=True, tag=True):
+    """Every chunk of the part hashed right."""
+
+
+class PutDone(Message, frozen=True, kw_only=True, tag=True):
+    """All parts are done: seal the slot."""
+
+    transfer: TransferId
+
+
+class Ack(Message, frozen=True, kw_only=True, tag=True):
+    """The slot is sealed here. ``already``: it was before, and nothing needs to be sent."""
+
+    already: bool = False
+
+
+class Get(Message, frozen=True, kw_only=True, tag=True):
+    """Byte ranges (offset, length) of a sealed slot's payload; no ranges: its manifest."""
+
+    rank: Rank
+    version: Version
+    ranges: Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(max_length=MAX_RANGES)]
+
+
+class Data(Message, frozen=True, kw_only=True, tag=True):
+    """``bytes`` of bulk follow: the ranges one after another, cut into pieces of CHUNK_BYTES."""
+
+    bytes: Count
+
+
+class DataEnd(Message, frozen=True, kw_only=True, tag=True):
+    """After the bulk: the xxh3-128 of each range (or of the manifest), one after another."""
+
+    digests: bytes
+
+
+class InventoryAsk(Message, frozen=True, kw_only=True, tag=True):
+    """Which sealed slots of the job are there?"""
+
+
+class InventoryList(Message, frozen=True, kw_only=True, tag=True):
+    slots: tuple[SlotInfo, ...]
+
+
+class Refused(Message, frozen=True, kw_only=True, tag=True):
+    """The request was refused; ``code`` of everstep.errors."""
+
+    code: str
+    message: ShortText
+
+
+Opening = Greeting | Proof
+OpeningAnswer = Challenge | Proof | Refused
+Request = Put | Part | PutDone | Get | InventoryAsk
+Answer = Ready | PartDone | Ack | Data | DataEnd | InventoryList | Refused
+
+
+def prove(secret: bytes, role: str, greeting: Greeting, challenge: Challenge) -> bytes:
+    """HMAC-SHA256 under the job's secret over who speaks, to whom, for which job, and both nonces.
+
+    ``role`` ("client" or "server") is part of it, so that one side's proof cannot be played back as the other's.
+    """
+    names = ("everstep/1/vault", role, greeting.job, greeting.node, greeting.to, challenge.protocol)
+    text = msgspec.msgpack.encode((*names, greeting.nonce, challenge.nonce))
+    return hmac.new(secret, text, hashlib.sha256).digest()
+
+
+def proves(mac: bytes, secret: bytes, role: str, greeting: Greeting, challenge: Challenge) -> bool:
+    """Whether ``mac`` is that role's proof. Takes the same time for every wrong one."""
+    return hmac.compare_digest(mac, prove(secret, role, greeting, challenge))
+
+
+def split_digests(joined: bytes) -> list[bytes]:
+    """Digests sent one after another, apart."""
+    return [joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES)]
+
+
+def refusal(error: EverstepError) -> Refused:
+    """An error, as it goes over the wire."""
+    return Refused(code=error.code, message=str(error)[:4096])
+
+
+def _classes(base: type[EverstepError]) -> list[type[EverstepError]]:
+    return [base, *(found for child in base.__subclasses__() for found in _classes(child))]
+
+
+def refused_error(refused: Refused, by: str) -> EverstepError:
+    """The peer's refusal as the error it stands for; the message says ``by`` whom."""
+    kind = next((c for c in _classes(EverstepError) if c.code == refused.code), EverstepError)
+    return kind(f"{by}: {refused.message}")
