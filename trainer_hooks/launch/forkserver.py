@@ -1,0 +1,172 @@
+"""The fork server: torch imported, one thread, a child in milliseconds.
+
+``python -m trainer_hooks.launch.forkserver --control FD --parent PID``; the launcher starts it and speaks to it in
+``trainer_hooks.launch.messages`` over a socket pair. It reports the death of a child at once. When the launcher is
+gone it kills what it forked and ends; when it is gone itself, the kernel kills its children.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from trainer_hooks.launch.channel import Channel
+from trainer_hooks.launch.lineage import call_process, die_with_parent, fresh_signals, signal_group
+from trainer_hooks.launch.messages import Exited, Fork, Forked, Ready, Signal, ToForkServer
+from trainer_hooks.launch.preload import MODULES, preload
+
+
+class Task(msgspec.Struct, frozen=True):
+    """What a freshly forked child is to do."""
+
+    order: Fork
+    descriptors: tuple[int, ...]
+
+    def run(self) -> None:
+        """Calls the target with the child's environment and descriptors; its exceptions are the process's end."""
+        for name, value in self.order.environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        module, _, function = self.order.target.partition(":")
+        target: Callable[..., Any] = getattr(importlib.import_module(module), function)
+        target(self.descriptors, **self.order.arguments)
+
+
+class ForkServer:
+    """The loop between the launcher's orders and the children's deaths."""
+
+    def __init__(self, control: Channel[ToForkServer]) -> None:
+        self._control = control
+        self._children: dict[int, int] = {}
+        self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
+        self._woken.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._control, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+
+    def serve(self) -> Task | None:
+        """Serves until the launcher is gone (None), or returns in a forked child with what that is to do."""
+        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._end)
+        while True:
+            ready = {key.fileobj for key, _ in self._selector.select()}
+            if self._woken in ready:
+                self._woken.recv(4096)
+            self._reap()
+            if self._control in ready:
+                received = self._control.receive()
+                if received is None:
+                    self._end()
+                    return None
+                order, descriptors = received
+                task = self._obey(order, descriptors)
+                if task is not None:
+                    return task
+
+    def _obey(self, order: ToForkServer, descriptors: tuple[int, ...]) -> Task | None:
+        if isinstance(order, Signal):
+            self._signal(order)
+            return None
+        return self._fork(order, descriptors)
+
+    def _fork(self, order: Fork, descriptors: tuple[int, ...]) -> Task | None:
+        server = os.getpid()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Blocked until the child has its own handlers: it must never run the server's.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        pid = os.fork()
+        if pid == 0:
+            self._leave(server)
+            return Task(order, descriptors)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._children[order.serial] = pid
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._tell(Forked(serial=order.serial, pid=pid))
+        return None
+
+    def _leave(self, server: int) -> None:
+        """In the child: a session of its own, bound to the server's life, without the server's sockets and handlers."""
+        die_with_parent(server, signal.SIGKILL)
+        os.setsid()
+        fresh_signals()
+        self._selector.close()
+        self._control.close()
+        self._wake.close()
+        self._woken.close()
+        gc.enable()
+
+    def _signal(self, order: Signal) -> None:
+        pid = self._children.get(order.serial)
+        if pid is None:
+            return
+        os.kill(pid, order.number)  # not reaped yet, so the number is still its own
+        if order.number == signal.SIGKILL:
+            signal_group(pid, order.number)
+
+    def _reap(self) -> None:
+        serials = {pid: serial for serial, pid in self._children.items()}
+        while self._children:
+            dead = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if dead is None:
+                return
+            exited = dead.si_code == os.CLD_EXITED
+            if not (exited and dead.si_status == 0):
+                # Data loader workers and the like; the zombie keeps the group's number from being used again.
+                signal_group(dead.si_pid, signal.SIGKILL)
+            os.waitpid(dead.si_pid, 0)
+            serial = serials[dead.si_pid]
+            del self._children[serial]
+            code, number = (dead.si_status, None) if exited else (None, dead.si_status)
+            self._tell(Exited(serial=serial, pid=dead.si_pid, code=code, signal=number))
+
+    def _tell(self, message: Forked | Exited) -> None:
+        try:
+            self._control.send(message)
+        except OSError:
+            self._end()
+
+    def _end(self, *_: object) -> None:
+        for pid in self._children.values():
+            os.kill(pid, signal.SIGKILL)
+            signal_group(pid, signal.SIGKILL)
+        os._exit(0)
+
+
+def main() -> None:
+    """Entry point; returns only in children, when their target has."""
+    parser = argparse.ArgumentParser(prog="everstep-forkserver")
+    parser.add_argument("--control", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--preload", nargs="*", default=list(MODULES))
+    options = parser.parse_args()
+    die_with_parent(options.parent, signal.SIGTERM)
+    call_process("everstep-forks")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    started = time.perf_counter()
+    preload(options.preload)
+    control: Channel[ToForkServer] = Channel(socket.socket(fileno=options.control), ToForkServer)
+    control.send(Ready(preload_s=time.perf_counter() - started))
+    task = ForkServer(control).serve()
+    if task is not None:
+        task.run()
+
+
+if __name__ == "__main__":
+    main()

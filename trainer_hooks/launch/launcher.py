@@ -1,0 +1,371 @@
+"""One node's launcher at work: brings everything up, deals with what happens, leaves nothing behind.
+
+Everything that happens comes through one queue and is dealt with in order. What a death means is decided in
+``crew``; how it is done is in ``staff``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from everstep.clock import Clock
+from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
+from everstep.wire.v1.local import RankExited
+from everstep.wire.v1.training import JobSpec, LauncherJoined
+from trainer_hooks.launch import crew as crews
+from trainer_hooks.launch.address import listening_socket, rendezvous_host
+from trainer_hooks.launch.crew import Crew, CrewSettings
+from trainer_hooks.launch.forks import Lost
+from trainer_hooks.launch.link import AgentLink
+from trainer_hooks.launch.messages import Exited, Forked, Ready
+from trainer_hooks.launch.options import LaunchOptions
+from trainer_hooks.launch.private import PrivateServices
+from trainer_hooks.launch.staff import STORE_SERIAL, Heard, Staff
+
+log = logging.getLogger(__name__)
+
+LEAVE_WAIT_S = 30.0
+"""How long a node that gave up on a local rank waits for a generation without it: it may host the store."""
+LAST_WORD_WAIT_S = 30.0
+"""How long a launcher whose ranks have finished waits for an agent that is away to say that the job is over."""
+LAST_BREATH_S = 0.5
+"""Between a StopJob for a failure, which ranks hear too, and SIGTERM: time to print why."""
+MAX_STORE_DEATHS = 5
+STORE_WINDOW_S = 60.0
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How the launcher ends: its exit status, and the sentence for people and for the agent."""
+
+    code: int
+    sentence: str
+
+
+class StandbyDue(msgspec.Struct, frozen=True):
+    """The next standby may be forked."""
+
+
+class Overdue(msgspec.Struct, frozen=True):
+    """Something was waited for long enough."""
+
+    outcome: Outcome
+
+
+class LastWordOverdue(msgspec.Struct, frozen=True):
+    """The ranks have finished for a while, and nobody said that the job is over."""
+
+
+Event = (
+    Ready | Forked | Exited | Lost | Heard | NewGeneration | KillRank | StopJob | StandbyDue | Overdue | LastWordOverdue
+)
+
+
+async def launch(options: LaunchOptions, clock: Clock, environ: Mapping[str, str]) -> Outcome:
+    """Runs this node's part of a job from start to end. Cancel it to end in order.
+
+    Call it on an event loop in the process's main thread: children die with the thread that forked them. Raises
+    ConfigurationError or Unavailable where the start fails.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        work = await _begin(options, clock, environ, stack)
+        detail = "interrupted"
+        try:
+            outcome = await work.until_over()
+            detail = outcome.sentence
+            return outcome
+        finally:
+            await work.leave(detail)
+
+
+async def _begin(
+    options: LaunchOptions, clock: Clock, environ: Mapping[str, str], stack: contextlib.AsyncExitStack
+) -> Work:
+    """Brings everything up; what was brought up is ended by ``stack``, the last first."""
+    events: asyncio.Queue[Event] = asyncio.Queue()
+    host = rendezvous_host(options.local_addr, several_nodes=options.max_nodes > 1)
+    listener = stack.enter_context(listening_socket(host))
+    labels: dict[int, str] = {}
+    private = PrivateServices(_state_dir(options, environ), options.job, clock)
+    stack.push_async_callback(private.end)
+    staff = Staff(options, environ, listener, events.put_nowait, lambda serial: labels.get(serial, f"worker {serial}"))
+    stack.push_async_callback(staff.end)
+    staff.start()
+    agent_socket = options.agent_socket or str(await private.start())
+    spec = options.job_spec(await staff.count_ranks())
+    return Work(options, clock, spec, agent_socket, staff, events, labels)
+
+
+class Work:
+    """The launcher between its start and its end."""
+
+    def __init__(
+        self,
+        options: LaunchOptions,
+        clock: Clock,
+        spec: JobSpec,
+        agent_socket: str,
+        staff: Staff,
+        events: asyncio.Queue[Event],
+        labels: dict[int, str],
+    ) -> None:
+        self._options = options
+        self._clock = clock
+        self._spec = spec
+        self._agent_socket = agent_socket
+        self._staff = staff
+        self._events = events
+        self._labels = labels
+        self._crew = Crew(
+            CrewSettings(
+                nproc=spec.nproc_per_node,
+                standbys=options.standbys,
+                max_deaths=options.max_restarts,
+                standby_delay_s=options.standby_delay_s,
+            )
+        )
+        self._link = AgentLink(agent_socket, options.job, self._joined, events.put_nowait)
+        self._line: asyncio.Task[None] | None = None
+        self._incarnation = int(clock.wall() * 1000)
+        self._ranks: dict[int, int] = {}
+        self._preloaded = False
+        self._stopping: Outcome | None = None
+        self._giving_up: str | None = None
+        self._store_deaths: deque[float] = deque(maxlen=MAX_STORE_DEATHS)
+
+    async def until_over(self) -> Outcome:
+        """Works until the job, or this node's part in it, is over."""
+        self._line = asyncio.create_task(self._link.run(), name="agent link")
+        self._carry_out(self._crew.start())
+        while True:
+            outcome = self._handle(await self._events.get())
+            if outcome is not None:
+                return outcome
+
+    async def leave(self, detail: str) -> None:
+        """Says goodbye, then SIGTERM to all workers with time to obey; who is left is killed with the fork server."""
+        await self._link.goodbye(detail)
+        if self._line is not None:
+            self._line.cancel()
+            await asyncio.wait([self._line])
+        self._staff.signal(self._crew.serials(), signal.SIGTERM)
+        try:
+            async with asyncio.timeout(self._options.grace_s):
+                while self._crew.serials():
+                    event = await self._events.get()
+                    if isinstance(event, Lost):
+                        return
+                    if isinstance(event, Exited):
+                        self._crew.dismiss(event.serial)
+        except TimeoutError:
+            left = len(self._crew.serials())
+            log.warning("%d processes did not end within %g s of SIGTERM; killing them", left, self._options.grace_s)
+
+    # --- what happens ---------------------------------------------------------------------------------------------
+
+    def _handle(self, event: Event) -> Outcome | None:
+        """Deals with one event; an outcome ends the work."""
+        match event:
+            case Ready():
+                self._preloaded = True
+            case Forked():
+                self._crew.forked(event.serial, event.pid)
+            case Exited():
+                return self._exited(event)
+            case Lost():
+                return self._lost_forks()
+            case Heard():
+                return self._carry_out(self._crew.arrived(event.serial))
+            case StandbyDue():
+                return self._carry_out(self._crew.standby_due()) if self._stopping is None else None
+            case NewGeneration():
+                return self._entered(event)
+            case KillRank():
+                self._kill(event)
+            case StopJob():
+                return self._stop(Outcome(0 if event.ok else 1, event.reason))
+            case Overdue():
+                return self._stopping or event.outcome
+            case LastWordOverdue():
+                return self._unheard()
+        return None
+
+    def _exited(self, event: Exited) -> Outcome | None:
+        self._staff.hang_up(event.serial)
+        if event.serial == STORE_SERIAL:
+            return self._store_died(event)
+        if self._stopping is not None:
+            return self._ended_after_stop(event, self._stopping)
+        now = self._clock.monotonic()
+        return self._carry_out(self._crew.exited(event.serial, event.pid, event.code, event.signal, now))
+
+    def _store_died(self, event: Exited) -> Outcome | None:
+        """Another host takes over the listening socket; its keys are gone, which only a rendezvous under way feels."""
+        now = self._clock.monotonic()
+        self._store_deaths.append(now)
+        if len(self._store_deaths) == MAX_STORE_DEATHS and now - self._store_deaths[0] < STORE_WINDOW_S:
+            return Outcome(1, f"the store host ended {MAX_STORE_DEATHS} times within {STORE_WINDOW_S:g} s")
+        log.warning("the store host (pid %d) ended; starting it again at the same address", event.pid)
+        self._staff.host_store()
+        return None
+
+    def _ended_after_stop(self, event: Exited, outcome: Outcome) -> Outcome | None:
+        """The job is over: nobody is replaced any more, and the last one to go ends the work."""
+        local_rank = self._crew.dismiss(event.serial)
+        if local_rank in self._ranks and outcome.code == 0 and event.code != 0:
+            outcome = Outcome(1, f"the training finished, but then local rank {local_rank} ended with {_how(event)}")
+            self._stopping = outcome
+        return None if self._crew.holders() else outcome
+
+    def _lost_forks(self) -> Outcome | None:
+        """The fork server died, and every child with it: begin again with a new one."""
+        if not self._preloaded:
+            return Outcome(1, "the fork server ended before it was ready; what it said is above")
+        if self._stopping is not None:
+            return self._stopping
+        log.error("the fork server is gone, and with it all processes of this node; starting anew")
+        self._preloaded = False
+        self._staff.start()
+        for serial, pid in self._crew.living():
+            outcome = self._exited(Exited(serial=serial, pid=pid, code=None, signal=signal.SIGKILL))
+            if outcome is not None:
+                return outcome
+        return None
+
+    # --- what the agent says --------------------------------------------------------------------------------------
+
+    def _entered(self, directive: NewGeneration) -> Outcome | None:
+        spec = directive.spec
+        if spec.job != self._options.job or spec.number < self._crew.generation or self._stopping is not None:
+            return None
+        self._ranks = {member.local_rank: member.rank for member in spec.roster if member.node == self._link.node}
+        if spec.number > self._crew.generation:
+            context = {"job": spec.job, "generation": spec.number, "trace": spec.trace, "node": self._link.node}
+            log.info("generation %d, %d ranks: %s", spec.number, spec.world_size, spec.sentence, extra=context)
+        if self._giving_up is not None and not self._ranks:
+            return Outcome(1, self._giving_up)
+        outcome = self._carry_out(self._crew.entered(spec.number, frozenset(self._ranks)))
+        self._relabel()
+        return outcome
+
+    def _kill(self, directive: KillRank) -> None:
+        serial = self._crew.to_kill(directive.local_rank, directive.generation)
+        if directive.job == self._options.job and serial is not None:
+            log.warning("killing local rank %d: %s", directive.local_rank, directive.reason)
+            self._staff.signal([serial], signal.SIGKILL)
+
+    def _stop(self, outcome: Outcome) -> Outcome | None:
+        """The job is over. Where it went well, ranks may finish what follows training in the script."""
+        if self._stopping is not None:
+            return None
+        self._stopping = outcome
+        ranks = self._crew.holders()
+        if not ranks:
+            return outcome
+        if outcome.code != 0:
+            self._later(LAST_BREATH_S, Overdue(outcome))
+        elif self._ranks:
+            self._staff.signal(set(self._crew.serials()) - ranks.keys(), signal.SIGTERM)
+            self._later(self._options.exit_wait_s, Overdue(outcome))
+        else:  # a spare's workers, which never got a rank
+            return outcome
+        return None
+
+    def _unheard(self) -> Outcome | None:
+        if self._stopping is not None:
+            return None
+        if self._link.connected:
+            self._later(LAST_WORD_WAIT_S, LastWordOverdue())
+            return None
+        return Outcome(0, "every rank of this node finished, and no agent was there to say that the job is over")
+
+    def _joined(self) -> LauncherJoined:
+        host, port = self._staff.address
+        return LauncherJoined(
+            job=self._options.job,
+            at=self._clock.wall(),
+            spec=self._spec,
+            launcher=self._incarnation,
+            store=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+            generation=self._crew.generation,
+        )
+
+    # --- what follows ---------------------------------------------------------------------------------------------
+
+    def _carry_out(self, actions: list[crews.Action]) -> Outcome | None:
+        outcomes = [self._do(action) for action in actions]
+        self._relabel()
+        return next((outcome for outcome in outcomes if outcome is not None), None)
+
+    def _do(self, action: crews.Action) -> Outcome | None:
+        match action:
+            case crews.StartWorker():
+                nproc = self._spec.nproc_per_node
+                self._staff.start_worker(action.serial, action.local_rank, nproc=nproc, agent_socket=self._agent_socket)
+            case crews.PromoteWorker():
+                self._staff.promote(action.serial, action.local_rank)
+            case crews.StandbyLater():
+                self._later(action.delay_s, StandbyDue())
+            case crews.ReportExit():
+                self._report(action)
+            case crews.GiveUp():
+                self._giving_up = action.sentence
+                log.error("%s; leaving the job", action.sentence)
+                self._later(LEAVE_WAIT_S, Overdue(Outcome(1, action.sentence)))
+            case crews.ScriptFailed():
+                return Outcome(action.code, action.sentence + self._hint())
+            case crews.AllFinished():
+                if action.plain:
+                    return Outcome(0, "the script ended without calling trainer_hooks.main")
+                self._later(LAST_WORD_WAIT_S, LastWordOverdue())
+        return None
+
+    def _report(self, action: crews.ReportExit) -> None:
+        self._link.report(
+            RankExited(
+                local_rank=action.local_rank,
+                pid=action.pid,
+                exit_code=action.code,
+                signal=action.signal,
+                replacement=action.replacement,
+            )
+        )
+        then = "; another takes its place" if action.replacement else ""
+        log.warning("local rank %d (pid %d) ended with %s%s", action.local_rank, action.pid, _how(action), then)
+
+    def _hint(self) -> str:
+        if self._options.max_nodes == 1:
+            return ""
+        return " (in a job of several nodes a script has no rank before it calls trainer_hooks.main)"
+
+    def _relabel(self) -> None:
+        for serial, local_rank in self._crew.holders().items():
+            rank = self._ranks.get(local_rank)
+            self._labels[serial] = f"local rank {local_rank}" if rank is None else f"rank {rank}"
+
+    def _later(self, delay_s: float, event: Event) -> None:
+        asyncio.get_running_loop().call_later(delay_s, self._events.put_nowait, event)
+
+
+def _how(end: Exited | crews.ReportExit) -> str:
+    if end.signal is None:
+        return f"exit status {end.code}"
+    try:
+        return signal.Signals(end.signal).name
+    except ValueError:  # a real-time signal
+        return f"signal {end.signal}"
+
+
+def _state_dir(options: LaunchOptions, environ: Mapping[str, str]) -> Path:
+    """Where logs and private services' files go: --state-dir, or $XDG_STATE_HOME/everstep."""
+    if options.state_dir is not None:
+        return Path(options.state_dir).resolve()
+    base = environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "everstep"

@@ -1,0 +1,45 @@
+"""What the kernel knows of a process: whom it dies with, how it takes signals, what it is called."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent: int, number: signal.Signals) -> None:
+    """Asks the kernel to send ``number`` when ``parent`` dies; ends this process at once where it already has.
+
+    The kernel ties the signal to the *thread* that forked: the parent must fork from a thread that lives as long as
+    it does itself (its main thread).
+    """
+    if _libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        os._exit(128 + int(number))
+
+
+def call_process(name: str) -> None:
+    """What top and ``ps -o comm`` show (15 characters): forked children all have their fork server's command line."""
+    _libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+
+
+def fresh_signals() -> None:
+    """What a process started from a shell has: default handlers, Ctrl-C as KeyboardInterrupt, nothing blocked."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def signal_group(pid: int, number: int) -> None:
+    """Sends ``number`` to the process group that ``pid`` leads; nothing where there is none any more."""
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        return

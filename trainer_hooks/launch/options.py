@@ -1,0 +1,285 @@
+"""The command line: torchrun's flags, and those of our own.
+
+Every flag of torchrun's is taken, so that a command line can be carried over; what has no meaning here is named in
+``unused`` and explained once. As with torchrun, PET_<FLAG> in the environment fills what the command line leaves out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import secrets
+import stat
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from everstep.errors import ConfigurationError
+from everstep.ids import check_name
+from everstep.wire.v1.training import JobSpec
+
+AGENT_SOCKET_VARIABLE = "EVERSTEP_AGENT_SOCKET"
+DEFAULT_AGENT_SOCKET = "/run/everstep/agent.sock"
+
+UNUSED = {
+    "rdzv_backend": "Everstep's controller is the rendezvous; no backend is chosen",
+    "rdzv_endpoint": "launchers meet through their agents and the controller, at no endpoint of their own",
+    "rdzv_conf": "the rendezvous has no settings of its own; see --join-wait-s",
+    "monitor_interval": "a death is seen at once; nothing is polled",
+    "start_method": "workers are always forked from a process that has torch imported",
+    "role": "there is one role",
+    "master_addr": "each generation names its own store",
+    "master_port": "each generation names its own store",
+    "event_log_handler": "events are in the controller: everstep events",
+    "logs_specs": "see --log-dir and --tee",
+    "numa_binding": "workers are not bound; bind the launcher with numactl",
+    "local_ranks_filter": "see --log-dir, which keeps each worker's output apart",
+    "duplicate_stdout_filters": "see --log-dir, which keeps each worker's output apart",
+    "duplicate_stderr_filters": "see --log-dir, which keeps each worker's output apart",
+    "signals_to_handle": "SIGINT, SIGTERM and SIGHUP end the job on this node in order",
+    "run_path": "scripts are always run in a process that is there already",
+    "virtual_local_rank": "every worker sees all devices; take the one that LOCAL_RANK names",
+}
+_SWITCHES = frozenset({"run_path", "virtual_local_rank"})
+"""torchrun's flags that are taken and change nothing, with the reason that is printed."""
+
+
+class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command line asks for.
+
+    script: the script's path, or the module's name with ``module``; arguments: its own.
+    job: the run's name; launchers with the same name (and controller) are one job.
+    min_nodes, max_nodes: bounds of the roster; launchers beyond are spares.
+    nproc_per_node: ranks on this node, or ``gpu``, ``cpu``, ``auto`` to count.
+    max_restarts: deaths of one local rank within a minute that are replaced (3: a fourth is no coincidence).
+    node_rank: taken from torchrun's command lines; ranks are given by the controller.
+    agent_socket: the node's agent; None starts a private controller and agent.
+    local_addr: this node's address for the other nodes' ranks; None: see ``rendezvous_host``.
+    standbys: warm processes waiting for a death (1: single failures are by far the most frequent).
+    standby_delay_s: seconds after a recovery began until the next standby is forked.
+    replicas: failure domains that hold each byte of a checkpoint; None: 2 where there are several nodes, else 1.
+    digest_interval: steps between parameter digests (0: none).
+    hang_threshold_s: seconds without progress that count as a hang; None: follows the job's own step time.
+    join_wait_s: how long the first generation waits for ``max_nodes`` once ``min_nodes`` are there, seconds.
+    grace_s: seconds between SIGTERM and SIGKILL when workers are ended (torchrun: 30; a step must not take that long).
+    exit_wait_s: seconds workers may go on after the job finished (300, as torchrun's exit barrier).
+    state_dir: logs and the private services' files; None: $XDG_STATE_HOME/everstep.
+    log_dir: a directory for the workers' output; tee: also show it with a prefix.
+    unused: torchrun flags that were given and change nothing.
+    """
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+    job: str
+    min_nodes: int = 1
+    max_nodes: int = 1
+    nproc_per_node: int | str = 1
+    max_restarts: int = 3
+    node_rank: int | None = None
+    agent_socket: str | None = None
+    local_addr: str | None = None
+    standbys: int = 1
+    standby_delay_s: float = 1.0
+    replicas: int | None = None
+    digest_interval: int = 1
+    hang_threshold_s: float | None = None
+    join_wait_s: float = 30.0
+    grace_s: float = 5.0
+    exit_wait_s: float = 300.0
+    state_dir: str | None = None
+    log_dir: str | None = None
+    tee: bool = False
+    unused: tuple[str, ...] = ()
+
+    def validate(self) -> LaunchOptions:
+        """Returns itself. Raises ConfigurationError, saying how to mend it, for what cannot be."""
+        if not 1 <= self.min_nodes <= self.max_nodes:
+            raise ConfigurationError(
+                f"--nnodes {self.min_nodes}:{self.max_nodes}: the minimum must be at least 1 and at most the maximum"
+            )
+        if self.max_nodes > 1 and self.agent_socket is None:
+            raise ConfigurationError(
+                "a job of several nodes needs an agent on each of them: start everstep-agent and give its "
+                f"--agent-socket (or set {AGENT_SOCKET_VARIABLE})"
+            )
+        if isinstance(self.nproc_per_node, int) and not 1 <= self.nproc_per_node <= 64:
+            raise ConfigurationError(f"--nproc-per-node {self.nproc_per_node}: a node runs 1 to 64 ranks")
+        for name in ("max_restarts", "standbys", "standby_delay_s", "digest_interval", "join_wait_s", "grace_s"):
+            if getattr(self, name) < 0:
+                raise ConfigurationError(f"--{name.replace('_', '-')} cannot be negative")
+        if self.replicas is not None and not 1 <= self.replicas <= 8:
+            raise ConfigurationError(f"--replicas {self.replicas}: between 1 and 8 failure domains")
+        if self.hang_threshold_s is not None and self.hang_threshold_s <= 0:
+            raise ConfigurationError("--hang-threshold-s must be positive; leave it out to follow the job's step time")
+        if self.tee and self.log_dir is None:
+            raise ConfigurationError("--tee writes files and shows them: say where with --log-dir")
+        if not self.module and not Path(self.script).is_file():
+            raise ConfigurationError(f"there is no script {self.script!r} here (for a module, use -m)")
+        return self
+
+    def job_spec(self, nproc_per_node: int) -> JobSpec:
+        """What is asked of the controller, the number of ranks being known."""
+        replicas = self.replicas if self.replicas is not None else (2 if self.max_nodes > 1 else 1)
+        return JobSpec(
+            job=self.job,
+            min_nodes=self.min_nodes,
+            max_nodes=self.max_nodes,
+            nproc_per_node=nproc_per_node,
+            join_wait_s=self.join_wait_s,
+            replicas=replicas,
+            digest_interval=self.digest_interval,
+            hang_threshold_s=self.hang_threshold_s,
+        )
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
+    """Options from the command line (without the program's name) and the environment.
+
+    Raises ConfigurationError for contradictions; leaves by SystemExit, as argparse does, for what is no option.
+    """
+    parser = _parser(environ)
+    given = parser.parse_args(argv)
+    if given.no_python:
+        raise ConfigurationError(
+            "--no-python cannot be: workers are forked from a process that has Python and torch in it already, which "
+            "is what makes a replacement fast; name a Python script or a module (-m)"
+        )
+    low, high = _nnodes(given.nnodes)
+    socket = None if given.standalone else (given.agent_socket or _found_socket(environ))
+    if given.standalone and (low, high) != (1, 1):
+        raise ConfigurationError("--standalone is for one node; leave out --nnodes or --standalone")
+    return LaunchOptions(
+        script=given.training_script,
+        arguments=tuple(given.training_script_args),
+        module=given.module,
+        job=_job_name(given.job, given.training_script, several=high > 1),
+        min_nodes=low,
+        max_nodes=high,
+        nproc_per_node=_nproc(given.nproc_per_node),
+        max_restarts=given.max_restarts,
+        node_rank=given.node_rank,
+        agent_socket=socket,
+        local_addr=given.local_addr,
+        standbys=given.standbys,
+        standby_delay_s=given.standby_delay_s,
+        replicas=given.replicas,
+        digest_interval=given.digest_interval,
+        hang_threshold_s=given.hang_threshold_s,
+        join_wait_s=given.join_wait_s,
+        grace_s=given.grace_s,
+        exit_wait_s=given.exit_wait_s,
+        state_dir=given.state_dir,
+        log_dir=given.log_dir,
+        tee=given.tee not in (None, "0"),
+        unused=tuple(name for name in UNUSED if getattr(given, name) is not None),
+    ).validate()
+
+
+def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="everstep-launch",
+        description="Runs a training script on this node's ranks and replaces them one by one as they fail.",
+        allow_abbrev=False,
+    )
+
+    def flag(name: str, *more: str, **how: Any) -> None:
+        """A flag in torchrun's both spellings, filled from PET_<NAME> where it is not given."""
+        names = [f"--{name}", *([f"--{name.replace('-', '_')}"] if "-" in name else []), *more]
+        variable = f"PET_{name.replace('-', '_').upper()}"
+        if variable in environ and "action" not in how:
+            how["default"] = environ[variable]
+        parser.add_argument(*names, **how)
+
+    _torchrun_flags(flag, parser)
+    _own_flags(flag)
+    return parser
+
+
+def _torchrun_flags(flag: _Flag, parser: argparse.ArgumentParser) -> None:
+    flag("nnodes", default="1", help="nodes of the job, N or MIN:MAX; more launchers are spares")
+    flag("nproc-per-node", default="1", help="ranks on this node: a number, gpu, cpu or auto")
+    flag("rdzv-id", "--job", dest="job", default=None, help="the run's name, the same on all its nodes")
+    flag("standalone", action="store_true", help="one node with a controller and an agent of its own")
+    flag("max-restarts", type=int, default=3, help="deaths of a local rank within 60 s that are replaced (3)")
+    flag("node-rank", type=int, default=None, help="taken, but ranks are given by the controller")
+    flag("local-addr", default=None, help="this node's address, as the other nodes' ranks reach it")
+    flag("log-dir", default=None, help="directory for the workers' output")
+    flag("redirects", "-r", default=None, help="with --log-dir: taken as torchrun's, all output goes to files")
+    flag("tee", "-t", default=None, help="with --log-dir: also show the output, each line with its rank")
+    flag("module", "-m", action="store_true", help="the script is a module's name")
+    flag("no-python", action="store_true", help=argparse.SUPPRESS)
+    for name in UNUSED:
+        how: dict[str, Any] = {"action": "store_const", "const": True} if name in _SWITCHES else {}
+        flag(name.replace("_", "-"), default=None, help=argparse.SUPPRESS, **how)
+    parser.add_argument("training_script", help="path of the training script, or a module's name with -m")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its own arguments")
+
+
+def _own_flags(flag: _Flag) -> None:
+    flag("agent-socket", default=None, help=f"the agent's socket (${AGENT_SOCKET_VARIABLE}, {DEFAULT_AGENT_SOCKET})")
+    flag("standbys", type=int, default=1, help="warm processes waiting to replace one that died (1)")
+    flag("standby-delay-s", type=float, default=1.0, help="seconds from a recovery to the next standby's fork (1)")
+    flag("replicas", type=int, default=None, help="failure domains that hold each byte of a checkpoint")
+    flag("digest-interval", type=int, default=1, help="steps between parameter digests, 0 for none (1)")
+    flag("hang-threshold-s", type=float, default=None, help="seconds without progress that are a hang")
+    flag("join-wait-s", type=float, default=30.0, help="seconds to wait for the maximum of nodes (30)")
+    flag(
+        "grace-s",
+        "--shutdown-timeout",
+        "--shutdown_timeout",
+        type=float,
+        default=5.0,
+        help="seconds between SIGTERM and SIGKILL (5)",
+    )
+    flag("exit-wait-s", type=float, default=300.0, help="seconds for workers to end after the job finished (300)")
+    flag("state-dir", default=None, help="logs and private services' files ($XDG_STATE_HOME/everstep)")
+
+
+class _Flag(Protocol):
+    """How ``flag`` above is called."""
+
+    def __call__(self, name: str, *more: str, **how: Any) -> None: ...
+
+
+def _nnodes(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if match is None:
+        raise ConfigurationError(f"--nnodes {text}: expected a number, or MIN:MAX such as 1:4")
+    low = int(match[1])
+    return low, int(match[2]) if match[2] is not None else low
+
+
+def _nproc(text: str) -> int | str:
+    if text in ("gpu", "cpu", "auto"):
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigurationError(f"--nproc-per-node {text}: expected a number, gpu, cpu or auto") from None
+
+
+def _job_name(given: str | None, script: str, *, several: bool) -> str:
+    if given is not None:
+        try:
+            return check_name(given, "job")
+        except ValueError as error:
+            raise ConfigurationError(f"--job: {error}") from None
+    if several:
+        raise ConfigurationError("launchers of several nodes find one another by the job's name: give --job NAME")
+    stem = re.sub(r"[^A-Za-z0-9._-]", "-", Path(script).stem).lstrip("._-")[:40] or "job"
+    return f"{stem}-{secrets.token_hex(3)}"
+
+
+def _found_socket(environ: Mapping[str, str]) -> str | None:
+    named = environ.get(AGENT_SOCKET_VARIABLE)
+    if named:
+        return named
+    try:
+        there = stat.S_ISSOCK(os.stat(DEFAULT_AGENT_SOCKET).st_mode)
+    except OSError:
+        return None
+    return DEFAULT_AGENT_SOCKET if there else None

@@ -1,0 +1,289 @@
+"""A controller and an agent for one launcher alone, when none was given or found.
+
+They live in a directory of their own (mode 0700) with a secret and a token made for the occasion, listen on loopback,
+die with the launcher, and are started again when they die before it. The directory goes when the launcher does; a
+launcher that was killed leaves it behind, and the next one sweeps it away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import importlib.util
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from everstep.clock import Clock
+from everstep.errors import ConfigurationError, Unavailable
+from everstep.tokens import TokenRole, mint
+from trainer_hooks.launch.deaths import death
+
+log = logging.getLogger(__name__)
+
+NODE = "local"
+START_WAIT_S = 60.0
+"""Until a service must say that it is ready; it takes about a second, on a loaded machine several."""
+END_WAIT_S = 10.0
+RESTARTS = 5
+"""Unexpected ends of one service that are cured by another start."""
+POLL_S = 0.02
+SOCKET_PATH_BYTES = 107
+"""What sockaddr_un holds."""
+SEGMENTS = Path("/dev/shm")  # noqa: S108 - shared memory is the point
+NEEDED = {
+    "controller": ("controller.main", "fastapi", "uvicorn", "sqlalchemy", "alembic", "prometheus_client"),
+    "agent": ("agent.main", "pynvml", "prometheus_client"),
+}
+
+
+class PrivateServices:
+    """The pair of them.
+
+    Args:
+        state_dir: where logs stay, and the run directory is made.
+        name: of the logs; the job's.
+        clock: for the deadline of the start.
+    """
+
+    def __init__(self, state_dir: Path, name: str, clock: Clock) -> None:
+        self._state_dir = state_dir
+        self._name = name
+        self._clock = clock
+        self._lock: int | None = None
+        self._run_dir: Path | None = None
+        self._services: list[Service] = []
+
+    async def start(self) -> Path:
+        """Starts both; returns the agent's socket once it is there.
+
+        Raises ConfigurationError where a package is missing, Unavailable with the log's end where one does not come up.
+        """
+        _check_installed()
+        logs = self._state_dir / "logs"
+        logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+        run_dir = self._make_run_dir()
+        _write_secrets(run_dir)
+        controller = Service(
+            "controller", logs / f"{self._name}.controller.log", run_dir / "controller.json", self._clock
+        )
+        self._services.append(controller)
+        address = await self._start_controller(controller, run_dir)
+        agent = Service("agent", logs / f"{self._name}.agent.log", run_dir / "agent" / "agent.json", self._clock)
+        self._services.append(agent)
+        await agent.start(lambda _: _agent_command(run_dir, address))
+        return run_dir / "agent" / "agent.sock"
+
+    async def end(self) -> None:
+        """Ends the agent, then the controller, and removes the run directory."""
+        for service in reversed(self._services):
+            await service.end()
+        self._services.clear()
+        if self._run_dir is not None:
+            _remove(self._run_dir)
+            self._run_dir = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    async def _start_controller(self, service: Service, run_dir: Path) -> str:
+        def command(last: Mapping[str, object] | None) -> list[str]:
+            listen = str(last["address"]) if last is not None else "127.0.0.1:0"
+            return _controller_command(run_dir, listen)
+
+        ready = await service.start(command)
+        return str(ready["address"])
+
+    def _make_run_dir(self) -> Path:
+        with _locked(self._state_dir / ".lock"):
+            for left in self._state_dir.glob("run-*"):
+                _sweep(left)
+            run_dir = Path(tempfile.mkdtemp(prefix="run-", dir=self._state_dir))
+            self._run_dir = run_dir
+            self._lock = os.open(run_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        if len(os.fsencode(run_dir / "agent" / "agent.sock")) > SOCKET_PATH_BYTES - 8:
+            raise ConfigurationError(
+                f"{run_dir} is too long a path for unix sockets (at most {SOCKET_PATH_BYTES} bytes with the "
+                "socket's name): give a shorter --state-dir"
+            )
+        return run_dir
+
+
+class Service:
+    """One of the pair: started, watched, started again, ended."""
+
+    def __init__(self, name: str, log_file: Path, ready_file: Path, clock: Clock) -> None:
+        self._name = name
+        self._log_file = log_file
+        self._ready_file = ready_file
+        self._clock = clock
+        self._process: subprocess.Popen[bytes] | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self, command: Callable[[Mapping[str, object] | None], list[str]]) -> Mapping[str, object]:
+        """Starts it and keeps it; returns what its ready file says.
+
+        ``command`` makes the command line, given what the ready file said the last time (None at first). Raises
+        Unavailable with the end of its log where it does not come up.
+        """
+        ready = await self._launch(command(None))
+        self._watch = asyncio.create_task(self._keep(command, ready), name=f"keep {self._name}")
+        return ready
+
+    async def end(self) -> None:
+        """SIGTERM, and SIGKILL to its process group where that is not enough."""
+        if self._watch is not None:
+            self._watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watch
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            await asyncio.wait_for(death(process), END_WAIT_S)
+        except TimeoutError:
+            log.warning("the private %s did not end within %s s; killing it", self._name, END_WAIT_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    async def _launch(self, command: list[str]) -> Mapping[str, object]:
+        self._ready_file.unlink(missing_ok=True)
+        descriptor = os.open(self._log_file, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            # A session of its own: Ctrl-C in the terminal is for the launcher, which ends it in order.
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=descriptor, stderr=descriptor, start_new_session=True
+            )
+        finally:
+            os.close(descriptor)
+        self._process = process
+        deadline = self._clock.monotonic() + START_WAIT_S
+        while (ready := self._read_ready(process.pid)) is None:
+            if process.poll() is not None:
+                raise Unavailable(self._failure(f"ended with status {process.returncode} while starting"))
+            if self._clock.monotonic() > deadline:
+                raise Unavailable(self._failure(f"was not ready within {START_WAIT_S:g} s"))
+            await asyncio.sleep(POLL_S)
+        return ready
+
+    def _read_ready(self, pid: int) -> Mapping[str, object] | None:
+        try:
+            said: dict[str, object] = json.loads(self._ready_file.read_text())
+        except FileNotFoundError:
+            return None
+        return said if said.get("pid") == pid else None
+
+    async def _keep(
+        self, command: Callable[[Mapping[str, object] | None], list[str]], ready: Mapping[str, object]
+    ) -> None:
+        for _ in range(RESTARTS):
+            process = self._process
+            assert process is not None
+            status = await death(process)
+            log.warning(
+                "the private %s ended with status %s; starting it again (log: %s)", self._name, status, self._log_file
+            )
+            try:
+                ready = await self._launch(command(ready))
+            except Unavailable as error:
+                log.error("%s", error)
+                return
+        log.error("the private %s ended %d times; training goes on without it", self._name, RESTARTS)
+
+    def _failure(self, what: str) -> str:
+        try:
+            lines = self._log_file.read_text(errors="replace").splitlines()[-15:]
+        except OSError:
+            lines = []
+        shown = "\n".join(f"  | {line}" for line in lines) or "  | (nothing)"
+        return f"the private {self._name} {what}; the end of {self._log_file}:\n{shown}"
+
+
+def _controller_command(run_dir: Path, listen: str) -> list[str]:
+    command = [sys.executable, "-m", "controller.main", "serve", "--listen", listen]
+    command += ["--database", f"sqlite:///{run_dir / 'controller.db'}", "--secret-file", str(run_dir / "secret")]
+    return [*command, "--preset", "lab", "--ready-file", str(run_dir / "controller.json"), "--die-with-parent"]
+
+
+def _agent_command(run_dir: Path, controller: str) -> list[str]:
+    command = [sys.executable, "-m", "agent.main", "--node", NODE, "--controller", f"http://{controller}"]
+    command += ["--token-file", str(run_dir / "token"), "--run-dir", str(run_dir / "agent")]
+    command += ["--segment-dir", str(_segment_dir(run_dir)), "--vault-listen", "127.0.0.1:0"]
+    return [*command, "--metrics-listen", "127.0.0.1:0", "--die-with-parent"]
+
+
+def _segment_dir(run_dir: Path) -> Path:
+    """Where the vault keeps its segments; named after the run directory, so that sweeping finds it."""
+    return SEGMENTS / f"everstep-{os.getuid()}" / run_dir.name
+
+
+def _write_secrets(run_dir: Path) -> None:
+    secret = secrets.token_hex(32)
+    _write_private(run_dir / "secret", secret)
+    _write_private(run_dir / "token", mint(secret.encode(), TokenRole.AGENT, NODE))
+
+
+def _write_private(path: Path, text: str) -> None:
+    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+        file.write(text)
+
+
+def _check_installed() -> None:
+    missing = {extra: [name for name in names if not _installed(name)] for extra, names in NEEDED.items()}
+    gone = {extra: names for extra, names in missing.items() if names}
+    if gone:
+        what = "; ".join(f"the {extra} lacks {', '.join(names)}" for extra, names in gone.items())
+        raise ConfigurationError(
+            "no agent was given (--agent-socket) or found, and a private controller and agent cannot be started: "
+            f"{what}. Install them with: pip install 'everstep[{','.join(sorted(gone))}]'"
+        )
+
+
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _sweep(run_dir: Path) -> None:
+    """Removes a run directory whose launcher is dead: its lock can be had."""
+    try:
+        descriptor = os.open(run_dir / "lock", os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        _remove(run_dir)
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove(run_dir)
+    except BlockingIOError:
+        return
+    finally:
+        os.close(descriptor)
+
+
+def _remove(run_dir: Path) -> None:
+    shutil.rmtree(run_dir, ignore_errors=True)
+    shutil.rmtree(_segment_dir(run_dir), ignore_errors=True)
