@@ -1,0 +1,238 @@
+"""Real vault processes for tests, and a plain blocking client for their unix sockets."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from everstep.framing import FrameDecoder, encode_frame
+from everstep.ids import Version
+from everstep.slots import SegmentView
+from everstep.wire.v1 import local
+from everstep.wire.v1.training import Holder
+
+T = TypeVar("T")
+JOB = "job"
+SECRET = "a secret of the job, for tests"
+DEADLINE_S = 30.0
+
+
+def until(condition: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
+    """The first true result of ``condition``. Raises AssertionError when the deadline passes before."""
+    end = time.perf_counter() + deadline_s
+    while True:
+        result = condition()
+        if result:
+            return result
+        assert time.perf_counter() < end, f"not within {deadline_s} s: {what}"
+        time.sleep(0.002)
+
+
+class VaultClient:
+    """One connection to ``vault.sock``."""
+
+    def __init__(self, path: Path) -> None:
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._sock.settimeout(DEADLINE_S)
+        self._sock.connect(str(path))
+        self._frames: FrameDecoder[local.FromVault] = FrameDecoder(local.FromVault, local.MAX_FRAME_BYTES)
+        self._answers: dict[int, local.FromVault] = {}
+        self.findings: list[local.VaultFinding] = []
+        self._next = 0
+
+    def post(self, kind: Callable[..., local.ToVault], **fields: object) -> int:
+        """Sends a request without waiting; returns its number."""
+        self._next += 1
+        self._sock.sendall(encode_frame(kind(request=self._next, **fields)))
+        return self._next
+
+    def wait(self, request: int) -> local.FromVault:
+        while request not in self._answers:
+            self._receive()
+        return self._answers.pop(request)
+
+    def ask(self, kind: Callable[..., local.ToVault], **fields: object) -> local.FromVault:
+        return self.wait(self.post(kind, **fields))
+
+    def finding(self) -> local.VaultFinding:
+        """The next finding, waited for."""
+        while not self.findings:
+            self._receive()
+        return self.findings.pop(0)
+
+    def raw(self, data: bytes) -> None:
+        self._sock.sendall(data)
+
+    def closed(self) -> bool:
+        """Waits for the vault to close the connection, past whatever it still sends."""
+        while self._sock.recv(65536):
+            pass
+        return True
+
+    def _receive(self) -> None:
+        data = self._sock.recv(1 << 16)
+        assert data, "the vault closed the connection"
+        for message in self._frames.feed(data):
+            if isinstance(message, local.VaultFinding):
+                self.findings.append(message)
+            else:
+                self._answers[message.request] = message
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class VaultProcess:
+    """A vault started by its command line."""
+
+    def __init__(self, base: Path, segments: Path, node: str, *options: str) -> None:
+        self.node = node
+        self.run_dir = base / node
+        self.segment_dir = segments / node
+        self._options = options
+        self._clients: list[VaultClient] = []
+        self.address = ""
+        self.start()
+
+    def start(self, *more: str) -> None:
+        command = [sys.executable, "-m", "agent.vault.main", "--node", self.node, "--run-dir", str(self.run_dir)]
+        command += ["--segment-dir", str(self.segment_dir), *self._options, *more]
+        self.process = subprocess.Popen(command)
+        ready = self.run_dir / "vault.json"
+
+        def said() -> str:
+            assert self.process.poll() is None, f"the vault of {self.node} ended with {self.process.returncode}"
+            word = json.loads(ready.read_text()) if ready.exists() else {}
+            return str(word["address"]) if word.get("pid") == self.process.pid else ""
+
+        self.address = until(said, f"the vault of {self.node} serves")
+
+    def client(self) -> VaultClient:
+        client = VaultClient(self.run_dir / "vault.sock")
+        self._clients.append(client)
+        return client
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> int:
+        """An orderly end; the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(DEADLINE_S)
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+            self.process.wait()
+
+
+class Vaults:
+    """Vaults of several nodes, under directories that go with the test."""
+
+    def __init__(self, base: Path, segments: Path) -> None:
+        self.base = base
+        self.segments = segments
+        self.all: list[VaultProcess] = []
+
+    def start(self, node: str, *options: str) -> VaultProcess:
+        vault = VaultProcess(self.base, self.segments, node, *(options or ("--scrub-interval", "0")))
+        self.all.append(vault)
+        return vault
+
+    def holders(self) -> tuple[Holder, ...]:
+        return tuple(Holder(node=v.node, vault=v.address) for v in self.all)
+
+    def configure(self, *vaults: VaultProcess, generation: int = 1, **fields: object) -> dict[str, VaultClient]:
+        """A supervisor's connection to each vault (all by default), which has told it of the job."""
+        clients = {}
+        for vault in vaults or self.all:
+            client = clients[vault.node] = vault.client()
+            said = {"job": JOB, "generation": generation, "secret": SECRET, "holders": self.holders(), **fields}
+            answer = client.ask(local.Configure, **said)
+            assert isinstance(answer, local.Done), answer
+        return clients
+
+
+@contextmanager
+def vaults() -> Iterator[Vaults]:
+    """Vaults whose processes and memory are gone afterwards, whatever happened."""
+    base = Path(tempfile.mkdtemp(prefix="ev-"))
+    segments = Path(tempfile.mkdtemp(prefix="everstep-test-", dir="/dev/shm"))
+    fleet = Vaults(base, segments)
+    try:
+        yield fleet
+    finally:
+        for vault in fleet.all:
+            vault.close()
+        shutil.rmtree(base, ignore_errors=True)
+        shutil.rmtree(segments, ignore_errors=True)
+
+
+class RankMemory:
+    """What a rank does with its segment: open it through the vault, map it, fill slots."""
+
+    def __init__(self, client: VaultClient, rank: int, local_rank: int = 0, slot_bytes: int = 1 << 20) -> None:
+        self.client, self.rank, self.local_rank = client, rank, local_rank
+        opened = client.ask(local.OpenSegment, job=JOB, local_rank=local_rank, slot_bytes=slot_bytes)
+        assert isinstance(opened, local.Segment), opened
+        self.path = Path(opened.path)
+        self.view = map_segment(self.path)
+
+    def fill(self, slot: int, version: Version, payload: bytes, manifest: bytes = b"what is where") -> None:
+        """A sealed slot."""
+        self.view.begin(slot, self.rank, version, manifest, len(payload))[:] = payload
+        self.view.seal(slot)
+
+    def post_sealed(self, slot: int, version: Version, to: Sequence[str], generation: int = 1) -> int:
+        return self.client.post(
+            local.SlotSealed,
+            job=JOB,
+            generation=generation,
+            rank=self.rank,
+            local_rank=self.local_rank,
+            slot=slot,
+            version=version,
+            replicate=((0, 1),) if to else (),
+            to=tuple(to),
+        )
+
+    def sealed(self, slot: int, version: Version, to: Sequence[str], generation: int = 1) -> local.FromVault:
+        return self.client.wait(self.post_sealed(slot, version, to, generation))
+
+
+def map_segment(path: Path) -> SegmentView:
+    """A segment file, writable."""
+    with path.open("r+b") as file:
+        return SegmentView(memoryview(mmap.mmap(file.fileno(), 0)))
+
+
+def noise(count: int, seed: int = 1) -> bytes:
+    """Bytes that repeat nowhere within a chunk."""
+    import random
+
+    return random.Random(seed).randbytes(count)
+
+
+def shared_memory_left(fleet: Vaults) -> list[str]:
+    """Files under the fleet's segment directory."""
+    return [str(p) for p in fleet.segments.rglob("*") if p.is_file()]
+
+
+def process_gone(pid: int) -> bool:
+    return not os.path.exists(f"/proc/{pid}")
