@@ -1,0 +1,182 @@
+"""Runs the workload under Everstep on this machine: one controller, one agent, four ranks, faults one after another."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.recoveries import Recovered, read, recoveries
+from everstep.cli.client import Client
+from everstep.wire.v1.operator import JobDetail, Recovery
+from examples.demo.world import World, wait_for
+
+JOB, WORLD, FIRST, APART = "bench", 4, 40, 30
+PATIENCE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run left: a recovery per fault, and the controller's own account of each with its phases."""
+
+    recovered: list[Recovered]
+    accounts: list[Recovery]
+
+
+def fault_steps(count: int) -> list[int]:
+    """The steps at which ``count`` faults strike, far enough apart for a new standby to be there."""
+    return [FIRST + APART * index for index in range(count)]
+
+
+def _environment(folder: Path, layout: str, steps: int, fault: str) -> dict[str, str]:
+    return {
+        "BENCH_FOLDER": str(folder),
+        "BENCH_LAYOUT": layout,
+        "BENCH_STEPS": str(steps),
+        "BENCH_FAULT": fault,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+class Fleet:
+    """A controller, an agent and one launcher with four ranks of the workload; a context manager."""
+
+    def __init__(self, layout: str, steps: int, fault: str, standbys: int = 1, min_nodes: int = 1) -> None:
+        self._out = tempfile.TemporaryDirectory(prefix="everstep-bench-")
+        self.folder = Path(self._out.name)
+        self.world = World(self.folder, ["n1"])
+        self._environment = _environment(self.folder / "steps", layout, steps, fault)
+        self._standbys = standbys
+        self.steps = steps
+
+    def __enter__(self) -> Fleet:
+        self.world.start_controller()
+        node = self.world.nodes["n1"]
+        node.boot()
+        wait_for(lambda: node.booted, "the agent is up")
+        command = ["-m", "trainer_hooks.launch", "--nproc-per-node", str(WORLD), "--job", JOB, "--die-with-parent"]
+        command += ["--standbys", str(self._standbys), "--standby-delay-s", "0.3", "--max-restarts", "1000"]
+        command += ["--agent-socket", str(node.agent_socket), "--hang-threshold-s", "1.0", "-m", "bench.everstep_train"]
+        node.launcher = self.world.start("train", command, self._environment)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.world.close()
+        self._out.cleanup()
+
+    def step(self) -> int:
+        """The newest step that is in a log."""
+        rows = [row["step"] for log in read(self.folder / "steps").values() for row in log if row["event"] == "step"]
+        return max(rows, default=0)
+
+    def finish(self, deadline_s: float = PATIENCE_S) -> Outcome:
+        """Waits for the launcher to end, and reads what happened."""
+        launcher = self.world.nodes["n1"].launcher
+        assert launcher is not None
+        wait_for(lambda: launcher.poll() is not None, f"the workload ends (logs in {self.world.logs})", deadline_s)
+        job = Client(self.world.url, self.world.operator_token).get(f"/v1/jobs/{JOB}", JobDetail)
+        return Outcome(recoveries(self.folder / "steps", WORLD - 1), list(job.recoveries))
+
+
+def faults(layout: str, victim: int, where: str, signal_name: str, count: int) -> Outcome:
+    """``count`` faults of one kind, one after another, in one run."""
+    at = fault_steps(count)
+    fault = f"{victim}:{','.join(map(str, at))}:{where}:{signal_name}"
+    with Fleet(layout, at[-1] + APART, fault) as fleet:
+        return fleet.finish()
+
+
+def steady_step_s(layout: str, steps: int) -> list[float]:
+    """Seconds of each step of rank 0 with nothing happening, after a warm-up."""
+    with Fleet(layout, steps, "-1::between:KILL") as fleet:
+        fleet.finish()
+        return step_seconds(fleet.folder / "steps")
+
+
+def step_seconds(folder: Path, skip: int = 20) -> list[float]:
+    """Seconds between finished steps of rank 0."""
+    rows = next(log for name, log in read(folder).items() if name.startswith("rank0-"))
+    at = [row["at"] for row in rows if row["event"] == "step"]
+    return [later - earlier for earlier, later in itertools.pairwise(at[skip:])]
+
+
+@dataclass(frozen=True)
+class ControllerAway:
+    """The controller dead for ``away_s``: the longest step meanwhile, and a rank's recovery after its return."""
+
+    longest_step_s: float
+    median_step_s: float
+    recovery_after_return_s: float | None
+
+
+def controller_away(away_s: float, kill_rank: bool) -> ControllerAway:
+    """SIGKILL to the controller; where asked, a rank is killed while it is away."""
+    with Fleet("ddp", 100_000, "-1::between:KILL") as fleet:
+        wait_for(lambda: fleet.step() > 60, "the workload steps", PATIENCE_S)
+        assert fleet.world.controller is not None
+        fleet.world.controller.kill()
+        fleet.world.controller.wait()
+        died = time.clock_gettime(time.CLOCK_MONOTONIC)
+        _sleep(away_s / 2)
+        if kill_rank:
+            os.kill(_rank_pid(fleet, 3), signal.SIGKILL)
+        _sleep(away_s / 2)
+        fleet.world.start_controller()
+        back = time.clock_gettime(time.CLOCK_MONOTONIC)
+        goal = fleet.step() + 20
+        wait_for(lambda: fleet.step() > goal, "the workload steps after the return", PATIENCE_S)
+        return _away(read(fleet.folder / "steps"), died, back, kill_rank)
+
+
+def _away(logs: dict[str, list[dict[str, float]]], died: float, back: float, kill_rank: bool) -> ControllerAway:
+    survivor = next(rows for name, rows in logs.items() if name.startswith("rank0-"))
+    at = [row["at"] for row in survivor]
+    gaps = [(earlier, later - earlier) for earlier, later in itertools.pairwise(at)]
+    median = sorted(gap for moment, gap in gaps if moment < died)[len(at) // 2 // 2]
+    longest = max(gap for moment, gap in gaps if died <= moment < back)
+    after = next((moment - back for moment in at if moment > back), None) if kill_rank else None
+    return ControllerAway(longest, median, after)
+
+
+def _rank_pid(fleet: Fleet, rank: int) -> int:
+    newest = max((fleet.folder / "steps").glob(f"rank{rank}-*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+    return int(newest.stem.rpartition("-")[2])
+
+
+def _sleep(seconds: float) -> None:
+    """Lets the controller be dead for a while: here the length itself is what is measured."""
+    time.sleep(seconds)
+
+
+def agent_footprint(seconds: float) -> tuple[float, float]:
+    """(resident MiB, share of one core) of supervisor and sensors with eight virtual GPUs at 1 Hz, idle of jobs."""
+    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
+        world = World(Path(name), ["n1"])
+        with world:
+            world.start_controller()
+            node = world.nodes["n1"]
+            node.boot()
+            wait_for(lambda: node.booted, "the agent is up")
+            ready = json.loads((node.folder / "agent.json").read_text())
+            pids = [ready["pid"], ready["sensor_pid"]]
+            _sleep(3)  # beyond its start
+            before = sum(map(_cpu_s, pids))
+            _sleep(seconds)
+            share = (sum(map(_cpu_s, pids)) - before) / seconds
+            return sum(map(_resident_mib, pids)), share
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _resident_mib(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) / 1024

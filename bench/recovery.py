@@ -1,0 +1,159 @@
+"""From a fault to the next finished step of all survivors, beside torchft and torchrun in the same run.
+
+    python -m bench.recovery [--quick] [--repeats 10] [--no-peers] [--json FILE]
+
+Four ranks on this machine train 2.1 M parameters (``bench/workload.py``); the victim signals itself and notes the
+time just before. Rows ``... abort``, ``... rendezvous`` and so on are the slowest rank's share of the median recovery,
+as the controller's log tells it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+
+from rich.progress import Progress
+
+from bench import everstep_runs as ours
+from bench.peers import run as peers
+from bench.plain_runs import plain_step_seconds
+from bench.recoveries import Recovered
+from bench.table import Row, add_arguments, finish
+
+KILL_FLOOR_S, KILL_AIM_S = 0.5, 0.15
+STOP_FLOOR_S, STOP_AIM_S = 1.5, 1.2
+CASES = (
+    ("ddp", 3, "between", "KILL"),
+    ("ddp", 3, "backward", "KILL"),
+    ("ddp", 0, "between", "KILL"),
+    ("ddp", 0, "backward", "KILL"),
+    ("fsdp2", 3, "between", "KILL"),
+    ("fsdp2", 3, "backward", "KILL"),
+    ("fsdp2", 0, "between", "KILL"),
+    ("ddp", 2, "between", "STOP"),
+)
+
+
+def spread(
+    name: str, recovered: Iterable[Recovered], *, floor: float | None, aim: float | None, against: str
+) -> list[Row]:
+    """Minimum, median and maximum of one case; only the median is judged. A fault never recovered from counts as no."""
+    seconds = [one.seconds for one in recovered]
+    known = [value for value in seconds if value is not None]
+    median = statistics.median(known) if known and len(known) == len(seconds) else None
+    return [
+        Row(f"{name}, minimum", min(known, default=None), "s", against=against),
+        Row(f"{name}, median of {len(seconds)}", median, "s", floor, aim, against),
+        Row(f"{name}, maximum", max(known, default=None), "s", against=against),
+    ]
+
+
+def case(layout: str, victim: int, where: str, signal_name: str, repeats: int) -> list[Row]:
+    """One kind of fault under Everstep, with phases and steps lost."""
+    outcome = ours.faults(layout, victim, where, signal_name, repeats)
+    name = f"{layout} SIG{signal_name} rank {victim} {where}"
+    stop = signal_name == "STOP"
+    floor, aim = (STOP_FLOOR_S, STOP_AIM_S) if stop else (KILL_FLOOR_S, KILL_AIM_S)
+    rows = spread(name, outcome.recovered, floor=floor, aim=aim, against="torchft tuned 0.19-0.34 s (facts), below")
+    lost = max((one.steps_lost for one in outcome.recovered), default=0)
+    rows.append(Row(f"{name}, finished steps lost (most)", lost, "steps", 0, 0))
+    accounts = [account for account in outcome.accounts if account.phases_s]
+    for phase in dict.fromkeys(phase for account in accounts for phase in account.phases_s):
+        shares = [account.phases_s[phase] for account in accounts if phase in account.phases_s]
+        rows.append(Row(f"{name}, {phase}", statistics.median(shares), "s"))
+    return rows
+
+
+def controller(away_s: float) -> list[Row]:
+    """The controller dead, with and without a rank that dies meanwhile."""
+    calm = ours.controller_away(away_s, kill_rank=False)
+    struck = ours.controller_away(away_s, kill_rank=True)
+    pause = calm.longest_step_s / calm.median_step_s
+    return [
+        Row(
+            f"controller dead {away_s:.0f} s: longest step over the median step",
+            pause,
+            "x",
+            5,
+            3,
+            "its own steps before",
+        ),
+        Row(
+            "rank killed meanwhile: first step after the controller's return",
+            struck.recovery_after_return_s,
+            "s",
+            1,
+            0.3,
+        ),
+    ]
+
+
+def hook_cost(steps: int) -> list[Row]:
+    """The hooks' cost per step: the same loop with and without them, in turns so that drift hits both."""
+    plain, hooked = [], []
+    for _ in range(2):
+        plain += plain_step_seconds(steps)
+        hooked += ours.steady_step_s("ddp", steps)
+    ratio = statistics.median(hooked) / statistics.median(plain) - 1
+    return [
+        Row(
+            "step without hooks, median", statistics.median(plain) * 1000, "ms", against="plain DistributedDataParallel"
+        ),
+        Row("step with hooks and a snapshot every step, median", statistics.median(hooked) * 1000, "ms"),
+        Row("hooks' cost per step", ratio * 100, "%", 10, 2, "plain DistributedDataParallel"),
+    ]
+
+
+def footprint(seconds: float) -> list[Row]:
+    """The agent with eight virtual GPUs."""
+    resident, share = ours.agent_footprint(seconds)
+    return [
+        Row("agent resident, supervisor and sensors", resident, "MiB", 120, 60),
+        Row("agent CPU at 1 Hz, 8 virtual GPUs", share * 100, "% of a core", 2, 0.5),
+    ]
+
+
+def peer_rows(repeats: int) -> list[Row]:
+    """The peers, in the same run on the same machine."""
+    rows = []
+    for victim, where in ((3, "between"), (3, "backward"), (0, "between")):
+        found = [one for _ in range(repeats) for one in peers.torchft(victim, where)]
+        rows += spread(f"torchft 0.2.0 tuned, rank {victim} {where}", found, floor=None, aim=None, against="peer")
+    found = [one for _ in range(max(1, repeats // 3)) for one in peers.torchrun(3, "between")]
+    rows += spread("torchrun, restart all, torch.save every 10", found, floor=None, aim=None, against="peer")
+    lost = max(one.steps_lost for one in found)
+    return [*rows, Row("torchrun, finished steps lost (most)", lost, "steps", against="peer")]
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.recovery", description=__doc__)
+    add_arguments(parser)
+    parser.add_argument("--repeats", type=int, default=10, help="faults of each kind")
+    parser.add_argument("--no-peers", action="store_true", help="leave torchft and torchrun out")
+    parser.add_argument("--only", help="run the parts whose name contains this")
+    options = parser.parse_args(argv)
+    repeats = 3 if options.quick else options.repeats
+    parts: list[tuple[str, Callable[[], list[Row]]]] = [
+        (f"{layout} SIG{name} rank {victim} {where}", lambda c=(layout, victim, where, name): case(*c, repeats))  # type: ignore[misc]
+        for layout, victim, where, name in (CASES[:2] + CASES[5:6] if options.quick else CASES)
+    ]
+    parts.append(("controller", lambda: controller(4 if options.quick else 10)))
+    parts.append(("hooks", lambda: hook_cost(100 if options.quick else 300)))
+    parts.append(("agent", lambda: footprint(10 if options.quick else 60)))
+    if not options.no_peers:
+        parts.append(("peers", lambda: peer_rows(repeats)))
+    parts = [part for part in parts if not options.only or options.only in part[0]]
+    rows: list[Row] = []
+    with Progress() as progress:
+        task = progress.add_task("recovery", total=len(parts))
+        for name, part in parts:
+            progress.update(task, description=name)
+            rows += part()
+            progress.advance(task)
+    return finish("From a fault to the next finished step", rows, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

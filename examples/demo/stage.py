@@ -1,0 +1,142 @@
+"""Where the faults are played: the world, what is seen of it, and how a recovery is followed to its end."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep.vocabulary import NodeState
+from everstep.wire.v1.operator import Event
+from examples.demo.story import FaultRecord, Run
+from examples.demo.view import View
+from examples.demo.watch import Watch
+from examples.demo.world import Node, World
+
+JOB = "demo"
+PATIENCE_S = 40.0
+CALM_STEPS = 6
+"""Steps that all ranks must finish after a recovery before the next fault."""
+
+
+@dataclass
+class Stage:
+    """Everything a fault needs. ``command`` starts a node's launcher."""
+
+    world: World
+    watch: Watch
+    view: View
+    command: Callable[[Node], list[str]]
+    steps: int
+    faults: list[FaultRecord] = field(default_factory=list)
+
+    def say(self, kind: str, sentence: str) -> None:
+        self.view.say(SYSTEM_CLOCK.wall(), kind, sentence)
+
+    def step(self) -> int:
+        """The newest step that any rank finished."""
+        newest = 0
+        for path in self.world.steps.glob("*.jsonl"):
+            with path.open("rb") as log:
+                log.seek(max(0, path.stat().st_size - 4096))
+                lines = log.read().splitlines()
+            for line in reversed(lines):
+                try:
+                    newest = max(newest, int(json.loads(line)["step"]))
+                    break
+                except (json.JSONDecodeError, TypeError):
+                    continue
+        return newest
+
+    def node_of(self, rank: int) -> Node:
+        """The node that plays ``rank`` now."""
+        assert self.watch.job is not None
+        member = next(member for member in self.watch.job.roster if member.rank == rank)
+        return self.world.nodes[member.node]
+
+    def begin(self, record: FaultRecord) -> int:
+        """Notes the moment before a fault; returns the newest event's id."""
+        record.step = self.step()
+        self.view.title = record.title
+        self.say("done", record.title)
+        self.faults.append(record)
+        newest = self.watch.events[-1].id if self.watch.events else 0
+        record.injected_at = SYSTEM_CLOCK.wall()
+        return newest
+
+    def expect(self, after: int, what: str, match: Callable[[Event], bool]) -> Event:
+        """The first event after ``after`` that matches."""
+
+        def found() -> Event | None:
+            return next((event for event in list(self.watch.events) if event.id > after and match(event)), None)
+
+        self.watch.wait(lambda: found() is not None, what, PATIENCE_S)
+        event = found()
+        assert event is not None
+        return event
+
+    def follow(self, record: FaultRecord, after: int, kinds: set[str], node: str = "") -> None:
+        """Follows a fault that ends in a new generation: found, decided, first step of all."""
+
+        def tells(event: Event) -> bool:
+            return event.kind in kinds and event.node in {node, ""}
+
+        found = self.expect(after, f"{record.title}: found", tells)
+        record.found_at, record.trace, record.sentence = found.at, found.trace, found.sentence
+        decided = self.expect(after, f"{record.title}: a new generation", lambda event: event.kind == "generation")
+        record.decided_at, record.generation = decided.at, decided.generation or 0
+        record.sentence = decided.sentence
+        self.finish(record, after)
+
+    def finish(self, record: FaultRecord, after: int) -> None:
+        """Waits for the first step of all in the record's generation, and for calm."""
+        self.watch.wait(lambda: self._stepped(record) is not None, f"{record.title}: stepping again", PATIENCE_S)
+        record.first_step_at = self._stepped(record)
+        for event in list(self.watch.events):
+            if event.id > after and event.kind == "verdict.evict":
+                record.evicted_node = event.node
+        self.calm()
+
+    def _stepped(self, record: FaultRecord) -> float | None:
+        """When all ranks had finished a step in the record's generation (or, without one, any step since)."""
+        run = Run.read(self.world.steps)
+        if record.generation:
+            first = run.first_after(record.generation)
+            return None if first is None else first.at
+        return next((step.at for step in run.finished if step.at > record.injected_at), None)
+
+    def calm(self) -> None:
+        """Waits until the running generation has finished CALM_STEPS more steps."""
+        goal = min(self.step() + CALM_STEPS, self.steps)
+        self.watch.wait(lambda: self.step() >= goal, "the job steps on", PATIENCE_S)
+
+    def comes_back(self, node: Node) -> None:
+        """Boots a node again and starts its launcher, as an operator (or a reboot) would."""
+        self.say("done", f"{node.name} is back: its machine boots, its agent and its launcher start")
+        node.boot()
+        self.watch.wait(lambda: node.booted, f"the agent of {node.name} is up", PATIENCE_S)
+        node.join(self.command(node))
+
+    def readmitted(self, node: Node) -> None:
+        """Waits until the controller counts a node as healthy again."""
+        state = NodeState.HEALTHY
+        self.watch.wait(lambda: self.watch.state(node.name) is state, f"{node.name} is healthy again", PATIENCE_S)
+
+    def wait_step(self, step: int) -> None:
+        """Waits until some rank has finished ``step``."""
+        self.watch.wait(lambda: self.step() >= step, f"step {step}", PATIENCE_S + 120)
+
+    def wait_world(self, nodes: int) -> None:
+        """Waits until the roster has ``nodes`` nodes and all of them step."""
+        self.watch.wait(
+            lambda: len(self.watch.roster) == nodes and self.watch.settled(self.watch.generation),
+            f"the job runs on {nodes} nodes",
+            PATIENCE_S,
+        )
+
+
+def pause(seconds: float) -> None:
+    """Lets real time pass."""
+    time.sleep(seconds)
