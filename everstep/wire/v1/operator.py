@@ -10,9 +10,12 @@ POST     /v1/nodes/{node}/drain              Because             Changed
 POST     /v1/nodes/{node}/hold               Because             Changed
 POST     /v1/nodes/{node}/readmit            Because             Changed
 POST     /v1/nodes/{node}/evict              Because             Changed
+POST     /v1/nodes/{node}/repair             Because             Changed
 GET      /v1/jobs                                                JobList
 GET      /v1/jobs/{job}                                          JobDetail
 POST     /v1/jobs/{job}/stop                 Because             Changed
+POST     /v1/jobs/{job}/resize               Resize              Changed
+POST     /v1/breaker/reset                   Because             Changed
 GET      /v1/generations                     ?job=&limit=        GenerationList
 GET      /v1/events                          ?after=&limit=      EventList
                                              &trace=&node=&job=
@@ -42,6 +45,13 @@ from everstep.wire.v1.training import GenerationSpec, JobSpec, Member, ShortText
 class Because(Message, frozen=True, kw_only=True):
     """Why an operator changes something; it stands in the audit log beside the operator's name."""
 
+    reason: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+
+
+class Resize(Message, frozen=True, kw_only=True):
+    """A bound on a job's nodes, from its next boundary on."""
+
+    size: Annotated[int, msgspec.Meta(ge=1)]
     reason: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
 
@@ -169,7 +179,7 @@ class Event(Message, frozen=True, kw_only=True):
     job: str = ""
     generation: int | None = None
     trace: TraceId = ""
-    detail: msgspec.Raw = msgspec.Raw(b"{}")
+    detail: dict[str, str] = {}
 
 
 class EventList(Message, frozen=True, kw_only=True):

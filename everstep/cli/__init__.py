@@ -1,0 +1,1 @@
+"""The operator's command line, over the controller's REST API."""

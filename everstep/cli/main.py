@@ -1,0 +1,260 @@
+"""``everstep``: what an operator asks and orders.
+
+Exit codes: 0 done; 1 the controller refused (its sentence is shown); 2 the controller or the token is not there.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console, RenderableType
+
+from everstep import __version__
+from everstep.cli import tables
+from everstep.cli.client import Client, read_token
+from everstep.errors import AuthenticationError, ConfigurationError, EverstepError, Unavailable
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep.vocabulary import Verdict
+from everstep.wire.v1 import operator as op
+
+DEFAULT_CONTROLLER = "http://127.0.0.1:7700"
+EVENTS_AT_ONCE = 1000
+
+app = typer.Typer(help="See and steer a fleet that Everstep keeps training.", no_args_is_help=True)
+node_app = typer.Typer(help="One node: show, drain, hold, readmit, evict, repair.", no_args_is_help=True)
+job_app = typer.Typer(help="One job: show, stop, resize.", no_args_is_help=True)
+verdict_app = typer.Typer(help="Why a node was judged as it was.", no_args_is_help=True)
+app.add_typer(node_app, name="node")
+app.add_typer(job_app, name="job")
+app.add_typer(verdict_app, name="verdict")
+
+console = Console()
+complaints = Console(stderr=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+Reason = Annotated[str, typer.Option("--reason", "-r", help="Why; it stands in the log for ever.")]
+NodeName = Annotated[str, typer.Argument(metavar="NODE")]
+JobName = Annotated[str, typer.Argument(metavar="JOB")]
+
+
+@app.callback()
+def connect(
+    context: typer.Context,
+    controller: Annotated[
+        str, typer.Option(envvar="EVERSTEP_CONTROLLER", help="The controller's address.")
+    ] = DEFAULT_CONTROLLER,
+    token_file: Annotated[str, typer.Option(envvar="EVERSTEP_TOKEN_FILE", help="A file with your token.")] = "",
+) -> None:
+    context.obj = (controller, token_file)
+
+
+@contextmanager
+def _controller(context: typer.Context) -> Iterator[Client]:
+    """A client; errors become a sentence and an exit code."""
+    url, token_file = context.obj
+    try:
+        yield Client(url.split(",")[0], read_token(token_file))
+    except (ConfigurationError, AuthenticationError, Unavailable) as error:
+        complaints.print(f"[bold red]everstep:[/] {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    except EverstepError as error:
+        complaints.print(f"[bold red]refused:[/] {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+def _show(message: Any, as_json: bool, view: RenderableType) -> None:
+    if as_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(message), indent=2).decode() + "\n")
+    else:
+        console.print(view)
+
+
+@app.command()
+def status(context: typer.Context, as_json: Json = False) -> None:
+    """The fleet on one screen."""
+    with _controller(context) as client:
+        fleet = client.get("/v1/status", op.FleetStatus)
+        _show(fleet, as_json, tables.status(fleet))
+
+
+@app.command()
+def nodes(context: typer.Context, as_json: Json = False) -> None:
+    """All nodes and how they stand."""
+    with _controller(context) as client:
+        found = client.get("/v1/nodes", op.NodeList)
+        _show(found, as_json, tables.nodes(found.nodes, SYSTEM_CLOCK.wall()))
+
+
+@node_app.command("show")
+def node_show(context: typer.Context, node: NodeName, as_json: Json = False) -> None:
+    """One node: state, findings, GPUs, verdicts."""
+    with _controller(context) as client:
+        detail = client.get(f"/v1/nodes/{node}", op.NodeDetail)
+        _show(detail, as_json, tables.node(detail, SYSTEM_CLOCK.wall()))
+
+
+def _order(context: typer.Context, path: str, body: Any) -> None:
+    with _controller(context) as client:
+        changed = client.post(path, body, op.Changed)
+        console.print(changed.sentence or "done", highlight=False)
+        console.print(f"everstep events --trace {changed.trace}", style="dim", highlight=False)
+
+
+@node_app.command()
+def drain(context: typer.Context, node: NodeName, reason: Reason) -> None:
+    """Leave running jobs at a step boundary, then stay out."""
+    _order(context, f"/v1/nodes/{node}/drain", op.Because(reason=reason))
+
+
+@node_app.command()
+def hold(context: typer.Context, node: NodeName, reason: Reason) -> None:
+    """Keep the node out of new rosters; what runs there goes on."""
+    _order(context, f"/v1/nodes/{node}/hold", op.Because(reason=reason))
+
+
+@node_app.command()
+def readmit(context: typer.Context, node: NodeName, reason: Reason) -> None:
+    """Let the node come back, by way of a probe and probation."""
+    _order(context, f"/v1/nodes/{node}/readmit", op.Because(reason=reason))
+
+
+@node_app.command()
+def evict(context: typer.Context, node: NodeName, reason: Reason) -> None:
+    """Take the node out of every job at once, whatever the budget says."""
+    _order(context, f"/v1/nodes/{node}/evict", op.Because(reason=reason))
+
+
+@node_app.command()
+def repair(context: typer.Context, node: NodeName, reason: Reason) -> None:
+    """Take the node out until a person readmits it."""
+    _order(context, f"/v1/nodes/{node}/repair", op.Because(reason=reason))
+
+
+@app.command()
+def jobs(context: typer.Context, as_json: Json = False) -> None:
+    """All jobs and how far they are."""
+    with _controller(context) as client:
+        found = client.get("/v1/jobs", op.JobList)
+        _show(found, as_json, tables.jobs(found.jobs))
+
+
+@job_app.command("show")
+def job_show(context: typer.Context, job: JobName, as_json: Json = False) -> None:
+    """One job: ranks, versions, recoveries."""
+    with _controller(context) as client:
+        detail = client.get(f"/v1/jobs/{job}", op.JobDetail)
+        _show(detail, as_json, tables.job(detail, SYSTEM_CLOCK.wall()))
+
+
+@job_app.command()
+def stop(context: typer.Context, job: JobName, reason: Reason) -> None:
+    """End the job."""
+    _order(context, f"/v1/jobs/{job}/stop", op.Because(reason=reason))
+
+
+@job_app.command()
+def resize(context: typer.Context, job: JobName, size: Annotated[int, typer.Argument(min=1)], reason: Reason) -> None:
+    """Bound the job's nodes, from its next boundary on."""
+    _order(context, f"/v1/jobs/{job}/resize", op.Resize(size=size, reason=reason))
+
+
+@app.command("reset-breaker")
+def reset_breaker(context: typer.Context, reason: Reason) -> None:
+    """Allow automatic evictions again; verdicts of before are not acted on."""
+    _order(context, "/v1/breaker/reset", op.Because(reason=reason))
+
+
+@app.command()
+def events(
+    context: typer.Context,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as events come.")] = False,
+    trace: Annotated[str, typer.Option(help="Only what followed from this stimulus, as a story with times.")] = "",
+    node: Annotated[str, typer.Option(help="Only about this node.")] = "",
+    job: Annotated[str, typer.Option(help="Only about this job.")] = "",
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=EVENTS_AT_ONCE, help="How many.")] = 50,
+    as_json: Json = False,
+) -> None:
+    """What happened and what was decided, newest last."""
+    with _controller(context) as client:
+        limit = EVENTS_AT_ONCE if trace else limit
+        found = client.get(
+            "/v1/events", op.EventList, limit=limit, trace=trace, node=node, job=job, newest="" if trace else "true"
+        )
+        if trace and not as_json and not follow:
+            console.print(tables.story(found.events) if found.events else f"nothing is known of trace {trace}")
+            return
+        for event in found.events:
+            _print_event(event, as_json)
+        if follow:
+            _follow(client, found.next_after, as_json, trace=trace, node=node, job=job)
+
+
+def _print_event(event: op.Event, as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(msgspec.json.encode(event).decode() + "\n")
+        sys.stdout.flush()
+    else:
+        console.print(tables.event_line(event), soft_wrap=True)
+
+
+def _follow(client: Client, after: int, as_json: bool, **wanted: str) -> None:
+    """Prints what comes, across restarts of the controller, until interrupted."""
+    wanted = {name: value for name, value in wanted.items() if value}
+    try:
+        while True:
+            try:
+                for data in client.stream(f"/v1/events/stream?after={after}"):
+                    event = msgspec.json.decode(data, type=op.Event)
+                    after = event.id
+                    if all(getattr(event, name) == value for name, value in wanted.items()):
+                        _print_event(event, as_json)
+            except Unavailable:
+                pass  # it restarts; nothing is missed, the next stream begins after the last event seen
+            time.sleep(0.5)
+    except KeyboardInterrupt:
+        return
+
+
+@verdict_app.command("explain")
+def verdict_explain(
+    context: typer.Context, verdict: Annotated[str, typer.Argument(metavar="ID")], as_json: Json = False
+) -> None:
+    """A verdict's sentence and the evidence it rests on."""
+    with _controller(context) as client:
+        found = client.get(f"/v1/verdicts/{verdict}", Verdict)
+        _show(found, as_json, tables.verdict(found, SYSTEM_CLOCK.wall()))
+
+
+@app.command()
+def probe(
+    context: typer.Context,
+    nodes: Annotated[list[str], typer.Argument(metavar="NODE...")],
+    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for the result.")] = 90.0,
+    as_json: Json = False,
+) -> None:
+    """Let nodes run an all-reduce among them: latency and bus bandwidth by size."""
+    with _controller(context) as client:
+        found = client.post("/v1/probes", op.StartProbe(nodes=tuple(nodes)), op.ProbeStatus)
+        deadline = SYSTEM_CLOCK.monotonic() + timeout_s
+        while found.ok is None and SYSTEM_CLOCK.monotonic() < deadline:
+            time.sleep(0.2)
+            found = client.get(f"/v1/probes/{found.probe}", op.ProbeStatus)
+        _show(found, as_json, tables.probe(found))
+        if not found.ok:
+            raise typer.Exit(1)
+
+
+@app.command()
+def version() -> None:
+    """The release of this command."""
+    console.print(__version__, highlight=False)
+
+
+if __name__ == "__main__":
+    app()

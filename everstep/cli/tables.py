@@ -1,0 +1,261 @@
+"""What the answers look like on a terminal."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from everstep.cli.words import age, duration, size, state
+from everstep.ids import Version
+from everstep.vocabulary import Finding, Verdict
+from everstep.wire.v1 import operator as op
+
+
+def table(*columns: str, title: str | None = None, right: Iterable[str] = ()) -> Table:
+    """An empty table in the house's look."""
+    made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", header_style="bold", pad_edge=False)
+    numbers = set(right)
+    for column in columns:
+        made.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    return made
+
+
+def _version(version: Version | None) -> str:
+    return "-" if version is None else f"step {version.step} (g{version.generation})"
+
+
+def _loss(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.4f}"
+
+
+def _pairs(rows: Iterable[tuple[str, RenderableType]]) -> Table:
+    made = Table.grid(padding=(0, 2))
+    made.add_column(style="dim")
+    made.add_column(overflow="fold")
+    for name, value in rows:
+        made.add_row(name, value)
+    return made
+
+
+def status(fleet: op.FleetStatus) -> RenderableType:
+    """The fleet on one screen."""
+    counts = Text(", ").join(Text.assemble(str(count), " ", state(name)) for name, count in sorted(fleet.nodes.items()))
+    budget: RenderableType = f"{fleet.budget_left} evictions left"
+    if fleet.breaker:
+        budget = Text(f"automatic eviction is stopped: {fleet.breaker}", style="bold red")
+    head = _pairs(
+        (
+            ("controller", f"{fleet.version}, up {age(fleet.now - fleet.started_at)}, life {fleet.epoch}"),
+            ("nodes", counts if fleet.nodes else "none has registered yet"),
+            ("connected", str(fleet.connected)),
+            ("budget", budget),
+        )
+    )
+    return Group(head, jobs(fleet.jobs)) if fleet.jobs else Group(head, Text("no job runs", style="dim"))
+
+
+def nodes(found: Iterable[op.NodeSummary], now: float) -> RenderableType:
+    """One line a node."""
+    made = table("node", "state", "for", "job", "gpus", "findings", "heard", "rack", "why", right=("gpus", "findings"))
+    for one in found:
+        heard = "-" if one.last_seen_at is None else f"{age(now - one.last_seen_at)} ago"
+        made.add_row(
+            Text(one.node, style="bold"),
+            state(one.state),
+            age(now - one.since),
+            one.job or "-",
+            str(one.gpus),
+            Text(str(one.findings), style="yellow" if one.findings else "dim"),
+            heard if one.connected else Text(heard, style="yellow"),
+            one.domain.rack or "-",
+            one.reason,
+        )
+    return made
+
+
+def node(detail: op.NodeDetail, now: float) -> RenderableType:
+    """Everything about one node."""
+    one = detail.summary
+    head = _pairs(
+        (
+            ("node", Text(one.node, style="bold")),
+            ("state", Text.assemble(state(one.state), f" for {age(now - one.since)}")),
+            ("why", one.reason or "-"),
+            ("job", one.job or "-"),
+            ("connected", "yes" if one.connected else Text("no", style="yellow")),
+            ("agent", f"{detail.agent_version or '?'}, incarnation {detail.incarnation}"),
+            ("driver", detail.driver_version or "-"),
+            ("vault", detail.vault or "-"),
+            ("domain", " ".join(filter(None, (one.domain.rack, one.domain.switch, one.domain.power))) or "-"),
+            ("evictions", str(detail.evictions)),
+        )
+    )
+    parts: list[RenderableType] = [head]
+    if detail.findings:
+        parts.append(findings(detail.findings, now))
+    if detail.gpus:
+        made = table("gpu", "name", "memory", "bus", "uuid", right=("gpu", "memory"))
+        for gpu in detail.gpus:
+            made.add_row(str(gpu.index), gpu.name, size(gpu.memory_bytes), gpu.pci_bus_id, gpu.uuid)
+        parts.append(made)
+    if detail.verdicts:
+        made = table("verdict", "decision", "ago", "why")
+        for verdict in detail.verdicts:
+            made.add_row(verdict.id, state(verdict.decision), age(now - verdict.at), verdict.sentence)
+        parts.append(made)
+    return Group(*parts)
+
+
+def findings(found: Iterable[Finding], now: float) -> RenderableType:
+    """Facts, with where their thresholds come from."""
+    made = table("finding", "severity", "since", "what", "cure", "rule")
+    for one in found:
+        made.add_row(
+            f"{one.kind} {one.subject}" + (f" XID {one.xid}" if one.xid is not None else ""),
+            state(one.severity),
+            f"{age(now - one.since)} ago" if one.since else "-",
+            one.message,
+            str(one.action),
+            f"{one.rule} ({one.source})" if one.source else one.rule or "-",
+        )
+    return made
+
+
+def jobs(found: Iterable[op.JobSummary]) -> RenderableType:
+    """One line a job."""
+    columns = ("job", "state", "gen", "ranks", "nodes", "spares", "step", "step time", "loss", "committed", "verified")
+    made = table(*columns, right=columns[2:9])
+    for one in found:
+        made.add_row(
+            Text(one.job, style="bold"),
+            state(one.state),
+            str(one.generation),
+            str(one.world_size),
+            str(one.nodes),
+            str(one.spares),
+            str(one.step),
+            duration(one.step_s) if one.step_s else "-",
+            _loss(one.loss),
+            _version(one.committed),
+            _version(one.verified),
+        )
+    return made
+
+
+def job(detail: op.JobDetail, now: float) -> RenderableType:
+    """Everything about one job."""
+    parts: list[RenderableType] = [jobs([detail.summary])]
+    if detail.summary.reason:
+        parts.append(Text(detail.summary.reason, style="dim"))
+    if detail.roster:
+        made = table("rank", "node", "local", "step", "step time", "loss", right=("rank", "local", "step", "loss"))
+        ranks = {one.rank: one for one in detail.ranks}
+        for member in detail.roster:
+            one = ranks.get(member.rank)
+            made.add_row(
+                str(member.rank),
+                member.node,
+                str(member.local_rank),
+                str(one.step) if one else "-",
+                duration(one.step_s) if one and one.step_s else "-",
+                _loss(one.loss) if one else "-",
+            )
+        parts.append(made)
+    if detail.spares:
+        parts.append(Text(f"spares: {', '.join(detail.spares)}"))
+    if detail.recoveries:
+        parts.append(recoveries(detail.recoveries, now))
+    return Group(*parts)
+
+
+def recoveries(found: Iterable[op.Recovery], now: float) -> RenderableType:
+    """What each generation cost."""
+    made = table("gen", "reason", "ago", "took", "from", "phases (slowest rank)", "trace", right=("gen", "took"))
+    for one in found:
+        took: RenderableType = Text(f"{one.resumed}/{one.world_size} back", style="yellow")
+        if one.seconds is not None:
+            took = duration(one.seconds)
+        phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in one.phases_s.items())
+        restored = _version(one.restored) if one.restored else "scratch"
+        made.add_row(
+            str(one.generation), str(one.reason), age(now - one.decided_at), took, restored, phases or "-", one.trace
+        )
+    return made
+
+
+def event_line(event: op.Event) -> Text:
+    """One event on one line."""
+    at = datetime.datetime.fromtimestamp(event.at).astimezone().strftime("%H:%M:%S.%f")[:-3]
+    about = " ".join(filter(None, (event.node, event.job, f"g{event.generation}" if event.generation else "")))
+    return Text.assemble(
+        (f"{event.id:>6} ", "dim"),
+        (at, "dim"),
+        " ",
+        (f"{event.kind:<22}", _kind_style(event.kind)),
+        (f" {about:<16} " if about else " ", "bold"),
+        event.sentence,
+        (f"  {event.trace}", "dim"),
+    )
+
+
+def _kind_style(kind: str) -> str:
+    for mark, style in (("evict", "bold red"), ("lost", "red"), ("verdict", "magenta"), ("generation", "cyan")):
+        if mark in kind:
+            return style
+    return "green" if "resumed" in kind or "readmit" in kind else ""
+
+
+def story(events: Iterable[op.Event]) -> RenderableType:
+    """All that followed from one stimulus, with times from its first event on."""
+    made = table("after", "kind", "node", "job", "what", right=("after",))
+    first: float | None = None
+    for event in events:
+        first = event.at if first is None else first
+        made.add_row(
+            f"+{(event.at - first) * 1e3:.1f} ms",
+            Text(event.kind, style=_kind_style(event.kind)),
+            event.node or "-",
+            f"{event.job} g{event.generation}" if event.job and event.generation else event.job or "-",
+            Text.assemble(event.sentence, _facts(event)),
+        )
+    return made
+
+
+def _facts(event: op.Event) -> Text:
+    said = ", ".join(f"{name} {value}" for name, value in event.detail.items() if value)
+    return Text(f"\n{said}" if said else "", style="dim")
+
+
+def verdict(one: Verdict, now: float) -> RenderableType:
+    """A judgement, and the facts it rests on."""
+    head = _pairs(
+        (
+            ("verdict", Text(one.id, style="bold")),
+            ("node", one.node),
+            ("decision", state(one.decision)),
+            ("because", one.sentence),
+            ("cure", str(one.action)),
+            ("given", f"{age(now - one.at)} ago"),
+            ("trace", one.trace),
+        )
+    )
+    return Group(head, findings(one.evidence, now)) if one.evidence else head
+
+
+def probe(one: op.ProbeStatus) -> RenderableType:
+    """What the nodes of a probe measured."""
+    word = {True: Text("ok", style="green"), False: Text("failed", style="bold red"), None: Text("under way")}[one.ok]
+    head = _pairs((("probe", one.probe), ("nodes", ", ".join(one.nodes)), ("result", word)))
+    parts: list[RenderableType] = [head]
+    if one.rows:
+        made = table("size", "latency", "bus bandwidth", right=("size", "latency", "bus bandwidth"))
+        for row in one.rows:
+            made.add_row(size(row.bytes), duration(row.latency_s), f"{size(row.bandwidth_bytes_per_s)}/s")
+        parts.append(made)
+    parts += [Text(f"{node}: {said}", style="dim") for node, said in one.answers.items()]
+    return Group(*parts)

@@ -1,0 +1,61 @@
+"""Writes the messages' JSON Schemas: ``python -m everstep.wire.export`` (``make schema``)."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+from everstep.wire.v1 import agent, directives, local, operator, training, transfer
+from everstep.wire.v1.base import Message
+
+SCHEMA_DIRECTORY = Path(__file__).parent / "schema"
+MODULES: tuple[ModuleType, ...] = (agent, directives, local, operator, training, transfer)
+
+
+def _messages(module: ModuleType) -> list[type[Message]]:
+    """The messages that the module defines, in the order of its text."""
+    found = [
+        kind
+        for kind in vars(module).values()
+        if inspect.isclass(kind) and issubclass(kind, Message) and kind.__module__ == module.__name__
+    ]
+    return sorted(found, key=lambda kind: kind.__name__)
+
+
+def schema(module: ModuleType) -> dict[str, Any]:
+    """One document: every message of the module under ``$defs``, with whatever those refer to."""
+    _, components = msgspec.json.schema_components(_messages(module), ref_template="#/$defs/{name}")
+    name = module.__name__.removeprefix("everstep.wire.")
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": name,
+        "description": (module.__doc__ or "").strip().splitlines()[0],
+        "$defs": dict(sorted(components.items())),
+    }
+
+
+def text(module: ModuleType) -> str:
+    """The document as it is checked in."""
+    return json.dumps(schema(module), indent=2, ensure_ascii=False) + "\n"
+
+
+def path(module: ModuleType) -> Path:
+    """Where the module's document is checked in."""
+    return SCHEMA_DIRECTORY / (module.__name__.removeprefix("everstep.wire.") + ".json")
+
+
+def main() -> None:
+    """Writes all of them."""
+    SCHEMA_DIRECTORY.mkdir(exist_ok=True)
+    for module in MODULES:
+        path(module).write_text(text(module))
+        print(path(module))
+
+
+if __name__ == "__main__":
+    main()
