@@ -1,0 +1,1 @@
+"""HTTP: agents' hot routes as plain ASGI, operators' routes as FastAPI, one way of saying errors."""

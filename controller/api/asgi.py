@@ -1,0 +1,103 @@
+"""The little of HTTP that hot routes need: bounded bodies in, encoded bodies and errors out."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+from urllib.parse import parse_qs
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from everstep.errors import EverstepError, MalformedMessage, TooLarge, Unavailable
+
+T = TypeVar("T")
+Headers = list[tuple[bytes, bytes]]
+
+_JSON = (b"content-type", b"application/json")
+_encoder = msgspec.json.Encoder()
+
+
+def encode(message: object) -> bytes:
+    """A message in JSON."""
+    body: bytes = _encoder.encode(message)
+    return body
+
+
+class ClientGone(Exception):  # not an error of ours: nobody is left to answer
+    """The client closed its connection before its request was complete."""
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """The request's body. Raises TooLarge as soon as it is over ``limit`` bytes, ClientGone when it breaks off."""
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value) > limit:
+            raise TooLarge(f"a body of {int(value)} bytes is over the limit of {limit}: send less at a time")
+    body = b""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        body += message.get("body", b"")
+        if len(body) > limit:
+            raise TooLarge(f"the body is over the limit of {limit} bytes: send less at a time")
+        if not message.get("more_body", False):
+            return body
+
+
+def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """The message in ``body``. Raises MalformedMessage with the path of what is wrong."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise MalformedMessage(f"not a valid message: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MalformedMessage(f"not valid JSON ({len(body)} bytes; truncated?): {error}") from error
+
+
+def query(scope: Scope) -> dict[str, str]:
+    """The query string, the last value of each name."""
+    return {name: values[-1] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
+
+
+def integer(values: dict[str, str], name: str, default: int | None = None) -> int:
+    """Query parameter ``name`` as a number that is not negative. Raises MalformedMessage."""
+    raw = values.get(name)
+    if raw is None and default is not None:
+        return default
+    if raw is None or not raw.isascii() or not raw.isdigit() or len(raw) > 18:
+        raise MalformedMessage(f"query parameter {name} must be a whole number of at most 18 digits, not {raw!r}")
+    return int(raw)
+
+
+def seconds(values: dict[str, str], name: str, default: float, limit: float) -> float:
+    """Query parameter ``name`` in seconds, held within [0, limit]. Raises MalformedMessage."""
+    try:
+        value = float(values.get(name, default))
+    except ValueError:
+        raise MalformedMessage(f"query parameter {name} must be seconds, not {values[name]!r}") from None
+    if not value >= 0:  # refuses NaN too
+        raise MalformedMessage(f"query parameter {name} must not be negative: {value}")
+    return min(value, limit)
+
+
+async def answer(send: Send, body: bytes, status: int = 200, headers: Headers | None = None) -> None:
+    """Sends a JSON answer."""
+    lines = [_JSON, (b"content-length", str(len(body)).encode()), *(headers or ())]
+    await send({"type": "http.response.start", "status": status, "headers": lines})
+    await send({"type": "http.response.body", "body": body})
+
+
+def error_body(code: str, message: str) -> bytes:
+    """How every error is said."""
+    return encode({"error": {"code": code, "message": message}})
+
+
+def error_headers(error: EverstepError) -> Headers:
+    """What an error's answer says beside its body."""
+    if isinstance(error, Unavailable):
+        return [(b"retry-after", str(max(1, round(error.retry_after_s))).encode())]
+    if isinstance(error, TooLarge):
+        return [(b"connection", b"close")]  # the rest of the body will not be read
+    if error.status == 401:
+        return [(b"www-authenticate", b"Bearer")]
+    return []

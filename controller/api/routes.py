@@ -1,0 +1,77 @@
+"""The table of routes: what each takes, answers and needs. FastAPI and the OpenAPI document are made from it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from everstep.vocabulary import Verdict
+from everstep.wire.v1 import agent
+from everstep.wire.v1 import operator as op
+
+
+class Access(StrEnum):
+    """Whose token a route needs."""
+
+    AGENT = "the node's agent"
+    READ = "viewer or operator"
+    CHANGE = "operator"
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """One route. ``body`` and ``answers`` are message types; ``query`` names optional parameters."""
+
+    method: str
+    path: str
+    access: Access
+    summary: str
+    answers: Any
+    body: Any = None
+    query: tuple[str, ...] = ()
+
+
+def _read(path: str, answers: Any, summary: str, *query: str) -> Route:
+    return Route(method="GET", path=path, access=Access.READ, summary=summary, answers=answers, query=query)
+
+
+def _change(path: str, body: Any, summary: str, answers: Any = op.Changed) -> Route:
+    return Route(method="POST", path=path, access=Access.CHANGE, summary=summary, answers=answers, body=body)
+
+
+def _agent(verb: str, body: Any, answers: Any, summary: str) -> Route:
+    path = f"/v1/agents/{{node}}/{verb}"
+    return Route(method="POST", path=path, access=Access.AGENT, summary=summary, answers=answers, body=body)
+
+
+OPERATOR: dict[str, Route] = {
+    "status": _read("/v1/status", op.FleetStatus, "The fleet on one screen."),
+    "nodes": _read("/v1/nodes", op.NodeList, "All nodes."),
+    "node": _read("/v1/nodes/{node}", op.NodeDetail, "One node, with findings and newest verdicts."),
+    "jobs": _read("/v1/jobs", op.JobList, "All jobs."),
+    "job": _read("/v1/jobs/{job}", op.JobDetail, "One job, with its ranks and recoveries."),
+    "generations": _read("/v1/generations", op.GenerationList, "Rosters, oldest first.", "job", "limit"),
+    "events": _read("/v1/events", op.EventList, "The audit log.", "after", "limit", "trace", "node", "job", "newest"),
+    "verdict": _read("/v1/verdicts/{verdict}", Verdict, "One verdict, with its evidence."),
+    "probe": _read("/v1/probes/{probe}", op.ProbeStatus, "One probe."),
+    "start_probe": _change("/v1/probes", op.StartProbe, "Let nodes run an all-reduce.", op.ProbeStatus),
+    "reset_breaker": _change("/v1/breaker/reset", op.Because, "Allow automatic evictions again."),
+    "stop": _change("/v1/jobs/{job}/stop", op.Because, "End a job."),
+    "resize": _change("/v1/jobs/{job}/resize", op.Resize, "Bound a job's nodes from its next boundary on."),
+    "order": _change("/v1/nodes/{node}/{order}", op.Because, "drain, hold, readmit, evict or repair a node."),
+}
+
+AGENT: dict[str, Route] = {
+    "register": _agent("register", agent.Register, agent.Registered, "Begin a life."),
+    "heartbeat": _agent("heartbeat", agent.Heartbeat, agent.HeartbeatAnswer, "Once a second."),
+    "reports": _agent("reports", agent.Reports, agent.ReportsAnswer, "What happened; answered when durable."),
+    "directives": Route(
+        method="GET",
+        path="/v1/agents/{node}/directives",
+        access=Access.AGENT,
+        summary="Long poll for directives.",
+        answers=agent.DirectivesAnswer,
+        query=("incarnation", "after", "wait_s"),
+    ),
+}

@@ -1,0 +1,99 @@
+"""The audit log as it grows: kept a while in memory, and sent as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import msgspec
+
+from controller.store.records import AuditRow
+from everstep.wire.v1.operator import Event
+
+KEPT = 4096
+"""Rows in memory. A reader that falls farther behind is served from the store."""
+KEEPALIVE_S = 15.0
+"""Seconds between comments on an idle stream, below the 30 s after which proxies give connections up."""
+
+ReadRows = Callable[[int], Awaitable[list[AuditRow]]]
+
+
+def event_of(row: AuditRow) -> Event:
+    """The row as operators see it."""
+    return Event(
+        id=row.id,
+        at=row.at,
+        kind=row.kind,
+        sentence=row.sentence,
+        node=row.node,
+        job=row.job,
+        generation=row.generation,
+        trace=row.trace,
+        detail=msgspec.json.decode(row.detail, type=dict[str, str]),
+    )
+
+
+class AuditFeed:
+    """The newest committed rows, and who waits for more."""
+
+    def __init__(self, newest: int) -> None:
+        self.newest = newest
+        self._rows: deque[AuditRow] = deque(maxlen=KEPT)
+        self._more = asyncio.Event()
+        self.closed = False
+
+    def publish(self, rows: list[AuditRow]) -> None:
+        """Rows that have just been committed, in order."""
+        if not rows:
+            return
+        self._rows.extend(rows)
+        self.newest = rows[-1].id
+        self._wake()
+
+    def close(self) -> None:
+        """Ends every stream."""
+        self.closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._more.set()
+        self._more = asyncio.Event()
+
+    def since(self, after: int) -> list[AuditRow] | None:
+        """Rows beyond ``after``; None where memory does not reach back that far."""
+        if after >= self.newest:
+            return []
+        if not self._rows or self._rows[0].id > after + 1:
+            return None
+        return [row for row in self._rows if row.id > after]
+
+    async def more(self, timeout_s: float) -> None:
+        """Waits for new rows or the end, ``timeout_s`` at most."""
+        if self.closed:
+            return
+        try:
+            await asyncio.wait_for(self._more.wait(), timeout_s)
+        except TimeoutError:
+            pass
+
+
+def _frame(row: AuditRow) -> bytes:
+    return b"id: %d\nevent: audit\ndata: %s\n\n" % (row.id, msgspec.json.encode(event_of(row)))
+
+
+async def server_sent(feed: AuditFeed, after: int, read: ReadRows) -> AsyncIterator[bytes]:
+    """Everything beyond ``after``, then whatever comes, until the feed closes."""
+    yield b"retry: 500\n\n"
+    while not feed.closed:
+        rows = feed.since(after)
+        if rows is None:
+            rows = await read(after)
+        if rows:
+            yield b"".join(_frame(row) for row in rows)
+            after = rows[-1].id
+            continue
+        before = feed.newest
+        await feed.more(KEEPALIVE_S)
+        if feed.newest == before:
+            yield b": still here\n\n"

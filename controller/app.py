@@ -1,0 +1,195 @@
+"""The controller put together: store, state, loop, routes. One instance per process, on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from sqlalchemy import Engine
+
+from controller import views
+from controller.api import errors, openapi
+from controller.api.agents import AgentRoutes
+from controller.api.auth import Gate
+from controller.api.operators import OperatorRoutes
+from controller.api.stream import AuditFeed
+from controller.boards import Boards
+from controller.config import ControllerSettings
+from controller.core import fleet
+from controller.core.policy import CorePolicy
+from controller.core.state import FleetRecord, FleetState, JobRecord, NodeRecord, VersionRecord
+from controller.loop import FleetLoop
+from controller.metrics import FleetCollector, Metrics
+from controller.push import Outbox
+from controller.remediation.base import Remediation
+from controller.steady_time import SteadyTime
+from controller.store.records import Loaded
+from controller.store.threads import Store
+from controller.transaction import AuditNumbers
+from everstep import __version__
+from everstep.clock import Clock
+from everstep.ids import Version
+
+
+def _restore(policy: CorePolicy, loaded: Loaded) -> FleetState:
+    """The state as it was stored."""
+    return fleet.restore(
+        policy,
+        msgspec.json.decode(loaded.fleet, type=FleetRecord) if loaded.fleet is not None else None,
+        [msgspec.json.decode(doc, type=NodeRecord) for doc in loaded.nodes.values()],
+        [msgspec.json.decode(doc, type=JobRecord) for doc in loaded.jobs.values()],
+        [
+            VersionRecord(
+                job=row.job,
+                version=Version(row.generation, row.step),
+                committed_at=row.committed_at,
+                verified_at=row.verified_at,
+                bytes=row.bytes,
+                ranks=row.ranks,
+            )
+            for row in loaded.versions
+        ],
+    )
+
+
+MakeRemediation = Callable[[Callable[[], None]], Remediation]
+"""Makes the remediation, given what to call for each verdict that was given up."""
+
+
+class Controller:
+    """Everything that one running controller consists of. Make it with ``start``, end it with ``stop``.
+
+    Attributes:
+        app: the ASGI application.
+        task: the loop; when it ends by itself, a transaction failed and the process must end too.
+    """
+
+    def __init__(
+        self,
+        settings: ControllerSettings,
+        secret: bytes,
+        store: Store,
+        loaded: Loaded,
+        clock: Clock,
+        make_remediation: MakeRemediation,
+    ) -> None:
+        state = _restore(settings.policy, loaded)
+        self.metrics = Metrics()
+        self.feed = AuditFeed(loaded.newest_audit)
+        self.outbox = Outbox(loaded.epoch, loaded.outbox)
+        self.store = store
+        self.remediation = make_remediation(self.metrics.remediation_failures.inc)
+        numbers = AuditNumbers(loaded.newest_audit)
+        self.loop = FleetLoop(
+            state=state,
+            outbox=self.outbox,
+            commit=store.commit,
+            steady=SteadyTime(clock, loaded.newest_at),
+            metrics=self.metrics,
+            numbers=numbers,
+            boards=Boards(state.jobs.values()),
+            on_audit=self.feed.publish,
+            on_verdicts=self.remediation.verdicts,
+            group=settings.group_commit,
+            queue_limit=settings.queue_limit,
+        )
+        self.desk = views.Desk(
+            state=state,
+            outbox=self.outbox,
+            epoch=loaded.epoch,
+            started_at=self.loop.now(),
+            now=self.loop.now,
+            lag_s=self.loop.lag.recent_s,
+            queued=self.loop.queued,
+            newest_event=lambda: self.feed.newest,
+        )
+        self.metrics.registry.register(FleetCollector(self.desk))
+        self.app = self._application(settings, Gate(secret), clock, loaded.marks)
+        self.task: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        settings: ControllerSettings,
+        secret: bytes,
+        engine: Engine,
+        clock: Clock,
+        make_remediation: MakeRemediation,
+    ) -> Controller:
+        """Takes the database over, restores what is in it, and runs the first event.
+
+        Raises what the database raises. When it returns, requests may be served.
+        """
+        store = Store(engine, commit_timeout_s=settings.commit_timeout_s)
+        controller = cls(settings, secret, store, await store.take_over(), clock, make_remediation)
+        task = controller.task = asyncio.create_task(controller.loop.run(), name="fleet loop")
+        started = asyncio.create_task(controller.loop.started.wait())
+        await asyncio.wait({task, started}, return_when=asyncio.FIRST_COMPLETED)
+        started.cancel()
+        if task.done():
+            store.close()
+            await task
+        return controller
+
+    def release(self) -> None:
+        """Ends long polls and streams, so that the server can stop."""
+        self.outbox.close()
+        self.feed.close()
+
+    async def stop(self) -> None:
+        """Ends the loop and closes the database. Raises what ended the loop, if it ended by itself."""
+        self.release()
+        assert self.task is not None
+        self.task.cancel()
+        await asyncio.wait({self.task})
+        self.remediation.close()
+        if not self.task.cancelled():
+            self.task.result()  # raises; the database's thread may hang, so nobody waits for it
+        await asyncio.to_thread(self.store.close)
+
+    def serving(self) -> bool:
+        """Whether the loop still runs."""
+        return self.task is not None and not self.task.done()
+
+    def _application(
+        self, settings: ControllerSettings, gate: Gate, clock: Clock, marks: dict[tuple[str, int], int]
+    ) -> FastAPI:
+        app = FastAPI(title="Everstep controller", version=__version__, docs_url=None, redoc_url=None)
+        document: dict[str, Any] = openapi.document()
+        app.openapi = lambda: document  # type: ignore[method-assign]
+        errors.install(app, self.metrics)
+        OperatorRoutes(desk=self.desk, loop=self.loop, store=self.store, feed=self.feed, gate=gate).install(app)
+        self._open_routes(app, gate)
+        app.add_middleware(
+            AgentRoutes,
+            loop=self.loop,
+            gate=gate,
+            metrics=self.metrics,
+            clock=clock,
+            name=settings.name,
+            heartbeat_interval_s=settings.heartbeat_interval_s,
+            long_poll_max_s=settings.long_poll_max_s,
+            marks=marks,
+        )
+        return app
+
+    def _open_routes(self, app: FastAPI, gate: Gate) -> None:
+        async def health(_request: Request) -> Response:
+            return Response(b'{"ok":true,"role":"controller"}', media_type="application/json")
+
+        async def ready(_request: Request) -> Response:
+            ok = self.serving()
+            body = b'{"ok":true,"role":"controller"}' if ok else b'{"ok":false,"role":"controller"}'
+            return Response(body, status_code=200 if ok else 503, media_type="application/json")
+
+        async def metrics(request: Request) -> Response:
+            gate.reader(request.scope["headers"])
+            return Response(self.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+        paths: Iterable[tuple[str, Any]] = (("/healthz", health), ("/readyz", ready), ("/metrics", metrics))
+        for path, endpoint in paths:
+            app.add_api_route(path, endpoint, methods=["GET"], include_in_schema=False)

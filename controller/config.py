@@ -1,0 +1,189 @@
+"""The controller's settings: explicit arguments first, then a settings file, the environment, a preset."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+from urllib.parse import urlsplit
+
+import msgspec
+
+from controller.core.policy import CorePolicy
+from everstep.errors import ConfigurationError
+from everstep.ids import split_address
+from everstep.tokens import check_secret
+
+ENVIRONMENT_PREFIX = "EVERSTEP_CONTROLLER_"
+POLICY_PREFIX = ENVIRONMENT_PREFIX + "POLICY_"
+PRESETS = ("production", "lab")
+
+
+class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one controller runs. The decisions' own knobs are in ``policy``."""
+
+    listen: str = "127.0.0.1:7700"
+    """``host:port`` to serve on. Loopback by default: to be reached from elsewhere is a decision, and wants TLS.
+    Port 0 takes any free port; the ready file says which."""
+    database: str = "sqlite:///everstep-controller.db"
+    """Where everything is kept: ``sqlite:///PATH`` for one machine, ``postgresql://...`` for a fleet."""
+    secret_file: str = ""
+    """A file with the fleet's secret, readable by its owner only. Whoever holds it can mint any token."""
+    ready_file: str = ""
+    """Written when requests are served: JSON with ``pid`` and ``address``. Empty: none."""
+    migrate: bool = True
+    """Bring the database's schema up to date at start. Off: an old schema is refused, for sites that migrate apart."""
+    die_with_parent: bool = False
+    """End when the process that started this one ends: for tests, demonstrations and private controllers."""
+    name: str = ""
+    """How the controller calls itself to agents; empty: ``host:port`` as served."""
+    tls_certificate: str = ""
+    """PEM file of the server's certificate chain; with ``tls_key`` all routes are HTTPS."""
+    tls_key: str = ""
+    """PEM file of the certificate's key."""
+    heartbeat_interval_s: float = 1.0
+    """Seconds between an agent's beats. Shorter finds silence sooner; 12,500 nodes at 1 s cost well under a core."""
+    long_poll_max_s: float = 30.0
+    """Longest seconds a poll for directives is held: below the minute after which proxies cut idle connections."""
+    group_commit: int = 256
+    """Most requests that share one transaction: larger is more throughput under a storm, longer for its first."""
+    queue_limit: int = 20_000
+    """Requests that may wait for a transaction; beyond it agents are told to come again, and their spools hold."""
+    commit_timeout_s: float = 15.0
+    """Seconds a transaction may take before the database counts as gone and the controller ends. Above PostgreSQL's
+    own statement time-out (10 s), whose message says more."""
+    stop_grace_s: float = 0.5
+    """Seconds that requests under way may take once the controller is told to stop."""
+    remediation: Literal["dry_run", "webhook"] = "dry_run"
+    """Who is told of verdicts: nobody but the log, or ``webhook_url``."""
+    webhook_url: str = ""
+    """Where verdicts are posted."""
+    webhook_secret_file: str = ""
+    """A file with the secret that signs those posts, readable by its owner only."""
+    policy: CorePolicy = CorePolicy()
+    """How decisions are made."""
+
+    @classmethod
+    def preset(cls, name: str) -> Self:
+        """``production`` or ``lab``. Raises ConfigurationError for another name."""
+        if name == "production":
+            return cls()
+        if name == "lab":
+            return cls(policy=CorePolicy.lab(), heartbeat_interval_s=0.5)
+        raise ConfigurationError(f"there is no preset {name!r}: use {' or '.join(PRESETS)}")
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port to listen on; port 0 is any."""
+        host, _, port = self.listen.rpartition(":")
+        if port == "0" and host:
+            return host.strip("[]"), 0
+        return split_address(self.listen)
+
+    def validate(self) -> Self:
+        """Returns the settings. Raises ConfigurationError for values that contradict each other."""
+        try:
+            self.address  # noqa: B018 - its own message says what an address is
+        except ValueError as error:
+            raise ConfigurationError(f"listen: {error}") from error
+        for wrong, mend in self._contradictions():
+            if wrong:
+                raise ConfigurationError(mend)
+        self.policy.validate()
+        return self
+
+    def _contradictions(self) -> tuple[tuple[bool, str], ...]:
+        webhook = self.remediation == "webhook"
+        return (
+            (not self.secret_file, "no secret: give --secret-file (make one: `openssl rand -hex 32 > F; chmod 600 F`)"),
+            (
+                bool(self.tls_certificate) != bool(self.tls_key),
+                "tls_certificate and tls_key belong together: give both or none",
+            ),
+            (
+                not 0 < self.heartbeat_interval_s < self.policy.suspect_after_s / 2,
+                f"heartbeat_interval_s ({self.heartbeat_interval_s}) must be positive and less than half of "
+                f"suspect_after_s ({self.policy.suspect_after_s}): one late beat must not make a suspect",
+            ),
+            (
+                not 0 < self.long_poll_max_s <= 300,
+                f"long_poll_max_s ({self.long_poll_max_s}) must be positive and at most 300",
+            ),
+            (self.group_commit < 1 or self.queue_limit < 1, "group_commit and queue_limit must be at least 1"),
+            (
+                self.commit_timeout_s <= 0 or self.stop_grace_s < 0,
+                "commit_timeout_s must be positive and stop_grace_s not negative",
+            ),
+            (
+                webhook != bool(self.webhook_url) or webhook != bool(self.webhook_secret_file),
+                "remediation = webhook, webhook_url and webhook_secret_file belong together: give all or none",
+            ),
+            (
+                webhook and urlsplit(self.webhook_url).scheme not in ("http", "https"),
+                f"webhook_url must be http or https, not {self.webhook_url!r}",
+            ),
+        )
+
+
+def load_settings(
+    given: Mapping[str, Any], *, preset: str = "production", file: Path | None = None, environment: Mapping[str, str]
+) -> ControllerSettings:
+    """Settings from what was given explicitly, then ``file`` (TOML), then the environment, then the preset.
+
+    Environment variables are ``EVERSTEP_CONTROLLER_`` and a setting's name in capitals; for the policy's knobs,
+    ``EVERSTEP_CONTROLLER_POLICY_``. Raises ConfigurationError for a wrong name, a wrong type or a contradiction.
+    """
+    base = ControllerSettings.preset(preset)
+    values: dict[str, Any] = {name: getattr(base, name) for name in base.__struct_fields__ if name != "policy"}
+    policy: dict[str, Any] = msgspec.structs.asdict(base.policy)
+    values |= _from_environment(environment, ENVIRONMENT_PREFIX, ControllerSettings)
+    policy |= _from_environment(environment, POLICY_PREFIX, CorePolicy)
+    if file is not None:
+        written = _read_toml(file)
+        policy |= written.pop("policy", {})
+        values |= written
+    values |= given
+    try:
+        settings = msgspec.convert({**values, "policy": policy}, ControllerSettings, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"a setting is wrong: {error}") from error
+    return settings.validate()
+
+
+def _from_environment(environment: Mapping[str, str], prefix: str, kind: type[msgspec.Struct]) -> dict[str, str]:
+    names = {prefix + name.upper(): name for name in kind.__struct_fields__ if name != "policy"}
+    return {names[key]: value for key, value in environment.items() if key in names}
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text())
+    except OSError as error:
+        raise ConfigurationError(f"the settings file {file} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"the settings file {file} is not TOML: {error}") from error
+
+
+def read_secret(path: str) -> bytes:
+    """The secret in a file, without the white space around it.
+
+    Raises ConfigurationError where it is missing, too short, or open to other users' eyes.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the secret file {path!r} cannot be read: {error.strerror}; make one: "
+            "`(umask 077; openssl rand -hex 32 > secret)`"
+        ) from error
+    with os.fdopen(descriptor, "rb") as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        if mode & 0o077:
+            raise ConfigurationError(
+                f"the secret file {path} can be read by other users (mode {mode:04o}): `chmod 600 {path}`, "
+                "and make a new secret if somebody may have read it"
+            )
+        return check_secret(file.read(4096).strip())

@@ -1,0 +1,68 @@
+"""How the process begins and ends: not longer than its parent, announced when it serves, its log readable."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from everstep.errors import ConfigurationError
+
+_PR_SET_PDEATHSIG = 1
+_FIELDS = ("node", "job", "generation", "trace")
+
+
+def die_with_parent(parent: int, signum: signal.Signals = signal.SIGTERM) -> None:
+    """Asks the kernel to send ``signum`` to this process when its parent ends (Linux).
+
+    Args:
+        parent: what ``os.getppid()`` said when the process began.
+
+    Raises ConfigurationError where the kernel refuses, SystemExit where the parent has ended meanwhile.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:
+        raise ConfigurationError(f"cannot follow the parent's end: {os.strerror(ctypes.get_errno())}")
+    if os.getppid() != parent:
+        raise SystemExit("the process that started this one is gone already, and --die-with-parent was given")
+
+
+def write_atomically(path: Path, content: Any) -> None:
+    """Writes ``content`` as JSON, for this user's eyes, so that a reader sees all of it or nothing."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.encode(content) + b"\n")
+    draft.rename(path)
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line, with the fields that a log search needs."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat(timespec="milliseconds")
+        line = {"at": at, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
+        line |= {name: getattr(record, name) for name in _FIELDS if hasattr(record, name)}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
+
+def log_to_stderr() -> None:
+    """Readable lines on a terminal, JSON elsewhere."""
+    handler = logging.StreamHandler(sys.stderr)
+    if sys.stderr.isatty():
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
+    else:
+        handler.setFormatter(JsonLines())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO)
+    logging.getLogger("alembic").setLevel(logging.WARNING)

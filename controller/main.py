@@ -1,0 +1,219 @@
+"""``everstep-controller``: ``serve`` runs a controller, ``token`` prints a bearer token."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+from sqlalchemy.exc import SQLAlchemyError
+
+from controller.app import Controller
+from controller.config import PRESETS, ControllerSettings, load_settings, read_secret
+from controller.lifecycle import die_with_parent, log_to_stderr, write_atomically
+from controller.remediation.base import Remediation
+from controller.remediation.dry_run import DryRun
+from controller.remediation.webhook import Webhook
+from controller.store.database import open_database, parse_url
+from controller.store.diagnose import diagnose
+from everstep import __version__
+from everstep.errors import ConfigurationError, EverstepError
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep.tokens import TokenRole, mint
+
+log = logging.getLogger("controller")
+
+EXIT_CONFIGURATION = 2
+EXIT_CRASHED = 70
+"""A transaction failed; the supervisor should start the controller again."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="everstep-controller", description="Decides who is fit to compute.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser("serve", help="run a controller", argument_default=argparse.SUPPRESS)
+    serve.add_argument("--listen", metavar="HOST:PORT", help="default 127.0.0.1:7700; port 0 takes any")
+    serve.add_argument("--database", metavar="URL", help="sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME")
+    serve.add_argument("--secret-file", metavar="FILE", help="the fleet's secret, readable by you only")
+    serve.add_argument("--preset", choices=PRESETS, default="production")
+    serve.add_argument("--settings", metavar="FILE", type=Path, default=None, help="TOML with any setting")
+    serve.add_argument("--ready-file", metavar="FILE", help="written when requests are served")
+    serve.add_argument("--migrate", action=argparse.BooleanOptionalAction, help="bring the schema up to date")
+    serve.add_argument("--die-with-parent", action="store_true", help="end when the starting process ends")
+    serve.add_argument("--tls-certificate", metavar="FILE")
+    serve.add_argument("--tls-key", metavar="FILE")
+    serve.add_argument("--webhook-url", metavar="URL", help="with --remediation webhook")
+    serve.add_argument("--webhook-secret-file", metavar="FILE")
+    serve.add_argument("--remediation", choices=("dry_run", "webhook"), help="default dry_run")
+    token = commands.add_parser("token", help="print a bearer token")
+    token.add_argument("--role", choices=[role.value for role in TokenRole], required=True)
+    token.add_argument("--subject", metavar="NAME", required=True, help="a node's name for agents, yours otherwise")
+    token.add_argument("--secret-file", metavar="FILE", required=True)
+    return parser
+
+
+def _remediation(settings: ControllerSettings, failed: Callable[[], None]) -> Remediation:
+    if settings.remediation == "dry_run":
+        return DryRun()
+    secret = read_secret(settings.webhook_secret_file)
+    return Webhook(settings.webhook_url, secret, failed=failed, uniform=random.random)
+
+
+def _listen(settings: ControllerSettings) -> socket.socket:
+    host, port = settings.address
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on {settings.listen}: {error.strerror}; stop what listens there, or give another --listen"
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, told how to end held requests, and whose signals do not kill the process after an orderly end."""
+
+    def __init__(self, config: uvicorn.Config, release: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._release = release
+
+    def end(self) -> None:
+        """Asks for an orderly end."""
+        self._release()
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.end)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+
+def _server_config(settings: ControllerSettings, app: Any) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        timeout_keep_alive=75,  # longer than a beat or a poll, so that agents keep their connections
+        timeout_graceful_shutdown=max(1, round(settings.stop_grace_s)),
+        ssl_certfile=settings.tls_certificate or None,
+        ssl_keyfile=settings.tls_key or None,
+    )
+
+
+async def _serve(settings: ControllerSettings) -> int:
+    secret = read_secret(settings.secret_file)
+    engine = await asyncio.to_thread(open_database, settings.database, migrate=settings.migrate)
+    listener = _listen(settings)
+    address = _address(listener)
+    _warn_of_plain_text(settings, address)
+    settings = msgspec.structs.replace(settings, name=settings.name or address)
+    controller = await Controller.start(
+        settings, secret, engine, SYSTEM_CLOCK, lambda failed: _remediation(settings, failed)
+    )
+    assert controller.task is not None
+    server = _Server(_server_config(settings, controller.app), controller.release)
+    controller.task.add_done_callback(lambda _task: server.end())
+    announcing = asyncio.create_task(_announce(server, settings, address))
+    await server.serve(sockets=[listener])
+    announcing.cancel()
+    if settings.ready_file:
+        Path(settings.ready_file).unlink(missing_ok=True)
+    return await _end(controller, settings)
+
+
+async def _announce(server: uvicorn.Server, settings: ControllerSettings, address: str) -> None:
+    while not server.started:
+        await asyncio.sleep(0.002)  # uvicorn offers no event for it
+    log.info("serving on %s, database %s", address, parse_url(settings.database).render_as_string(hide_password=True))
+    if settings.ready_file:
+        write_atomically(Path(settings.ready_file), {"pid": os.getpid(), "address": address})
+
+
+async def _end(controller: Controller, settings: ControllerSettings) -> int:
+    """0 after an orderly end; after a failed transaction the process ends without waiting for its threads."""
+    try:
+        await controller.stop()
+    except SQLAlchemyError as error:
+        trouble = diagnose(error, parse_url(settings.database))
+    except (EverstepError, TimeoutError, OSError) as error:
+        trouble = str(error) or f"the database did not answer within {settings.commit_timeout_s} s"
+    else:
+        log.info("stopped")
+        return 0
+    log.critical("a transaction failed, nothing of it was acknowledged: %s; start the controller again", trouble)
+    logging.shutdown()
+    os._exit(EXIT_CRASHED)
+
+
+def _warn_of_plain_text(settings: ControllerSettings, address: str) -> None:
+    local = address.startswith(("127.", "[::1]"))
+    if not local and not settings.tls_certificate:
+        log.warning("tokens cross the network in plain text on %s: give --tls-certificate and --tls-key", address)
+
+
+def _run_serve(arguments: dict[str, Any], parent: int) -> int:
+    log_to_stderr()
+    preset, file = arguments.pop("preset"), arguments.pop("settings")
+    settings = load_settings(arguments, preset=preset, file=file, environment=os.environ)
+    if settings.die_with_parent:
+        die_with_parent(parent)
+    with asyncio.Runner(loop_factory=_new_loop) as runner:
+        return runner.run(_serve(settings))
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    import uvloop  # only a serving controller needs it
+
+    return uvloop.new_event_loop()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Ends the process with 0, EXIT_CONFIGURATION (what to mend is said on stderr) or EXIT_CRASHED."""
+    parent = os.getppid()
+    arguments = vars(_parser().parse_args(argv))
+    command = arguments.pop("command")
+    try:
+        if command == "token":
+            secret = read_secret(arguments["secret_file"])
+            print(mint(secret, TokenRole(arguments["role"]), arguments["subject"]))
+            sys.exit(0)
+        sys.exit(_run_serve(arguments, parent))
+    except (EverstepError, ValueError) as error:
+        print(f"everstep-controller: {error}", file=sys.stderr)
+        sys.exit(EXIT_CONFIGURATION)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""What the controller says of itself to Prometheus.
+
+=======================================================  =========  ==============================================
+name                                                     kind       meaning
+=======================================================  =========  ==============================================
+everstep_controller_info{version}                        gauge      1
+everstep_controller_epoch                                gauge      lives of a controller over this database
+everstep_controller_events_total{kind}                   counter    events the core has handled
+everstep_controller_handle_seconds                       histogram  the core's time per event
+everstep_controller_commit_seconds                       histogram  a transaction, until it is durable
+everstep_controller_commit_events                        histogram  events that shared a transaction
+everstep_controller_loop_lag_seconds                     gauge      worst lateness of the event loop, last second
+everstep_controller_queue_depth                          gauge      stimuli that wait for their transaction
+everstep_controller_heartbeats_total                     counter    heartbeats answered
+everstep_controller_reports_total                        counter    reports taken
+everstep_controller_reports_repeated_total               counter    reports dropped: their number was taken before
+everstep_controller_ignored_total{reason}                counter    reports the core dropped by rule
+everstep_controller_requests_refused_total{route,code}   counter    requests answered with an error
+everstep_controller_connected_agents                     gauge      nodes whose long poll is held now
+everstep_controller_nodes{state}                         gauge      nodes by state
+everstep_controller_node_findings{severity}              gauge      findings raised and not cleared
+everstep_controller_outbox_depth                         gauge      directives not acknowledged yet
+everstep_controller_verdicts_total{decision}             counter    verdicts given
+everstep_controller_eviction_breaker_open                gauge      1 while automatic eviction is stopped
+everstep_controller_eviction_budget_left                 gauge      nodes that may be evicted now
+everstep_controller_job_info{job,state}                  gauge      1 for the state the job is in
+everstep_controller_job_generation{job}                  gauge      generation number
+everstep_controller_job_world_size{job}                  gauge      ranks of the roster
+everstep_controller_job_spares{job}                      gauge      launchers that wait outside the roster
+everstep_controller_job_step{job}                        gauge      newest step that all ranks finished
+everstep_controller_job_step_seconds{job}                gauge      slowest rank's step time
+everstep_controller_job_loss{job}                        gauge      newest loss reported by the lowest rank
+everstep_controller_job_committed_step{job}              gauge      step of the newest committed version
+everstep_controller_job_verified_step{job}               gauge      step of the newest verified version
+everstep_controller_recoveries_total{job,reason}         counter    generations after the first that came to step
+everstep_controller_recovery_seconds{reason}             histogram  decision to the last rank's first step
+everstep_controller_remediation_failures_total           counter    calls to the outside that were given up
+=======================================================  =========  ==============================================
+
+No series carries a node's name: a fleet has thousands. What a node says of itself is in its agent's metrics.
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from controller import views
+from controller.core.state import FleetState
+from controller.push import Outbox
+from everstep import __version__
+from everstep.vocabulary import JobState, NodeState, Severity, Verdict
+
+_PREFIX = "everstep_controller_"
+_FAST = (0.00001, 0.0000316, 0.0001, 0.000316, 0.001, 0.00316, 0.01, 0.0316, 0.1, 1.0)
+_COMMIT = (0.0001, 0.000316, 0.001, 0.00316, 0.01, 0.0316, 0.1, 0.316, 1.0, 10.0)
+_RECOVERY = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 15.0, 60.0, 300.0)
+_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class Metrics:
+    """Counters and histograms, in a registry of their own (one per controller, none shared between tests)."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._events = self._counter("events", "Events the core has handled.", "kind")
+        self._handle = self._histogram("handle_seconds", "The core's time per event.", _FAST)
+        self._commit = self._histogram("commit_seconds", "A transaction, until it is durable.", _COMMIT)
+        self._commit_events = self._histogram("commit_events", "Events that shared a transaction.", _COUNTS)
+        self.heartbeats = self._counter("heartbeats", "Heartbeats answered.")
+        self._reports = self._counter("reports", "Reports taken.")
+        self._repeated = self._counter("reports_repeated", "Reports dropped: their number was taken before.")
+        self._refused = self._counter("requests_refused", "Requests answered with an error.", "route", "code")
+        self._verdicts = self._counter("verdicts", "Verdicts given.", "decision")
+        self._recoveries = self._counter("recoveries", "Generations that came to step.", "job", "reason")
+        self._recovery = Histogram(
+            _PREFIX + "recovery_seconds",
+            "Decision to the last rank's first step.",
+            ["reason"],
+            buckets=_RECOVERY,
+            registry=self.registry,
+        )
+        self.remediation_failures = self._counter("remediation_failures", "Calls to the outside that were given up.")
+        Gauge(_PREFIX + "info", "The program.", ["version"], registry=self.registry).labels(__version__).set(1)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(_PREFIX + name, text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
+        return Histogram(_PREFIX + name, text, buckets=tuple(buckets), registry=self.registry)
+
+    def handled(self, kind: str, seconds: float) -> None:
+        self._events.labels(kind).inc()
+        self._handle.observe(seconds)
+
+    def committed(self, seconds: float, events: int) -> None:
+        self._commit.observe(seconds)
+        self._commit_events.observe(events)
+
+    def reports_taken(self, taken: int, repeated: int) -> None:
+        self._reports.inc(taken)
+        self._repeated.inc(repeated)
+
+    def refused(self, route: str, code: str) -> None:
+        self._refused.labels(route, code).inc()
+
+    def judged(self, verdicts: Iterable[Verdict]) -> None:
+        for verdict in verdicts:
+            self._verdicts.labels(verdict.decision).inc()
+
+    def recovered(self, job: str, reason: str, seconds: float) -> None:
+        self._recoveries.labels(job, reason).inc()
+        self._recovery.labels(reason).observe(seconds)
+
+    def exposition(self) -> bytes:
+        """The text format."""
+        return generate_latest(self.registry)
+
+
+class FleetCollector(Collector):
+    """Gauges that are read from the fleet's state when Prometheus asks."""
+
+    def __init__(self, desk: views.Desk) -> None:
+        self._desk = desk
+
+    def collect(self) -> Iterator[Metric]:
+        desk = self._desk
+        yield _gauge("epoch", "Lives of a controller over this database.", desk.epoch)
+        yield _gauge("loop_lag_seconds", "Worst lateness of the event loop in the last second.", desk.lag_s())
+        yield _gauge("queue_depth", "Stimuli that wait for their transaction.", desk.queued())
+        yield from self._fleet(desk.state, desk.outbox)
+        yield from self._jobs(desk.state)
+
+    def _fleet(self, state: FleetState, outbox: Outbox) -> Iterator[Metric]:
+        yield _gauge("connected_agents", "Nodes whose long poll is held now.", outbox.connected())
+        yield _gauge("outbox_depth", "Directives not acknowledged yet.", outbox.total())
+        yield _gauge("eviction_breaker_open", "1 while automatic eviction is stopped.", bool(state.fleet.breaker))
+        yield _gauge("eviction_budget_left", "Nodes that may be evicted now.", self._desk.budget_left())
+        counts = Tally(node.state for node in state.nodes.values())
+        yield _gauge_by("nodes", "Nodes by state.", "state", {s.value: counts[s] for s in NodeState})
+        found = Tally(finding.severity for node in state.nodes.values() for finding in node.findings.values())
+        text = "Findings raised and not cleared."
+        yield _gauge_by("node_findings", text, "severity", {s.value: found[s] for s in Severity})
+        ignored = CounterMetricFamily(_PREFIX + "ignored", "Reports the core dropped by rule.", labels=["reason"])
+        for reason, count in state.ignored.items():
+            ignored.add_metric([reason], count)
+        yield ignored
+
+    def _jobs(self, state: FleetState) -> Iterator[Metric]:
+        summaries = [views.job_summary(state, job) for job in state.jobs.values()]
+        info = GaugeMetricFamily(_PREFIX + "job_info", "1 for the state the job is in.", labels=["job", "state"])
+        for one in summaries:
+            for state_name in JobState:
+                info.add_metric([one.job, state_name.value], one.state is state_name)
+        yield info
+        columns: tuple[tuple[str, str, dict[str, float | None]], ...] = (
+            ("job_generation", "Generation number.", {s.job: s.generation for s in summaries}),
+            ("job_world_size", "Ranks of the roster.", {s.job: s.world_size for s in summaries}),
+            ("job_spares", "Launchers that wait outside the roster.", {s.job: s.spares for s in summaries}),
+            ("job_step", "Newest step that all ranks finished.", {s.job: s.step for s in summaries}),
+            ("job_step_seconds", "Slowest rank's step time.", {s.job: s.step_s for s in summaries}),
+            ("job_loss", "Newest loss of the lowest rank.", {s.job: s.loss for s in summaries}),
+            (
+                "job_committed_step",
+                "Step of the newest committed version.",
+                {s.job: s.committed.step if s.committed else None for s in summaries},
+            ),
+            (
+                "job_verified_step",
+                "Step of the newest verified version.",
+                {s.job: s.verified.step if s.verified else None for s in summaries},
+            ),
+        )
+        for name, text, values in columns:
+            yield _gauge_by(name, text, "job", values)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(_PREFIX + name, text, value=value)
+
+
+def _gauge_by(name: str, text: str, label: str, values: dict[str, float | None] | dict[str, int]) -> Metric:
+    family = GaugeMetricFamily(_PREFIX + name, text, labels=[label])
+    for key, value in values.items():
+        if value is not None:
+            family.add_metric([key], value)
+    return family

@@ -1,0 +1,1 @@
+"""What the controller remembers: SQLAlchemy over SQLite or PostgreSQL, one transaction per batch of events."""

@@ -1,0 +1,178 @@
+"""Opening the database: drivers, durability, migrations, and errors a person can act on."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
+
+from controller.store.diagnose import diagnose, shown
+from controller.store.tables import HEAD
+from everstep.errors import ConfigurationError
+
+BUSY_TIMEOUT_MS = 5000
+"""How long SQLite waits for another process's lock. Long enough for a backup's snapshot, short enough to be noticed."""
+
+CONNECT_TIMEOUT_S = 5
+STATEMENT_TIMEOUT_MS = 10_000
+"""A PostgreSQL statement that takes longer is ended: a controller that cannot write must stop, not wait."""
+
+_MIGRATION_LOCK = 0x6576_6572_7374_6570
+"""PostgreSQL advisory lock (``everstep`` in ASCII): of several controllers starting at once, one migrates."""
+
+_WRITE = {"everstep_write": True}
+_migrating = threading.Lock()
+
+
+def parse_url(database: str) -> URL:
+    """The database's URL with our drivers filled in. Raises ConfigurationError where it is of another kind."""
+    try:
+        url = make_url(database)
+    except ArgumentError:
+        raise ConfigurationError(
+            f"{database.split('@')[-1]!r} is not a database URL: use sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME"
+        ) from None
+    if url.drivername in ("postgresql", "postgres"):
+        return url.set(drivername="postgresql+psycopg")
+    if url.drivername in ("sqlite", "postgresql+psycopg"):
+        return url
+    raise ConfigurationError(
+        f"databases of kind {url.drivername!r} are not supported: use sqlite:///PATH or postgresql://..."
+    )
+
+
+def _private_file(path: str) -> None:
+    """Makes the SQLite file readable by its owner only: it holds the jobs' transfer secrets."""
+    parent = Path(path).absolute().parent
+    if not parent.is_dir():
+        raise ConfigurationError(f"the directory {parent} of the database does not exist: `mkdir -p {parent}`")
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        raise ConfigurationError(
+            f"the database file {path} cannot be opened: {error.strerror}; check its and {parent}'s owner and mode"
+        ) from error
+
+
+def _sqlite_engine(url: URL) -> Engine:
+    if not url.database or url.database == ":memory:":
+        raise ConfigurationError("an in-memory SQLite forgets everything at a restart: give a file, sqlite:///PATH")
+    _private_file(url.database)
+    engine = create_engine(url)
+
+    @event.listens_for(engine, "connect")
+    def _configure(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None  # sqlite3 would commit around DDL; we say BEGIN ourselves
+        for pragma in (
+            f"busy_timeout={BUSY_TIMEOUT_MS}",
+            "journal_mode=WAL",
+            "synchronous=FULL",
+            "foreign_keys=ON",
+        ):
+            connection.execute(f"PRAGMA {pragma}")
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        write = connection.get_execution_options().get("everstep_write", False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+
+    return engine
+
+
+def _postgresql_engine(url: URL) -> Engine:
+    return create_engine(
+        url,
+        pool_size=2,
+        connect_args={
+            "connect_timeout": CONNECT_TIMEOUT_S,
+            "application_name": "everstep-controller",
+            "options": f"-c statement_timeout={STATEMENT_TIMEOUT_MS} -c synchronous_commit=on",
+            "tcp_user_timeout": STATEMENT_TIMEOUT_MS,
+        },
+    )
+
+
+def _revision(connection: Connection) -> str | None:
+    if not inspect(connection).has_table("alembic_version"):
+        return None
+    value: str | None = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
+    return value
+
+
+def _refuse_unknown(revision: str | None, url: URL) -> None:
+    if revision is not None and revision > HEAD:
+        raise ConfigurationError(
+            f"the database at {shown(url)} has schema {revision}, this program knows up to {HEAD}: "
+            "upgrade everstep, or restore the backup that belongs to this release"
+        )
+
+
+@contextmanager
+def _migration_turn(connection: Connection) -> Iterator[None]:
+    """Waits until no other controller migrates this database."""
+    with _migrating:
+        if connection.dialect.name == "postgresql":
+            connection.execute(text("SET LOCAL statement_timeout = 0"))
+            connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
+        yield
+
+
+def _migrate(engine: Engine, url: URL) -> None:
+    with engine.connect() as plain:
+        connection = plain.execution_options(**_WRITE)
+        with connection.begin(), _migration_turn(connection):
+            revision = _revision(connection)
+            _refuse_unknown(revision, url)
+            if revision != HEAD:
+                from controller.store.migrate import upgrade  # Alembic takes 80 ms to import, and is rarely needed
+
+                upgrade(connection)
+
+
+def _check_schema(engine: Engine, url: URL) -> None:
+    with engine.connect() as connection:
+        revision = _revision(connection)
+    _refuse_unknown(revision, url)
+    if revision != HEAD:
+        raise ConfigurationError(
+            f"the database at {shown(url)} has schema {revision or 'none'}, this program needs {HEAD}: "
+            "start once with --migrate"
+        )
+
+
+def open_database(database: str, *, migrate: bool = True) -> Engine:
+    """An engine for ``database`` (a URL) whose schema is current.
+
+    Args:
+        migrate: bring the schema up to date, in one transaction (on PostgreSQL under an advisory lock). Without it
+            an old schema is refused.
+
+    Raises:
+        ConfigurationError: wrong URL, nothing there, no permission, a newer schema; the message says how to mend it.
+    """
+    url = parse_url(database)
+    engine = _sqlite_engine(url) if url.drivername == "sqlite" else _postgresql_engine(url)
+    try:
+        if migrate:
+            _migrate(engine, url)
+        else:
+            _check_schema(engine, url)
+    except (DBAPIError, SQLAlchemyError) as error:
+        engine.dispose()
+        raise ConfigurationError(diagnose(error, url)) from error
+    except ConfigurationError:
+        engine.dispose()
+        raise
+    return engine
+
+
+def writing(connection: Connection) -> Connection:
+    """The connection, set to take the write lock at each BEGIN (SQLite would find out too late otherwise)."""
+    return connection.execution_options(**_WRITE)

@@ -1,0 +1,53 @@
+"""What a database error means to a person: one sentence that says what is wrong and how to mend it."""
+
+from __future__ import annotations
+
+from sqlalchemy.engine import URL
+from sqlalchemy.exc import DBAPIError
+
+_CAUSES: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("password authentication failed", "no password supplied"), "the password or user is wrong: mend the URL"),
+    (("role ", "does not exist"), "there is no such user: `createuser NAME`, or mend the URL"),
+    (("database ", "does not exist"), "there is no such database: `createdb NAME`, or mend the URL"),
+    (("could not translate host name",), "the host name does not resolve: mend the URL or the name service"),
+    (("failed to resolve host",), "the host name does not resolve: mend the URL or the name service"),
+    (("connection refused",), "nothing listens there: start PostgreSQL, or mend host and port in the URL"),
+    (("no such file or directory",), "nothing listens on that socket: start PostgreSQL, or mend the URL"),
+    (("timeout expired", "connection timeout"), "it does not answer: check the network, the firewall and the server"),
+    (("no pg_hba.conf entry",), "the server does not admit this host: add a line to its pg_hba.conf"),
+    (("permission denied",), "the user may not do this: `GRANT CREATE, USAGE ON SCHEMA public TO NAME`"),
+    (("must be owner",), "the tables belong to another user: connect as their owner, or `ALTER TABLE ... OWNER TO`"),
+    (("too many clients", "remaining connection slots"), "the server has no connection left: raise max_connections"),
+    (("database or disk is full", "no space left", "disk full"), "the disk is full: make room on it"),
+    (("readonly database", "read-only"), "the database cannot be written: check file permissions, or use the primary"),
+    (("unable to open database file",), "the file cannot be opened: check that its directory exists and is writable"),
+    (("file is not a database", "malformed"), "the file is damaged or no database: restore it from a backup"),
+    (("disk i/o error",), "the disk fails or was unmounted: check it, then start again"),
+    (("database is locked",), "another process holds the file: stop it (only one controller may write a file)"),
+    (("append-only",), "the audit log may only grow: something tried to change it"),
+    (("terminating connection", "server closed the connection", "connection is lost"), "the server went away"),
+)
+_ANY_OF = {"password authentication failed", "timeout expired", "too many clients", "database or disk is full"} | {
+    "readonly database",
+    "file is not a database",
+    "terminating connection",
+}
+
+
+def shown(url: URL) -> str:
+    """The URL without its password."""
+    return url.render_as_string(hide_password=True)
+
+
+def _matches(marks: tuple[str, ...], text: str) -> bool:
+    found = [mark in text for mark in marks]
+    return any(found) if marks[0] in _ANY_OF else all(found)
+
+
+def diagnose(error: Exception, url: URL) -> str:
+    """A sentence for ``error`` at ``url``: what is wrong there, how to mend it, and the driver's own words."""
+    cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+    words = " ".join(str(cause).split())
+    text = words.lower()
+    mend = next((mend for marks, mend in _CAUSES if _matches(marks, text)), "see the driver's words")
+    return f"the database at {shown(url)} cannot be used: {mend} ({type(cause).__name__}: {words[:400]})"

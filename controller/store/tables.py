@@ -1,0 +1,119 @@
+"""The tables, as the newest migration leaves them.
+
+Documents (``doc``, ``body``) are JSON of msgspec structs in text columns: the core's state is read and written
+whole, never queried by its inside, so columns exist only for what is looked up.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import BigInteger, Column, Float, Index, Integer, MetaData, PrimaryKeyConstraint, Table, Text
+
+HEAD = "0001"
+"""The newest migration; a database at this revision needs no migration tool at start."""
+
+metadata = MetaData()
+
+fleet = Table("fleet", metadata, Column("id", Integer, primary_key=True), Column("doc", Text, nullable=False))
+"""One row: what belongs to no single node or job (eviction history, probes)."""
+
+nodes = Table(
+    "nodes",
+    metadata,
+    Column("node", Text, primary_key=True),
+    Column("doc", Text, nullable=False),
+)
+
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("job", Text, primary_key=True),
+    Column("doc", Text, nullable=False),
+)
+
+generations = Table(
+    "generations",
+    metadata,
+    Column("job", Text, nullable=False),
+    Column("number", BigInteger, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("trace", Text, nullable=False),
+    Column("issued_at", Float(53), nullable=False),
+    Column("doc", Text, nullable=False),
+    PrimaryKeyConstraint("job", "number", name="one_roster_per_number"),
+)
+
+versions = Table(
+    "versions",
+    metadata,
+    Column("job", Text, nullable=False),
+    Column("generation", BigInteger, nullable=False),
+    Column("step", BigInteger, nullable=False),
+    Column("committed_at", Float(53), nullable=False),
+    Column("verified_at", Float(53)),
+    Column("bytes", BigInteger, nullable=False),
+    Column("ranks", Integer, nullable=False),
+    PrimaryKeyConstraint("job", "generation", "step", name="one_row_per_version"),
+)
+
+recoveries = Table(
+    "recoveries",
+    metadata,
+    Column("job", Text, nullable=False),
+    Column("generation", BigInteger, nullable=False),
+    Column("doc", Text, nullable=False),
+    PrimaryKeyConstraint("job", "generation", name="one_recovery_per_generation"),
+)
+
+verdicts = Table(
+    "verdicts",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("node", Text, nullable=False),
+    Column("decision", Text, nullable=False),
+    Column("at", Float(53), nullable=False),
+    Column("trace", Text, nullable=False),
+    Column("doc", Text, nullable=False),
+    Index("verdicts_by_node", "node", "at"),
+)
+
+audit = Table(
+    "audit",
+    metadata,
+    Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=False),
+    Column("at", Float(53), nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("node", Text, nullable=False),
+    Column("job", Text, nullable=False),
+    Column("generation", BigInteger),
+    Column("trace", Text, nullable=False),
+    Column("sentence", Text, nullable=False),
+    Column("detail", Text, nullable=False),
+    Index("audit_by_trace", "trace", "id"),
+)
+"""Append-only: triggers refuse UPDATE and DELETE."""
+
+outbox = Table(
+    "outbox",
+    metadata,
+    Column("node", Text, nullable=False),
+    Column("seq", BigInteger, nullable=False),
+    Column("body", Text, nullable=False),
+    PrimaryKeyConstraint("node", "seq", name="one_directive_per_seq"),
+)
+
+report_marks = Table(
+    "report_marks",
+    metadata,
+    Column("node", Text, nullable=False),
+    Column("incarnation", BigInteger, nullable=False),
+    Column("through", BigInteger, nullable=False),
+    PrimaryKeyConstraint("node", "incarnation", name="one_mark_per_life"),
+)
+
+meta = Table(
+    "meta",
+    metadata,
+    Column("key", Text, primary_key=True),
+    Column("value", BigInteger, nullable=False),
+)
+"""``epoch``: how often a controller took this database over; every write checks it."""

@@ -1,0 +1,187 @@
+"""What the events of one transaction add up to: rows to write, and what to do once they are durable."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+import msgspec
+
+from controller.boards import Boards
+from controller.core import effects as fx
+from controller.core import events as ev
+from controller.core import fleet
+from controller.core.state import FleetState, JobRecord, VersionRecord
+from controller.metrics import Metrics
+from controller.push import Outbox, Outgoing
+from controller.store.records import AuditRow, Batch, GenerationRow, OutboxRow, RecoveryRow, VerdictRow, VersionRow
+from everstep.vocabulary import GenerationReason, Verdict
+from everstep.wire.v1.directives import RunProbe, VersionNotice
+
+_encode = msgspec.json.Encoder().encode
+
+
+def new_trace() -> str:
+    """A fresh stimulus id: 16 hex digits."""
+    return secrets.token_hex(8)
+
+
+def _text(value: Any) -> str:
+    return _encode(value).decode()
+
+
+class AuditNumbers:
+    """The audit log's next number. One writer per database, so it is counted here, not there."""
+
+    def __init__(self, newest: int) -> None:
+        self.newest = newest
+
+    def take(self) -> int:
+        self.newest += 1
+        return self.newest
+
+
+class Transaction:
+    """Runs events through the core and collects their effects. Build one per commit; never reuse it.
+
+    Documents are encoded by ``batch``, in the same turn of the event loop, when the core has finished with them.
+    """
+
+    def __init__(
+        self, state: FleetState, outbox: Outbox, numbers: AuditNumbers, metrics: Metrics, boards: Boards
+    ) -> None:
+        self.state = state
+        self.outgoing: list[Outgoing] = []
+        self.audit: list[AuditRow] = []
+        self.verdicts: list[Verdict] = []
+        self._outbox = outbox
+        self._numbers = numbers
+        self._metrics = metrics
+        self._boards = boards
+        self._documents: dict[tuple[str, str], Any] = {}
+        self._batch = Batch()
+        self._bodies: dict[int, tuple[Any, str]] = {}
+
+    def handle(self, event: ev.Event, now: float) -> list[fx.Effect]:
+        """Applies one event. Raises what ``core.fleet.handle`` raises, with nothing changed."""
+        kind = type(event).__name__
+        started = time.perf_counter()
+        effects = fleet.handle(self.state, event, now)
+        self._metrics.handled(kind, time.perf_counter() - started)
+        if isinstance(event, ev.ReportArrived):
+            self._boards.report(event.node, event.body)
+        for effect in effects:
+            self._collect(effect, now)
+        return effects
+
+    def mark(self, node: str, incarnation: int, through: int) -> None:
+        """Remembers that the node's reports up to ``through`` were taken."""
+        self._batch.marks[node, incarnation] = through
+
+    def batch(self) -> Batch:
+        """Everything to write."""
+        for (table, key), doc in self._documents.items():
+            if table == "fleet":
+                self._batch.fleet = _text(doc)
+            else:
+                (self._batch.nodes if table == "nodes" else self._batch.jobs)[key] = _text(doc)
+        self._batch.audit = self.audit
+        self._batch.outbox = [
+            OutboxRow(node=out.node, seq=out.seq, body=out.body) for out in self.outgoing if out.durable
+        ]
+        if self._batch:
+            self._batch.pruned = self._outbox.take_pruned()
+        return self._batch
+
+    def _collect(self, effect: fx.Effect, now: float) -> None:
+        match effect:
+            case fx.PutFleet(doc=fleet_doc):
+                self._documents["fleet", ""] = fleet_doc
+            case fx.PutNode(node=node, doc=node_doc):
+                self._documents["nodes", node] = node_doc
+            case fx.PutJob(job=job, doc=job_doc):
+                self._documents["jobs", job] = job_doc
+                self._job_changed(job_doc)
+            case fx.PutGeneration():
+                self._batch.generations.append(_generation_row(effect))
+            case fx.PutVersion(doc=version):
+                row = _version_row(version)
+                self._batch.versions[row.job, row.generation, row.step] = row
+            case fx.PutVerdict(verdict=verdict):
+                self.verdicts.append(verdict)
+                self._batch.verdicts.append(_verdict_row(verdict))
+            case fx.Audit(entry=entry):
+                self.audit.append(_audit_row(self._numbers.take(), entry))
+            case fx.Send(node=node, body=body):
+                if isinstance(body, RunProbe):
+                    self._boards.probes.started(body, now)
+                self._send(node, body)
+
+    def _job_changed(self, job: JobRecord) -> None:
+        recovery = self._boards.recoveries.finished(job)
+        if recovery is None:
+            return
+        self._batch.recoveries.append(RecoveryRow(job=job.job, generation=recovery.generation, doc=_text(recovery)))
+        if recovery.seconds is not None and recovery.reason is not GenerationReason.FORMED:
+            self._metrics.recovered(job.job, recovery.reason, recovery.seconds)
+
+    def _send(self, node: str, body: Any) -> None:
+        """A notice of versions is only a hint, said again with the next one: it is pushed, but not stored."""
+        notice = isinstance(body, VersionNotice)
+        kept = self._bodies.get(id(body))  # the object is kept too: its id is its own only while it lives
+        text = kept[1] if kept else _text(body)
+        self._bodies[id(body)] = (body, text)
+        topic = f"versions/{body.job}" if notice else ""
+        self.outgoing.append(
+            Outgoing(node=node, seq=self._outbox.number(node), body=text, durable=not notice, topic=topic)
+        )
+
+
+def _generation_row(effect: fx.PutGeneration) -> GenerationRow:
+    spec = effect.spec
+    return GenerationRow(
+        job=spec.job,
+        number=spec.number,
+        reason=spec.reason,
+        trace=spec.trace,
+        issued_at=effect.opened_at,
+        doc=_text(spec),
+    )
+
+
+def _version_row(record: VersionRecord) -> VersionRow:
+    return VersionRow(
+        job=record.job,
+        generation=record.version.generation,
+        step=record.version.step,
+        committed_at=record.committed_at,
+        verified_at=record.verified_at,
+        bytes=record.bytes,
+        ranks=record.ranks,
+    )
+
+
+def _verdict_row(verdict: Verdict) -> VerdictRow:
+    return VerdictRow(
+        id=verdict.id,
+        node=verdict.node,
+        decision=verdict.decision,
+        at=verdict.at,
+        trace=verdict.trace,
+        doc=_text(verdict),
+    )
+
+
+def _audit_row(number: int, entry: fx.AuditEntry) -> AuditRow:
+    return AuditRow(
+        id=number,
+        at=entry.at,
+        kind=entry.kind,
+        sentence=entry.sentence,
+        node=entry.node or "",
+        job=entry.job or "",
+        generation=entry.generation,
+        trace=entry.trace,
+        detail=_text(entry.data),
+    )
