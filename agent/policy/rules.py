@@ -56,7 +56,8 @@ class Rule(Strict, frozen=True, kw_only=True):
 
     ``n_of`` = [n, m]: bad in n of the last m polls. ``window_s``: for increase and unchanged. ``boot_grace_s``: not
     judged while the machine is up for less. Over when the test has failed for ``clear_after_s``, or on one of
-    ``clear_on``. ``message`` may use {subject}, {value}, {threshold}, {window_s} and {detail}.
+    ``clear_on``. ``subject`` replaces the sample's own in the finding. ``message`` may use {subject}, {value},
+    {threshold}, {window_s} and {detail}.
     """
 
     id: str
@@ -67,6 +68,7 @@ class Rule(Strict, frozen=True, kw_only=True):
     severity: Severity
     message: str
     source: str
+    subject: str = ""
     n_of: tuple[int, int] = (1, 1)
     window_s: float = 0.0
     boot_grace_s: float = 0.0
@@ -161,7 +163,9 @@ def load_policy(site: Iterable[str | Path] = (), folder: Path = POLICY_FOLDER) -
         overrides |= {each.xid: each for each in part.xid}
     missing = [action.value for action in Action if action not in clearing]
     if missing:
-        raise ConfigurationError(f"{folder}: no [[xid_clearing]] says when XIDs of action {', '.join(missing)} are over")
+        raise ConfigurationError(
+            f"{folder}: no [[xid_clearing]] says when XIDs of action {', '.join(missing)} are over"
+        )
     return Policy(
         rules=tuple(rules.values()),
         lines=tuple(lines.values()),

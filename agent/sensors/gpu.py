@@ -45,7 +45,9 @@ class GpuSensor:
         samples = []
         for bus_id, identity in self.known.items():
             device = listed.get(bus_id)
-            samples.append(_blind(identity, "NVML no longer lists it", lost=True) if device is None else self._read(device))
+            samples.append(
+                _blind(identity, "NVML no longer lists it", lost=True) if device is None else self._read(device)
+            )
         self._reopen_if_broken(samples)
         return tuple(samples)
 

@@ -10,7 +10,10 @@ from agent.xids import FALLEN_OFF_BUS, RECOVERY_ACTION_CHANGED
 MOST_TEXT = 300
 
 _XID = re.compile(r"NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F:.]+)\): (?P<xid>\d{1,5})\b(?P<rest>.*)")
-_OFF_BUS = re.compile(r"NVRM:.*?GPU (?:at (?:PCI:)?)?(?P<bus>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}[.0-7]*).*has fallen off the bus")
+_OFF_BUS = re.compile(
+    r"NVRM:.*?GPU (?:at (?:PCI:)?)?(?P<bus>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}[.0-7]*)"
+    r".*has fallen off the bus"
+)
 _RECOVERY = re.compile(r"recovery action changed from 0x[0-9a-fA-F]+ .*? to 0x(?P<to>[0-9a-fA-F]+)")
 
 

@@ -30,7 +30,7 @@ def _default_count(which: str) -> int:
     if not colon:
         return DEFAULT_GPUS
     if not count.isdigit() or int(count) > MOST_GPUS:
-        raise ConfigurationError(f"{which!r}: say default or default:N with N from 0 to {MOST_GPUS}, or a scenario file")
+        raise ConfigurationError(f"{which!r}: say default, default:N with N up to {MOST_GPUS}, or a scenario file")
     return int(count)
 
 

@@ -139,10 +139,11 @@ def _changed(base: S, changes: dict[str, msgspec.Raw], where: str) -> S:
 
 
 def _stranger(key: str, known: tuple[str, ...], where: str) -> str:
-    import difflib  # noqa: PLC0415 - only for people who mistype
+    import difflib  # here, since only who mistypes needs it
 
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return f"unknown key `{key}` in {where}; " + (f"did you mean `{near[0]}`?" if near else f"known: {', '.join(known)}")
+    hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(known)}"
+    return f"unknown key `{key}` in {where}; {hint}"
 
 
 def _explained(error: Exception) -> str:

@@ -17,7 +17,12 @@ from agent.virtual.machine import Machine
 from agent.virtual.scenario import VirtualGpu
 from everstep.clock import Clock
 
-OK = pynvml.NVML_SUCCESS
+OK: int = pynvml.NVML_SUCCESS
+INVALID_ARGUMENT: int = pynvml.NVML_ERROR_INVALID_ARGUMENT
+NOT_SUPPORTED: int = pynvml.NVML_ERROR_NOT_SUPPORTED
+INSUFFICIENT_SIZE: int = pynvml.NVML_ERROR_INSUFFICIENT_SIZE
+GPU_IS_LOST: int = pynvml.NVML_ERROR_GPU_IS_LOST
+TIMEOUT: int = pynvml.NVML_ERROR_TIMEOUT
 HANG_CHECK_S = 0.05
 EVENT_CHECK_S = 0.05
 ENERGY_W = 100.0
@@ -92,7 +97,7 @@ class VirtualNvml:
     def nvmlDeviceGetHandleByIndex_v2(self, index: Any, handle: Any) -> int:  # noqa: N802
         listed = self._listed()
         if index.value >= len(listed):
-            return int(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            return INVALID_ARGUMENT
         c_void_p.from_buffer(handle._obj).value = listed[index.value] + 1
         return OK
 
@@ -148,7 +153,7 @@ class VirtualNvml:
         if code != OK:
             return code
         if gpu.retired_pages is None:
-            return int(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            return NOT_SUPPORTED
         half = gpu.retired_pages // 2
         count._obj.value = half if cause.value else gpu.retired_pages - half
         return OK
@@ -158,7 +163,7 @@ class VirtualNvml:
         if code != OK:
             return code
         if link >= gpu.nvlinks:
-            return int(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            return INVALID_ARGUMENT
         result._obj.value = int(link >= gpu.nvlinks_down)
         return OK
 
@@ -167,7 +172,7 @@ class VirtualNvml:
         if code != OK:
             return code
         room, count._obj.value = count._obj.value, gpu.processes
-        return int(pynvml.NVML_ERROR_INSUFFICIENT_SIZE) if gpu.processes > room else OK
+        return INSUFFICIENT_SIZE if gpu.processes > room else OK
 
     def nvmlDeviceGetFieldValues(self, handle: Any, count: Any, values: Any) -> int:  # noqa: N802
         code, gpu = self._ask(handle)
@@ -201,7 +206,7 @@ class VirtualNvml:
                 return OK
             left = deadline - self._clock.monotonic()
             if left <= 0:
-                return int(pynvml.NVML_ERROR_TIMEOUT)
+                return TIMEOUT
             time.sleep(min(left, EVENT_CHECK_S))
 
     # --- inside ---
@@ -216,7 +221,7 @@ class VirtualNvml:
             time.sleep(HANG_CHECK_S)
             self._machine.refresh()
         if gpu.lost or gpu.missing:
-            return int(pynvml.NVML_ERROR_GPU_IS_LOST), gpu
+            return GPU_IS_LOST, gpu
         return gpu.error, gpu
 
     def _answer(self, handle: Any, result: Any, number: Callable[[VirtualGpu], int | None]) -> int:
@@ -225,7 +230,7 @@ class VirtualNvml:
             return code
         value = number(gpu)
         if value is None:
-            return int(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            return NOT_SUPPORTED
         result._obj.value = value
         return OK
 

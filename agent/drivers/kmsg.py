@@ -1,0 +1,175 @@
+"""The kernel's log: /dev/kmsg, a file that grows (and is rotated or truncated), or a named pipe."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+import msgspec
+
+RECORD_BYTES = 8192
+"""The largest record /dev/kmsg hands out (Linux, CONSOLE_EXT_LOG_MAX)."""
+
+READ_BYTES = 1 << 16
+LINE_BYTES = 8192
+"""A longer line is cut there; what follows it up to the next line end is dropped."""
+
+MOST_RECORDS = 512
+
+
+class LogPosition(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a log has been read: a file's inode and offset, or the kernel's sequence number."""
+
+    inode: int = 0
+    offset: int = 0
+    sequence: int = -1
+
+
+class KernelLog:
+    """Reads what is new, in bounded portions, and never blocks.
+
+    A device is read from the oldest line it still has, since all of them are of this boot; a file, without a
+    ``position`` to go on from, from its end, since its lines may be of any boot. A file that is not there yet is
+    read from its beginning once it is.
+    """
+
+    def __init__(self, path: str, position: LogPosition | None = None) -> None:
+        self._path = path
+        self._position = position or LogPosition()
+        self._fresh = position is None
+        self._descriptor: int | None = None
+        self._kind = 0
+        self._rest = b""
+        self._cut = False
+        self.overruns = 0
+        self.error = ""
+
+    @property
+    def position(self) -> LogPosition:
+        """Where the next life goes on; whole lines only."""
+        return msgspec.structs.replace(self._position, offset=max(0, self._position.offset - len(self._rest)))
+
+    @property
+    def wakes(self) -> int | None:
+        """A descriptor that becomes readable with new lines; None where the log has to be looked at."""
+        return None if self._descriptor is None or stat.S_ISREG(self._kind) else self._descriptor
+
+    def open(self) -> None:
+        """Opens the log if it is there and not open yet; the reason it cannot be is in ``error``."""
+        if self._descriptor is not None:
+            return
+        try:
+            kind = os.stat(self._path).st_mode
+            # A pipe is opened for writing too: with a writer of our own it never reports that the last one left.
+            flags = os.O_RDWR if stat.S_ISFIFO(kind) else os.O_RDONLY
+            self._descriptor = os.open(self._path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            self._fresh = False
+            self.error = f"{self._path} is not there"
+            return
+        except OSError as error:
+            self.error = f"{self._path}: {error.strerror}"
+            return
+        self.error = ""
+        status = os.fstat(self._descriptor)
+        self._kind = status.st_mode
+        if stat.S_ISREG(self._kind):
+            self._seek(status)
+
+    def read(self) -> list[str]:
+        """The next lines, oldest first; empty when there are none now. Call again until it is empty."""
+        self.open()
+        if self._descriptor is None:
+            return []
+        if stat.S_ISCHR(self._kind):
+            return self._read_records(self._descriptor)
+        return self._read_bytes(self._descriptor)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _seek(self, status: os.stat_result) -> None:
+        known = self._position.inode == status.st_ino and self._position.offset <= status.st_size
+        offset = self._position.offset if known else (status.st_size if self._fresh else 0)
+        self._fresh = False
+        self._rest, self._cut = b"", False
+        self._position = LogPosition(inode=status.st_ino, offset=offset)
+
+    def _read_bytes(self, descriptor: int) -> list[str]:
+        try:
+            if stat.S_ISREG(self._kind):
+                data = os.pread(descriptor, READ_BYTES, self._position.offset)
+            else:
+                data = os.read(descriptor, READ_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError as error:
+            self._fail(error)
+            return []
+        if not data:
+            self._follow_rotation()
+            return []
+        self._position = msgspec.structs.replace(self._position, offset=self._position.offset + len(data))
+        return self._lines(data)
+
+    def _lines(self, data: bytes) -> list[str]:
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        if self._cut and whole:
+            whole, self._cut = whole[1:], False
+        if self._cut:
+            self._rest = b""
+        elif len(self._rest) > LINE_BYTES:
+            whole.append(self._rest)
+            self._rest, self._cut = b"", True
+        return [line[:LINE_BYTES].decode("utf-8", "replace").rstrip("\r") for line in whole if line]
+
+    def _follow_rotation(self) -> None:
+        """At the end of a file: goes over to the one that took its name, or to the start of one cut short."""
+        if self._descriptor is None or not stat.S_ISREG(self._kind):
+            return
+        try:
+            named = os.stat(self._path)
+        except OSError:
+            return
+        if named.st_ino != self._position.inode:
+            self.close()
+            self.open()
+        elif named.st_size < self._position.offset:
+            self._seek(named)
+
+    def _read_records(self, descriptor: int) -> list[str]:
+        lines: list[str] = []
+        while len(lines) < MOST_RECORDS:
+            try:
+                record = os.read(descriptor, RECORD_BYTES)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                if error.errno == errno.EPIPE:
+                    self.overruns += 1
+                    continue
+                self._fail(error)
+                break
+            if not record:
+                break
+            lines += self._record(record)
+        return lines
+
+    def _record(self, record: bytes) -> list[str]:
+        """``priority,sequence,time,flags;text`` and lines of properties, which begin with a space."""
+        header, _, text = record.partition(b";")
+        fields = header.split(b",")
+        sequence = int(fields[1]) if len(fields) > 1 and fields[1].isdigit() else -1
+        if sequence >= 0:
+            if sequence <= self._position.sequence:
+                return []
+            self._position = LogPosition(sequence=sequence)
+        line = text.partition(b"\n")[0]
+        return [line.decode("utf-8", "replace")] if line else []
+
+    def _fail(self, error: OSError) -> None:
+        self.error = f"{self._path}: {error.strerror}"
+        self.close()
