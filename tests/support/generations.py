@@ -1,0 +1,40 @@
+"""Generations to test with: one roster of local ranks on as many nodes as are named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from everstep.vocabulary import GenerationReason
+from everstep.wire.v1.training import GenerationSpec, JobSpec, Member, RestoreRule
+
+JOB = "job"
+
+
+def generation(
+    number: int,
+    *,
+    ranks: Sequence[tuple[str, int]] = (("n1", 0),),
+    store: str = "127.0.0.1:1",
+    after_step: int | None = None,
+    restore: RestoreRule | None = None,
+    spec: JobSpec | None = None,
+) -> GenerationSpec:
+    """Generation ``number`` of the ``(node, local rank)`` pairs in the order of their ranks."""
+    nodes = tuple(dict.fromkeys(node for node, _ in ranks))
+    return GenerationSpec(
+        job=JOB,
+        number=number,
+        reason=GenerationReason.FORMED,
+        sentence="for a test",
+        trace=f"t{number}",
+        roster=tuple(Member(rank=r, node=node, local_rank=local) for r, (node, local) in enumerate(ranks)),
+        store=store,
+        store_node=nodes[0],
+        restore=restore or RestoreRule(scratch=True),
+        holders=(),
+        replica_nodes=dict.fromkeys(nodes, ()),
+        secret="00" * 32,
+        spec=spec or JobSpec(job=JOB, max_nodes=len(nodes), nproc_per_node=len(ranks) // len(nodes)),
+        issued_at=0.0,
+        after_step=after_step,
+    )

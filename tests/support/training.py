@@ -1,0 +1,64 @@
+"""Training functions for real ranks, small enough for a test."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from trainer_hooks.run import Run
+
+STEPS = 100_000
+
+
+def sum_ones(run: Run) -> None:
+    """One all-reduce a step; the loss is the number of ranks that took part."""
+    for _ in run.steps(until=STEPS):
+        ones = torch.ones(1000)
+        dist.all_reduce(ones)
+        run.report(loss=ones[0])
+
+
+def sum_ones_a_few_times(run: Run) -> None:
+    for _ in run.steps(until=20):
+        dist.all_reduce(torch.ones(10))
+
+
+def compute_in_python(run: Run) -> None:
+    """Never in a collective once the first step is done."""
+    for step in run.steps(until=STEPS):
+        if step > 1:
+            while True:
+                sum(range(1000))
+
+
+def wait_for_nobody(run: Run) -> None:
+    """Rank 0 waits in a collective that the others never enter; they wait in Python."""
+    for step in run.steps(until=STEPS):
+        if step > 1 and run.rank == 0 and run.generation == 1:
+            dist.all_reduce(torch.ones(1))
+        elif step > 1:
+            time.sleep(0.01)
+
+
+def fail_at_step_3(run: Run) -> None:
+    for step in run.steps(until=STEPS):
+        dist.all_reduce(torch.ones(1))
+        if step == 3 and run.rank == 0 and run.generation == 1:
+            raise ValueError("a mistake of the user's own")
+
+
+def train_replicas(run: Run) -> None:
+    """A model in DDP, killed inside backward as well as between steps."""
+    torch.manual_seed(1)
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
+    replicas = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in run.steps(until=STEPS):
+        loss = replicas(torch.randn(8, 256)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.report(loss=loss)

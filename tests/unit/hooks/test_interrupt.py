@@ -1,0 +1,153 @@
+"""Regroup is raised in the main thread's training function, and nowhere else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from trainer_hooks.interrupt import Interrupter, Regroup
+
+
+def spin_until(condition: Callable[[], bool]) -> None:
+    """Python code that never blocks, as a training function between two collectives."""
+    while not condition():
+        pass
+
+
+@pytest.fixture
+def interrupter() -> Interrupter:
+    return Interrupter()
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Callable[[Callable[[], object]], threading.Thread]]:
+    threads: list[threading.Thread] = []
+
+    def start(work: Callable[[], object]) -> threading.Thread:
+        thread = threading.Thread(target=work)
+        threads.append(thread)
+        thread.start()
+        return thread
+
+    yield start
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_a_function_in_python_code_ends_with_regroup(interrupter, elsewhere):
+    started = threading.Event()
+
+    def function() -> None:
+        started.set()
+        spin_until(lambda: False)
+
+    elsewhere(lambda: started.wait(10) and interrupter.interrupt())
+    assert isinstance(interrupter.call(function), Regroup)
+
+
+def test_the_result_of_a_function_that_returns_is_none_and_errors_come_back(interrupter):
+    assert interrupter.call(lambda: None) is None
+    error = ValueError("mine")
+
+    def fail() -> None:
+        raise error
+
+    assert interrupter.call(fail) is error
+
+
+def test_nothing_is_raised_outside_of_a_call(interrupter):
+    assert interrupter.interrupt() is False
+    interrupter.call(lambda: None)
+    assert interrupter.interrupt() is False
+
+
+def test_a_request_that_came_too_late_is_taken_back(interrupter):
+    for _ in range(200):
+        barrier = threading.Barrier(2)
+
+        def late(barrier: threading.Barrier = barrier) -> None:
+            barrier.wait(10)
+            interrupter.interrupt()
+
+        thread = threading.Thread(target=late)
+        thread.start()
+        failure = interrupter.call(lambda barrier=barrier: barrier.wait(10) and None)
+        thread.join()
+        assert failure is None or isinstance(failure, Regroup)
+        sum(range(100))  # a request that was left over would be raised here
+
+
+def test_an_atomic_section_is_finished_first(interrupter, elsewhere):
+    inside, asked = threading.Event(), threading.Event()
+    written: list[str] = []
+
+    def function() -> None:
+        with interrupter.atomic():
+            inside.set()
+            spin_until(asked.is_set)
+            written.append("whole")
+        written.append("not reached")
+
+    elsewhere(lambda: inside.wait(10) and interrupter.interrupt() and asked.set())
+    assert isinstance(interrupter.call(function), Regroup)
+    assert written == ["whole"]
+
+
+def test_nested_atomic_sections_end_with_the_outermost(interrupter, elsewhere):
+    inside, asked = threading.Event(), threading.Event()
+    written: list[str] = []
+
+    def function() -> None:
+        with interrupter.atomic():
+            with interrupter.atomic():
+                inside.set()
+                spin_until(asked.is_set)
+            written.append("outer goes on")
+        written.append("not reached")
+
+    elsewhere(lambda: inside.wait(10) and interrupter.interrupt() and asked.set())
+    assert isinstance(interrupter.call(function), Regroup)
+    assert written == ["outer goes on"]
+
+
+def test_a_call_is_interrupted_at_most_once(interrupter, elsewhere):
+    started, caught = threading.Event(), threading.Event()
+    second: list[bool] = []
+
+    def function() -> None:
+        started.set()
+        try:
+            spin_until(lambda: False)
+        except Regroup:
+            caught.set()
+            spin_until(lambda: bool(second))
+            raise
+
+    def ask_twice() -> None:
+        started.wait(10)
+        interrupter.interrupt()
+        caught.wait(10)
+        second.append(interrupter.interrupt())
+
+    elsewhere(ask_twice)
+    assert isinstance(interrupter.call(function), Regroup)
+    assert second == [False]
+
+
+def test_each_call_can_be_interrupted_anew(interrupter, elsewhere):
+    for _ in range(3):
+        started = threading.Event()
+
+        def function(started: threading.Event = started) -> None:
+            started.set()
+            spin_until(lambda: False)
+
+        elsewhere(lambda started=started: started.wait(10) and interrupter.interrupt())
+        assert isinstance(interrupter.call(function), Regroup)
+
+
+def test_ordinary_handlers_let_regroup_pass():
+    assert not issubclass(Regroup, Exception)

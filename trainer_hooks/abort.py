@@ -1,0 +1,135 @@
+"""Out of a hung collective: how each kind of process group is made to let go.
+
+A collective blocks in C++ until its peers answer or a time-out of minutes passes. When the agent says that the
+generation is over, nothing is worth waiting for, and every collective of the process is ended from the signal
+thread: whoever waits for an aborted one gets an error, and whoever enters one later gets it at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from trainer_hooks import descriptors
+
+logger = logging.getLogger(__name__)
+
+
+class CollectiveBackend(Protocol):
+    """What regrouping needs of one kind of process group."""
+
+    @property
+    def name(self) -> str:
+        """The backend string for ``init_process_group``."""
+
+    def prepare(self) -> None:
+        """Before the first group of the process: settings that the library reads once."""
+
+    def options(self) -> Any:
+        """``pg_options`` for ``init_process_group``, or None."""
+
+    def abort(self) -> int:
+        """Ends the collectives of all groups of the process, now and for good; callable from any thread, repeatedly.
+
+        Returns how many connections or communicators were ended by this call.
+        """
+
+
+def gloo_loops() -> list[int]:
+    """The epoll instances of gloo devices in this process.
+
+    One is known by what it watches: the pipe of its deferred calls and its listening TCP socket, beside the
+    connections of its pairs (gloo/transport/tcp/loop.cc). Python's selectors and libuv watch no pipe together with
+    a listening socket. So connections that gloo opened late are found too, and the store's, the agent's and the
+    vault's never are.
+    """
+    found = []
+    for event_poll in descriptors.event_polls():
+        fds = descriptors.watched(event_poll)
+        if any(map(descriptors.is_pipe, fds)) and descriptors.any_listening(fds):
+            found.append(event_poll)
+    return found
+
+
+class GlooBackend:
+    """Ends gloo's collectives by shutting its connections; ``ProcessGroupGloo.abort`` does not wake a waiter."""
+
+    name = "gloo"
+
+    def prepare(self) -> None:
+        """gloo reads nothing early."""
+
+    def options(self) -> Any:
+        return None
+
+    def abort(self) -> int:
+        return sum(map(self._shut_connections_of, gloo_loops()))
+
+    @staticmethod
+    def _shut_connections_of(loop: int) -> int:
+        return descriptors.shut_connections(descriptors.watched(loop), lambda: descriptors.watched(loop))
+
+
+class NcclBackend:
+    """Ends NCCL's communicators with ``ncclCommAbort``, each from a thread of its own.
+
+    Aborting one communicator may wait for another of the same process, so all are begun together. gloo carries the
+    CPU tensors of the same groups and is ended with them.
+    """
+
+    name = "cpu:gloo,cuda:nccl"
+
+    def __init__(self) -> None:
+        self._gloo = GlooBackend()
+        self._begun: set[int] = set()
+        self._lock = threading.Lock()
+
+    def prepare(self) -> None:
+        """torch's own watchdog must neither end the process nor abort behind our back: that is decided here."""
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+        os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
+
+    def options(self) -> Any:
+        """Non-blocking communicators: with blocking ones the set-up itself cannot be aborted."""
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.blocking = 0
+        return options
+
+    def abort(self) -> int:
+        ended = self._gloo.abort()
+        for backend in self._communicators():
+            with self._lock:
+                if id(backend) in self._begun:
+                    continue
+                self._begun.add(id(backend))
+            threading.Thread(target=self._abort_one, args=(backend,), name="everstep-nccl-abort", daemon=True).start()
+            ended += 1
+        return ended
+
+    def _communicators(self) -> list[Any]:
+        """NCCL backends of all live groups. torch keeps them in a private table; there is no public one."""
+        device = torch.device("cuda")
+        groups = list(dist.distributed_c10d._world.pg_map)
+        return [g._get_backend(device) for g in groups if device in g._device_types]
+
+    def _abort_one(self, backend: Any) -> None:
+        try:
+            backend.abort()
+        except RuntimeError as error:
+            logger.warning("aborting an NCCL communicator failed: %s", error)
+        finally:
+            with self._lock:
+                self._begun.discard(id(backend))
+
+
+def backend_named(name: str) -> CollectiveBackend:
+    """The backend for a setting of ``auto``, ``gloo`` or ``nccl``."""
+    if name == "auto":
+        name = "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    return NcclBackend() if name == "nccl" else GlooBackend()

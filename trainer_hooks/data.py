@@ -1,0 +1,146 @@
+"""Which samples a step sees, as a function of the step alone.
+
+The order of samples depends on (seed, epoch), a sample's place on the step: never on the world size, nor on what
+failed before. So ranks can come and go, and the sequence of finished steps still sees every sample once an epoch.
+
+The permutation is a keyed Feistel network over the smallest even number of bits that can count the samples, walked
+until it lands among them: constant memory and no state, where ``torch.randperm`` would hold 8 bytes a sample on
+every rank and promises its order for one version of torch only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_ROUNDS = 6
+_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+Positions = npt.NDArray[np.uint64]
+
+
+class Permutation:
+    """A shuffle of ``range(size)`` for one (seed, epoch)."""
+
+    def __init__(self, size: int, seed: int, epoch: int) -> None:
+        self._size = np.uint64(size)
+        bits = max(1, (size - 1).bit_length())
+        half = (bits + 1) // 2
+        self._shift = np.uint64(half)
+        self._mask = np.uint64((1 << half) - 1)
+        digest = hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+        self._keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+
+    def __call__(self, positions: Positions) -> Positions:
+        """Samples at ``positions`` (uint64, each below the size)."""
+        values = self._encrypt(positions)
+        while (outside := values >= self._size).any():
+            values[outside] = self._encrypt(values[outside])
+        return values
+
+    def _encrypt(self, values: Positions) -> Positions:
+        left, right = values >> self._shift, values & self._mask
+        for key in self._keys:
+            left, right = right, left ^ (self._mix(right ^ key) & self._mask)
+        return (left << self._shift) | right
+
+    @staticmethod
+    def _mix(values: Positions) -> Positions:
+        """The finalizer of splitmix64; arithmetic wraps."""
+        values = (values ^ (values >> np.uint64(30))) * _MIX[0]
+        values = (values ^ (values >> np.uint64(27))) * _MIX[1]
+        return values ^ (values >> np.uint64(31))
+
+
+class Sampler(Protocol):
+    """What a training loop asks for each step."""
+
+    def indices(self, step: int) -> torch.Tensor: ...
+
+    def weight(self, step: int) -> float: ...
+
+
+class ElasticSampler:
+    """Splits a constant global batch over however many ranks there are.
+
+    Step ``s`` (from 1) takes positions ``(s - 1) * global_batch`` up to ``s * global_batch`` of an endless sequence of
+    shuffled epochs. A batch may straddle two epochs, so that none of an epoch's samples is dropped; with
+    ``drop_last`` an epoch ends at its last whole batch instead, and what is left over (other samples each time) is
+    not seen in that epoch.
+
+    Args:
+        size: samples in the data set.
+        global_batch: samples of one optimizer step over all ranks. At least one a rank.
+        seed: of the shuffle.
+        rank, world_size: of the present generation.
+
+    Raises ValueError where a batch cannot be taken from the data or split over the ranks.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        global_batch: int,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+    ) -> None:
+        if global_batch < world_size:
+            raise ValueError(
+                f"a global batch of {global_batch} leaves some of {world_size} ranks without a sample: "
+                f"take a batch of at least {world_size}, or fewer ranks"
+            )
+        if size < 1 or (drop_last and size < global_batch):
+            raise ValueError(f"{size} samples do not make a batch of {global_batch}")
+        self._size = size
+        self._batch = global_batch
+        self._seed = seed
+        self._rank = rank
+        self._world = world_size
+        self._epoch_length = size - size % global_batch if drop_last else size
+
+    def epoch(self, step: int) -> int:
+        """The epoch (from 0) that the step's first sample belongs to."""
+        return self._first(step) // self._epoch_length
+
+    def indices(self, step: int) -> torch.Tensor:
+        """This rank's samples of the step: int64, one after another in the global batch."""
+        start, end = self._share()
+        return self._samples(step, start, end)
+
+    def global_indices(self, step: int) -> torch.Tensor:
+        """All samples of the step, over all ranks and in order; the same at every world size."""
+        return self._samples(step, 0, self._batch)
+
+    def weight(self, step: int) -> float:
+        """What to multiply this rank's mean loss by, so that the mean over ranks is the mean over samples.
+
+        Exactly 1.0 where the batch divides evenly.
+        """
+        start, end = self._share()
+        return (end - start) * self._world / self._batch
+
+    def _share(self) -> tuple[int, int]:
+        return self._rank * self._batch // self._world, (self._rank + 1) * self._batch // self._world
+
+    def _first(self, step: int) -> int:
+        if step < 1:
+            raise ValueError(f"steps count from 1, not {step}")
+        return (step - 1) * self._batch
+
+    def _samples(self, step: int, start: int, end: int) -> torch.Tensor:
+        first = self._first(step)
+        positions = np.arange(first + start, first + end, dtype=np.uint64)
+        epochs = positions // np.uint64(self._epoch_length)
+        places = positions % np.uint64(self._epoch_length)
+        samples = np.empty(len(positions), dtype=np.int64)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            samples[chosen] = Permutation(self._size, self._seed, int(epoch))(places[chosen])
+        return torch.from_numpy(samples)

@@ -1,0 +1,66 @@
+"""Where a training script hands over its training function."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from everstep.clock import Clock
+from everstep.system_clock import SYSTEM_CLOCK
+from trainer_hooks.abort import backend_named
+from trainer_hooks.assignment import current_assignment, wait_for_local_rank
+from trainer_hooks.config import HookSettings
+from trainer_hooks.keeper import IdleKeeper
+from trainer_hooks.regroup import device_for
+from trainer_hooks.run import Place, Run
+from trainer_hooks.worker import TrainingFunction, Worker
+
+
+def main(train: TrainingFunction, *, settings: HookSettings | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
+    """Runs ``train(run)``: kept stepping under ``everstep-launch``, as it is everywhere else.
+
+    * Under ``everstep-launch`` it is entered once in each generation; returns when the job has ended well.
+    * Under plain torchrun (RANK and WORLD_SIZE are set) the process group comes from the environment.
+    * Otherwise there is one rank and no process group.
+
+    In the latter two nothing is tracked, and what ``train`` raises is raised. Raises SystemExit(1) when the job was
+    stopped for an error, ConfigurationError for settings that contradict each other.
+    """
+    settings = (settings or HookSettings()).validate()
+    assignment = current_assignment()
+    if assignment is not None:
+        local_rank = wait_for_local_rank()
+        Worker(msgspec.structs.replace(assignment, local_rank=local_rank), settings, clock).work(train)
+    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        _run_under_torchrun(train, settings)
+    else:
+        train(Run(Place(device=_own_device()), IdleKeeper()))
+
+
+def _own_device() -> torch.device:
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _run_under_torchrun(train: TrainingFunction, settings: HookSettings) -> None:
+    backend = backend_named(settings.backend)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = device_for(backend, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend.name)
+    try:
+        place = Place(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            local_rank=local_rank,
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+            device=device,
+            mesh=lambda: init_device_mesh(device.type, (dist.get_world_size(),)),
+        )
+        train(Run(place, IdleKeeper()))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,94 @@
+"""Calling a main thread back out of Python code.
+
+A collective is left by shutting its sockets; a main thread that loads data or computes is not in one. The signal
+thread then raises ``Regroup`` in it, between two byte codes, except inside an ``atomic`` section.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Regroup(BaseException):
+    """The generation is over: leave the training function.
+
+    A BaseException, so that ``except Exception`` in training code lets it pass. Code that catches it must raise it
+    again; what it protects is restored from a snapshot anyhow.
+    """
+
+
+def _set_async_exception(thread_id: int, kind: type[BaseException] | None) -> None:
+    """Asks the interpreter to raise ``kind`` in a thread (None: takes an undelivered request back)."""
+    target = ctypes.py_object(kind) if kind is not None else None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), target)
+
+
+class Interrupter:
+    """Raises ``Regroup`` in the thread that makes it, at most once in each ``call``, and only inside one."""
+
+    def __init__(self) -> None:
+        self._thread_id = threading.get_ident()
+        self._lock = threading.Lock()
+        self._open = False
+        self._raised = False
+        self._atomic_depth = 0
+        self._deferred = False
+
+    def interrupt(self) -> bool:
+        """From another thread: makes the running ``call`` end with Regroup. False where there is none to end."""
+        with self._lock:
+            if not self._open or self._raised:
+                return False
+            if self._atomic_depth:
+                self._deferred = True
+                return True
+            self._raised = True
+            _set_async_exception(self._thread_id, Regroup)
+            return True
+
+    def call(self, function: Callable[[], None]) -> BaseException | None:
+        """Runs ``function`` and returns what it raised, or None. No interrupt is delivered outside of it."""
+        failure: BaseException | None = None
+        try:
+            try:
+                self._set_open(True)
+                function()
+            except BaseException as error:  # noqa: BLE001 - handed to the caller, who decides
+                failure = error
+            self._set_open(False)
+        except Regroup as error:  # delivered on the way out; there is no second one
+            failure = failure or error
+            self._set_open(False)
+        return failure
+
+    @contextmanager
+    def atomic(self) -> Iterator[None]:
+        """Postpones an interrupt to the end of the block. For writes that must not be torn; keep them short."""
+        with self._lock:
+            self._atomic_depth += 1
+        try:
+            yield
+        finally:
+            self._leave_atomic()
+
+    def _leave_atomic(self) -> None:
+        with self._lock:
+            self._atomic_depth -= 1
+            due = self._deferred and self._atomic_depth == 0 and self._open and not self._raised
+            if due:
+                self._deferred = False
+                self._raised = True
+        if due:
+            raise Regroup
+
+    def _set_open(self, opened: bool) -> None:
+        with self._lock:
+            self._open = opened
+            if opened:
+                self._raised = self._deferred = False
+                self._atomic_depth = 0
+            else:
+                _set_async_exception(self._thread_id, None)

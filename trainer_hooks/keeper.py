@@ -1,0 +1,179 @@
+"""What happens around a training function's steps: nothing without Everstep, snapshots and fences with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+
+from everstep.clock import Clock
+from everstep.ids import Version
+from everstep.wire.v1.local import ToAgent
+from everstep.wire.v1.training import GenerationSpec, Resumed
+from trainer_hooks.interrupt import Interrupter, Regroup
+from trainer_hooks.orders import Orders
+from trainer_hooks.progress import Progress
+from trainer_hooks.regroup import Group
+from trainer_hooks.restore import restore
+from trainer_hooks.snapshot.snapshotter import Snapshotter
+from trainer_hooks.state import TrackedState
+from trainer_hooks.timeline import Timeline
+from trainer_hooks.vault_client import VaultClient
+
+
+class Keeper(Protocol):
+    """What ``Run`` tells, from the main thread."""
+
+    def track(self, objects: Mapping[str, object]) -> int:
+        """Restores the objects to the version agreed upon; returns the step it is of (0: from scratch)."""
+
+    def before_update(self) -> None:
+        """An optimizer is about to change tracked state. May raise Regroup."""
+
+    def step_finished(self, step: int) -> None:
+        """A step is finished, and the tracked state stands. May raise Regroup."""
+
+    def report(self, loss: torch.Tensor | float) -> None:
+        """The loss of the running step."""
+
+    def atomic(self) -> AbstractContextManager[None]:
+        """A section in which no Regroup is raised from outside."""
+
+
+class IdleKeeper:
+    """Keeps nothing: a script that runs without ``everstep-launch``."""
+
+    def track(self, objects: Mapping[str, object]) -> int:
+        return 0
+
+    def before_update(self) -> None:
+        return
+
+    def step_finished(self, step: int) -> None:
+        return
+
+    def report(self, loss: torch.Tensor | float) -> None:
+        return
+
+    def atomic(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class GenerationKeeper:
+    """Keeps one rank's state through one generation.
+
+    Args:
+        vault: makes the connection to the node's vault; called when state is tracked.
+        send: to the agent; never blocks.
+        timeline: of the regrouping that led here; it ends with the first finished step.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        *,
+        orders: Orders,
+        progress: Progress,
+        interrupter: Interrupter,
+        vault: Callable[[], VaultClient],
+        send: Callable[[ToAgent], None],
+        timeline: Timeline,
+        clock: Clock,
+    ) -> None:
+        self._group = group
+        self._orders = orders
+        self._progress = progress
+        self._interrupter = interrupter
+        self._vault = vault
+        self._send = send
+        self._timeline: Timeline | None = timeline
+        self._clock = clock
+        self._snapshotter: Snapshotter | None = None
+        self._restored: Version | None = None
+
+    @property
+    def _spec(self) -> GenerationSpec:
+        return self._group.spec
+
+    def track(self, objects: Mapping[str, object]) -> int:
+        """See Keeper. Raises ValueError when called twice: one call names all that belongs together."""
+        if self._snapshotter is not None:
+            raise ValueError("run.track was called before in this generation: name everything in one call")
+        self._phase_ends("build")
+        group, vault, state = self._group, self._vault(), TrackedState(objects)
+        result = restore(vault, state, group.spec, group.member, group.store, on_finding=self._send, clock=self._clock)
+        self._restored = result.version
+        self._phase_ends("restore")
+        self._snapshotter = Snapshotter(
+            vault, state, group.spec, group.member, group.store, self._send, restored=result.version, clock=self._clock
+        )
+        self._snapshotter.note(*self._orders.versions)
+        self._progress.resume_from(result.step)
+        return result.step
+
+    def before_update(self) -> None:
+        if self._snapshotter is not None:
+            self._snapshotter.wait()
+        self._fence()
+
+    def step_finished(self, step: int) -> None:
+        with self._interrupter.atomic():
+            self._progress.finish(step)
+            if self._snapshotter is not None:
+                self._snapshotter.begin(step)
+            if self._timeline is not None:
+                self._acknowledge(step)
+        self._fence()
+
+    def report(self, loss: torch.Tensor | float) -> None:
+        self._progress.loss.offer(loss)
+
+    def atomic(self) -> AbstractContextManager[None]:
+        return self._interrupter.atomic()
+
+    def note_versions(self, committed: Version | None, verified: Version | None) -> None:
+        """From the signal thread: the newest versions that the controller knows."""
+        if self._snapshotter is not None:
+            self._snapshotter.note(committed, verified)
+
+    def settle(self) -> None:
+        """Waits until the state of the last finished step is copied."""
+        if self._snapshotter is not None:
+            self._snapshotter.wait()
+
+    def close(self) -> None:
+        """Ends the snapshots of this generation.
+
+        A copy that has begun is completed: the optimizer waits for it before it changes anything, so while one runs
+        the live state is that of the last finished step, whatever else was interrupted.
+        """
+        if self._snapshotter is not None:
+            self._snapshotter.close(finish=True)
+
+    def _fence(self) -> None:
+        if self._orders.is_over(self._spec.number, self._progress.step):
+            raise Regroup
+
+    def _phase_ends(self, phase: str) -> None:
+        if self._timeline is not None:
+            self._timeline.end(phase)
+
+    def _acknowledge(self, step: int) -> None:
+        """The first finished step ends the failure's way."""
+        self._phase_ends("first_step")
+        assert self._timeline is not None
+        phases, self._timeline = self._timeline.phases_s, None
+        self._send(
+            Resumed(
+                job=self._spec.job,
+                at=self._clock.wall(),
+                trace=self._spec.trace,
+                generation=self._spec.number,
+                rank=self._group.member.rank,
+                step=step,
+                restored=self._restored,
+                phases_s=phases,
+            )
+        )

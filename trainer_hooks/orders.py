@@ -1,0 +1,84 @@
+"""What the agent has told this process: the newest generation, the end of the job, the versions that are safe."""
+
+from __future__ import annotations
+
+import threading
+
+from everstep.ids import Version
+from everstep.wire.v1.directives import StopJob, VersionNotice
+from everstep.wire.v1.training import GenerationSpec
+
+
+class Orders:
+    """Written by the signal thread, read and waited for by the main thread. Older generations are dropped by rule."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._newest: GenerationSpec | None = None
+        self._urgent_through = 0
+        self._stop: StopJob | None = None
+        self._committed: Version | None = None
+        self._verified: Version | None = None
+
+    def hear_generation(self, spec: GenerationSpec) -> bool:
+        """Takes a generation; False where it is not newer than what is known."""
+        with self._changed:
+            if self._newest is not None and spec.number <= self._newest.number:
+                return False
+            self._newest = spec
+            if spec.after_step is None:
+                self._urgent_through = spec.number
+            self._changed.notify_all()
+            return True
+
+    def hear_stop(self, stop: StopJob) -> None:
+        with self._changed:
+            self._stop = self._stop or stop
+            self._changed.notify_all()
+
+    def hear_versions(self, notice: VersionNotice) -> None:
+        with self._changed:
+            self._committed, self._verified = notice.committed, notice.verified
+
+    @property
+    def versions(self) -> tuple[Version | None, Version | None]:
+        """The newest committed and the newest verified version."""
+        with self._changed:
+            return self._committed, self._verified
+
+    @property
+    def stop(self) -> StopJob | None:
+        with self._changed:
+            return self._stop
+
+    def is_over(self, number: int, step: int) -> bool:
+        """Whether generation ``number`` must be left by a rank that finished ``step``.
+
+        A generation with ``after_step`` leaves its predecessor in order, at that boundary; one without ends every
+        older generation at once, whatever boundary had been set before.
+        """
+        with self._changed:
+            if self._stop is not None or self._urgent_through > number:
+                return True
+            newest = self._newest
+            if newest is None or newest.number <= number:
+                return False
+            return newest.after_step is None or step >= newest.after_step
+
+    def superseded(self, number: int) -> bool:
+        """Whether a newer generation, or the end of the job, is known."""
+        with self._changed:
+            return self._next(number) is not None
+
+    def wait_next(self, number: int, timeout_s: float | None = None) -> GenerationSpec | StopJob | None:
+        """What follows generation ``number``: a newer one or the end of the job; None when the time is up."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._next(number) is not None, timeout_s)
+            return self._next(number)
+
+    def _next(self, number: int) -> GenerationSpec | StopJob | None:
+        if self._stop is not None:
+            return self._stop
+        if self._newest is not None and self._newest.number > number:
+            return self._newest
+        return None

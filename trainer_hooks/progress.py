@@ -1,0 +1,86 @@
+"""How far this rank is: written by the main thread at step boundaries, read by the signal thread."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+
+class LossReading:
+    """The last reported loss, read when somebody asks and never waited for.
+
+    A CUDA tensor is copied to pinned memory beside the stream; until that copy is done the value before it stands.
+    """
+
+    def __init__(self) -> None:
+        self._value: float | None = None
+        self._pending: torch.Tensor | None = None
+        self._ready: Any = None  # a torch.cuda.Event; its methods carry no types
+
+    def offer(self, loss: torch.Tensor | float) -> None:
+        if not isinstance(loss, torch.Tensor):
+            self._pending, self._value = None, float(loss)
+            return
+        loss = loss.detach()
+        if loss.is_cuda:
+            host = torch.empty((), dtype=loss.dtype, pin_memory=True)
+            host.copy_(loss, non_blocking=True)
+            self._ready = torch.cuda.current_stream(loss.device).record_event()
+            loss = host
+        self._pending = loss
+
+    def value(self) -> float | None:
+        pending = self._pending
+        if pending is not None and (self._ready is None or self._ready.query()):
+            self._value, self._pending = float(pending), None
+        return self._value
+
+
+class Progress:
+    """Steps of one rank in one generation. ``step`` is the last finished one (0: none); steps count from 1."""
+
+    def __init__(self, window: int) -> None:
+        self.generation = 0
+        self.rank = 0
+        self.step = 0
+        self.finished_here = 0
+        self.loss = LossReading()
+        self._durations: deque[float] = deque(maxlen=window)
+        self._median_s = 0.0
+        self._step_began = perf_counter()
+        self._collectives: Callable[[], int] = lambda: 0
+
+    def enter(self, generation: int, rank: int, collectives: Callable[[], int]) -> None:
+        """A generation begins; steps counted so far belong to the one before."""
+        self.generation, self.rank = generation, rank
+        self.finished_here = 0
+        self._durations.clear()
+        self._collectives = collectives
+
+    def resume_from(self, step: int) -> None:
+        """State of ``step`` stands restored."""
+        self.step = step
+        self._step_began = perf_counter()
+
+    def finish(self, step: int) -> None:
+        now = perf_counter()
+        self._durations.append(now - self._step_began)
+        self._median_s = median(self._durations)
+        self._step_began = now
+        self.step = step
+        self.finished_here += 1
+
+    @property
+    def step_s(self) -> float:
+        """Median of the late steps' durations; before any, that of the generation before (0.0 at first)."""
+        return self._median_s
+
+    @property
+    def collectives(self) -> int:
+        """Collectives begun in this generation."""
+        return self._collectives()

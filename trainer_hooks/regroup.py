@@ -1,0 +1,190 @@
+"""Into a generation's process group, and out of it, in the same process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from time import perf_counter, sleep
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from everstep.ids import split_address
+from everstep.wire.v1.training import GenerationSpec, Member
+from trainer_hooks import descriptors
+from trainer_hooks.abort import CollectiveBackend
+from trainer_hooks.config import HookSettings
+from trainer_hooks.interrupt import Regroup
+
+logger = logging.getLogger(__name__)
+
+CONNECT_RETRY_S = 0.01
+CONNECT_TIMEOUT_S = 2.0
+
+
+class Group:
+    """A generation's process group, seen from one rank. ``store`` is the generation's own, under its prefix."""
+
+    def __init__(self, spec: GenerationSpec, member: Member, store: Store, device: torch.device) -> None:
+        self.spec = spec
+        self.member = member
+        self.store = store
+        self.device = device
+        self._group: Any = dist.distributed_c10d._get_default_group()
+        self._mesh: DeviceMesh | None = None
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """A one-dimensional mesh over all ranks, made when first asked for. Users build other shapes from it."""
+        if self._mesh is None:
+            self._mesh = init_device_mesh(self.device.type, (self.spec.world_size,))
+        return self._mesh
+
+    def collectives(self) -> int:
+        """Collectives this rank has begun in the group; cheap, and safe from any thread."""
+        return int(self._group._get_sequence_number_for_group())
+
+
+def device_for(backend: CollectiveBackend, local_rank: int) -> torch.device:
+    """The device a local rank computes on: its CUDA device under NCCL, the CPU otherwise."""
+    return torch.device("cuda", local_rank) if "nccl" in backend.name else torch.device("cpu")
+
+
+class Rendezvous:
+    """Joins and leaves generations.
+
+    ``join`` blocks in torch's C++ code, on the store and on peers. All that it can block on hangs on sockets of this
+    process: ``cut_store`` here and the backend's ``abort``, from the signal thread, end it within milliseconds.
+    """
+
+    def __init__(self, backend: CollectiveBackend, settings: HookSettings) -> None:
+        self._backend = backend
+        self._settings = settings
+        self._address: tuple[str, int] | None = None
+        self._connection: TCPStore | None = None
+        self._cut = False
+        self.group: Group | None = None
+
+    # --- in
+
+    def join(self, spec: GenerationSpec, member: Member, is_over: Callable[[], bool]) -> None:
+        """Forms ``group``, the process group of ``spec``, together with its other members.
+
+        Raises Regroup when ``is_over`` became true meanwhile, RuntimeError (torch's network errors are such) when the
+        store or a member did not answer within ``join_timeout_s``.
+        """
+        try:
+            self.group = self._join(spec, member, is_over)
+        except RuntimeError as error:
+            self._forget_connection()
+            self.leave(broken=True)
+            if is_over():
+                raise Regroup from error
+            raise
+
+    def _join(self, spec: GenerationSpec, member: Member, is_over: Callable[[], bool]) -> Group:
+        base = self._connect(spec.store, is_over)
+        if is_over():  # whoever cuts the connection from here on breaks what follows
+            raise Regroup
+        store = PrefixStore(f"g{spec.number}", base)
+        device = device_for(self._backend, member.local_rank)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self._initialize(store, member.rank, spec.world_size)
+        group = Group(spec, member, store, device)
+        self._prove(device, spec.world_size)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self._settings.collective_timeout_s))
+        return group
+
+    def _connect(self, address: str, is_over: Callable[[], bool]) -> TCPStore:
+        """The store's connection: the one there is, where it is to the same address and whole."""
+        wanted = split_address(address)
+        if self._connection is not None and wanted == self._address and not self._cut:
+            return self._connection
+        self._forget_connection()
+        self._address, self._cut = wanted, False
+        _bind_like(wanted[0])
+        self._wait_reachable(wanted, is_over)
+        timeout = timedelta(seconds=self._settings.join_timeout_s)
+        self._connection = TCPStore(*wanted, is_master=False, timeout=timeout, wait_for_workers=False)
+        return self._connection
+
+    def _wait_reachable(self, address: tuple[str, int], is_over: Callable[[], bool]) -> None:
+        """Until something listens there: TCPStore's own attempts cannot be interrupted, and are loud."""
+        deadline = perf_counter() + self._settings.join_timeout_s
+        while True:
+            try:
+                socket.create_connection(address, CONNECT_TIMEOUT_S).close()
+                return
+            except OSError as error:
+                if is_over():
+                    raise Regroup from error
+                if perf_counter() > deadline:
+                    raise RuntimeError(f"no rendezvous store at {address[0]}:{address[1]}: {error}") from error
+            sleep(CONNECT_RETRY_S)
+
+    def _initialize(self, store: Store, rank: int, world_size: int) -> None:
+        hook = sys.excepthook
+        dist.init_process_group(
+            self._backend.name,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=self._settings.join_timeout_s),
+            pg_options=self._backend.options(),
+        )
+        sys.excepthook = hook  # torch wraps it anew each time, which would nest as generations pass
+
+    @staticmethod
+    def _prove(device: torch.device, world_size: int) -> None:
+        """A first all-reduce: everybody is there, and every connection carries data."""
+        present = torch.ones(1, device=device)
+        dist.all_reduce(present)
+        if int(present.item()) != world_size:
+            raise RuntimeError(f"{int(present.item())} of {world_size} ranks took part in the first all-reduce")
+
+    # --- out
+
+    def leave(self, *, broken: bool) -> None:
+        """Destroys all process groups of the process, if there are any.
+
+        ``broken``: they are aborted first. gloo's threads take 10 to 20 ms to notice and end; that happens beside us,
+        in a thread that holds the last references (their destructors release the GIL).
+        """
+        self.group = None
+        if not dist.is_initialized():
+            return
+        if broken:
+            self._backend.abort()
+        groups = list(dist.distributed_c10d._world.pg_map)
+        dist.destroy_process_group()
+        threading.Thread(target=groups.clear, name="everstep-release", daemon=True).start()
+
+    def close(self) -> None:
+        self.leave(broken=False)
+        self._forget_connection()
+
+    def _forget_connection(self) -> None:
+        self._connection = None
+
+    def cut_store(self) -> None:
+        """From another thread: breaks the connection to the store, so that nobody waits on it any longer."""
+        if self._address is None:
+            return
+        port = self._address[1]
+        self._cut = True
+        descriptors.shut_connections(descriptors.connections_to(port), lambda: descriptors.connections_to(port))
+
+
+def _bind_like(store_host: str) -> None:
+    """A job that meets on the loopback interface computes on it too: gloo would listen on the host's address."""
+    if store_host in ("127.0.0.1", "localhost", "::1"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -1,0 +1,262 @@
+"""A rank's life under ``everstep-launch``: one training function, entered once in each generation."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import random
+import sys
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any
+
+from everstep.clock import Clock
+from everstep.wire.v1.directives import StopJob
+from everstep.wire.v1.local import Hello, Role, Welcome
+from everstep.wire.v1.training import CollectiveFailed, GenerationSpec, Member, RankFinished, UserError
+from everstep.wire.version import SPOKEN
+from trainer_hooks.abort import backend_named
+from trainer_hooks.assignment import Assignment, set_torchrun_environment
+from trainer_hooks.attendant import Attendant
+from trainer_hooks.blame import describe, full_traceback, is_communication_error, release_frames
+from trainer_hooks.config import HookSettings
+from trainer_hooks.interrupt import Interrupter, Regroup
+from trainer_hooks.keeper import GenerationKeeper
+from trainer_hooks.link import Link
+from trainer_hooks.orders import Orders
+from trainer_hooks.presence import Presence
+from trainer_hooks.progress import Progress
+from trainer_hooks.regroup import Group, Rendezvous
+from trainer_hooks.run import Place, Run
+from trainer_hooks.thread_state import reset_thread_state
+from trainer_hooks.timeline import Timeline
+from trainer_hooks.vault_client import VaultClient
+
+logger = logging.getLogger(__name__)
+
+TrainingFunction = Callable[[Run], None]
+
+
+class Worker:
+    """One rank's process. For the main thread.
+
+    Args:
+        assignment: its local rank is known (a standby was promoted before).
+    """
+
+    def __init__(self, assignment: Assignment, settings: HookSettings, clock: Clock) -> None:
+        assert assignment.local_rank is not None
+        self._job = assignment.job
+        self._local_rank = assignment.local_rank
+        self._settings = settings
+        self._clock = clock
+        self._orders = Orders()
+        self._progress = Progress(settings.step_window)
+        self._interrupter = Interrupter()
+        backend = backend_named(settings.backend)
+        backend.prepare()
+        self._rendezvous = Rendezvous(backend, settings)
+        self._presence = Presence(
+            self._orders, self._progress, self._interrupter, backend.abort, self._rendezvous.cut_store
+        )
+        self._attendant = Attendant(
+            self._orders, self._presence, self._progress, lambda m: self._link.send(m), settings, clock
+        )
+        hello = Hello(
+            protocols=SPOKEN, role=Role.RANK, job=self._job, pid=os.getpid(), local_rank=assignment.local_rank
+        )
+        self._link = Link(assignment.agent_socket, hello, self._attendant, settings, clock, random.random)
+        self._welcome: Welcome | None = None
+        self._timeline = Timeline()
+
+    def work(self, train: TrainingFunction) -> None:
+        """Takes part in generation after generation until the job is stopped.
+
+        Returns when the job ended well; raises SystemExit(1) when it did not, and whatever ends a script
+        (SystemExit, KeyboardInterrupt) when the training function raised that. Raises Unavailable when no agent
+        answers at the start.
+        """
+        self._welcome = self._link.start(self._settings.first_contact_s)
+        gc.freeze()  # what was imported is not garbage: a collection between generations then costs microseconds
+        detail = "failed"
+        try:
+            self._live(train)
+            detail = "finished"
+        finally:
+            self._rendezvous.close()
+            if "_vault" in self.__dict__:
+                self._vault.close()
+            self._link.close(detail)
+
+    @cached_property
+    def _vault(self) -> VaultClient:
+        """Connected to when something is tracked first; kept for the life of the process."""
+        assert self._welcome is not None
+        return VaultClient(self._welcome.vault_socket, clock=self._clock)
+
+    # --- from generation to generation
+
+    def _live(self, train: TrainingFunction) -> None:
+        number = 0
+        while True:
+            order = self._orders.wait_next(number)
+            if isinstance(order, StopJob):
+                self._stop(order)
+                return
+            assert order is not None
+            assert self._welcome is not None
+            number = order.number
+            self._timeline.end("wait")
+            member = order.member(self._welcome.node, self._local_rank)
+            if member is None:
+                logger.info("generation %d goes on without this process: parked", number, extra=self._extra(order))
+            else:
+                self._take_part(order, member, train)
+
+    def _stop(self, stop: StopJob) -> None:
+        if not stop.ok:
+            print(f"everstep: job {stop.job} was stopped: {stop.reason}", file=sys.stderr, flush=True)
+            raise SystemExit(1)
+
+    def _take_part(self, spec: GenerationSpec, member: Member, train: TrainingFunction) -> None:
+        """One generation, from its rendezvous until it is left."""
+        self._attendant.enter(spec, member)
+        try:
+            if self._join(spec, member):
+                failure = self._enter(spec, member, train)
+                if failure is None:
+                    self._finished(spec, member)
+                else:
+                    self._failed(spec, member, failure)
+        finally:
+            self._presence.leave()
+            self._link.stand(None)
+            self._attendant.leave()
+
+    def _join(self, spec: GenerationSpec, member: Member) -> bool:
+        """Whether the generation's group came about; where it did not, what comes next is known or was waited for."""
+        self._presence.join(spec.number)
+        try:
+            self._rendezvous.join(spec, member, self._presence.is_over)
+        except Regroup:
+            return False
+        except RuntimeError as error:
+            self._presence.leave()
+            self._tell_collective_failed(spec, member, error)
+            if self._orders.wait_next(spec.number, self._settings.regroup_wait_s) is None:
+                self._blame_training(spec, member, describe(error), full_traceback(error))
+            return False
+        finally:
+            self._timeline.end("rendezvous")
+        set_torchrun_environment(spec, member)
+        reset_thread_state()
+        return True
+
+    def _enter(self, spec: GenerationSpec, member: Member, train: TrainingFunction) -> BaseException | None:
+        """Runs the training function once; returns what it raised. Keeps nothing of it but the error's frames."""
+        group = self._rendezvous.group
+        assert group is not None
+        self._progress.enter(spec.number, member.rank, group.collectives)
+        keeper = GenerationKeeper(
+            group,
+            orders=self._orders,
+            progress=self._progress,
+            interrupter=self._interrupter,
+            vault=lambda: self._vault,
+            send=self._link.send,
+            timeline=self._timeline,
+            clock=self._clock,
+        )
+        self._attendant.keeper = keeper
+        self._presence.enter()
+        failure = self._interrupter.call(partial(train, Run(self._place(group), keeper)))
+        self._presence.leave()
+        self._timeline = Timeline(self._presence.disturbance())
+        self._timeline.end("abort")
+        if failure is not None and self._is_news(spec, failure):
+            self._tell_collective_failed(spec, member, failure)
+        self._attendant.keeper = None
+        keeper.close()
+        return failure
+
+    def _is_news(self, spec: GenerationSpec, failure: BaseException) -> bool:
+        return is_communication_error(failure) and not self._orders.superseded(spec.number)
+
+    def _place(self, group: Group) -> Place:
+        spec, member = group.spec, group.member
+        return Place(
+            rank=member.rank,
+            world_size=spec.world_size,
+            local_rank=member.local_rank,
+            local_world_size=sum(m.node == member.node for m in spec.roster),
+            generation=spec.number,
+            device=group.device,
+            restores=spec.restore.floor is not None,
+            mesh=lambda: group.mesh,
+        )
+
+    # --- how a training function ends
+
+    def _finished(self, spec: GenerationSpec, member: Member) -> None:
+        """It returned. The group stays until everybody is done: peers may still read what this rank sent."""
+        self._link.stand(
+            RankFinished(**self._report(spec), generation=spec.number, rank=member.rank, step=self._progress.step)
+        )
+        order = self._orders.wait_next(spec.number)
+        self._timeline = Timeline()
+        self._rendezvous.leave(broken=not isinstance(order, StopJob))
+        self._timeline.end("teardown")
+
+    def _failed(self, spec: GenerationSpec, member: Member, failure: BaseException) -> None:
+        """It raised: because of a peer, for a newer generation, or on its own account."""
+        if isinstance(failure, (KeyboardInterrupt, SystemExit)):
+            raise failure
+        at_boundary = isinstance(failure, Regroup) and not self._orders.is_over(spec.number, -1)
+        communication, text, trace = is_communication_error(failure), describe(failure), full_traceback(failure)
+        release_frames(failure)
+        self._rendezvous.leave(broken=not at_boundary)
+        gc.collect()
+        self._timeline.end("teardown")
+        grace_s = self._settings.regroup_wait_s if communication else self._settings.explanation_grace_s
+        if not isinstance(failure, Regroup) and self._orders.wait_next(spec.number, grace_s) is None:
+            self._blame_training(spec, member, text, trace)
+
+    def _tell_collective_failed(self, spec: GenerationSpec, member: Member, error: BaseException) -> None:
+        """At once: a witness's word shortens the wait for a rank's loss to be believed."""
+        self._link.stand(
+            CollectiveFailed(
+                **self._report(spec),
+                generation=spec.number,
+                rank=member.rank,
+                step=self._progress.step,
+                detail=describe(error),
+            )
+        )
+
+    def _blame_training(self, spec: GenerationSpec, member: Member, error: str, trace: str) -> None:
+        """No generation explained the error: it is the training function's own. Waits for what the job makes of it.
+
+        Raises SystemExit(1) when nobody says anything within ``verdict_wait_s``.
+        """
+        print(trace, file=sys.stderr, flush=True)
+        self._link.stand(
+            UserError(
+                **self._report(spec),
+                generation=spec.number,
+                rank=member.rank,
+                step=self._progress.step,
+                error=error,
+                traceback=trace,
+            )
+        )
+        if self._orders.wait_next(spec.number, self._settings.verdict_wait_s) is None:
+            logger.error("nobody said what becomes of the job: giving up", extra=self._extra(spec))
+            raise SystemExit(1)
+
+    def _report(self, spec: GenerationSpec) -> dict[str, Any]:
+        return {"job": self._job, "at": self._clock.wall(), "trace": spec.trace}
+
+    def _extra(self, spec: GenerationSpec) -> dict[str, Any]:
+        node = self._welcome.node if self._welcome is not None else ""
+        return {"node": node, "job": self._job, "generation": spec.number, "trace": spec.trace}
