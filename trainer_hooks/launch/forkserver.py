@@ -111,6 +111,9 @@ class ForkServer:
         self._wake.close()
         self._woken.close()
         gc.enable()
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:  # seeded once, at import; ``random`` looks after itself
+            numpy.random.seed()
 
     def _signal(self, order: Signal) -> None:
         pid = self._children.get(order.serial)

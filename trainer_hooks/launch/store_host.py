@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 
-
 from trainer_hooks.launch.lineage import call_process
 
 

@@ -24,7 +24,6 @@ def run(descriptors: tuple[int, ...], *, script: str, module: bool, arguments: l
     os.environ[CONTROL_FD] = str(control)
     os.environ[WORKER_PID] = str(os.getpid())
     _take_outputs(outputs)
-    _reseed()
     sys.argv = [script, *arguments]
     try:
         if module:
@@ -47,13 +46,6 @@ def _take_outputs(outputs: list[int]) -> None:
         # A killed process loses what it buffered: keep that to one line.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
-
-
-def _reseed() -> None:
-    """numpy's global generator was seeded once, in the fork server; ``random`` looks after itself."""
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()
 
 
 def _show(error: BaseException) -> None:

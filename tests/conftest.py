@@ -1,0 +1,23 @@
+"""Fixtures that several parts' tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.forked import ForkPool, fork_pool
+
+
+@pytest.fixture(scope="session")
+def session_forks() -> Iterator[ForkPool]:
+    """One fork server with torch imported for the whole session."""
+    with fork_pool() as pool:
+        yield pool
+
+
+@pytest.fixture
+def forks(session_forks: ForkPool) -> Iterator[ForkPool]:
+    """Processes with torch imported, in milliseconds (tests/support/forked.py); killed at the end of the test."""
+    yield session_forks
+    session_forks.release()

@@ -1,0 +1,280 @@
+"""A real launcher with real workers; the agent is played."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from everstep.ids import split_address
+from everstep.vocabulary import GenerationReason
+from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
+from everstep.wire.v1.local import Goodbye, RankExited
+from everstep.wire.v1.training import GenerationSpec, JobSpec, LauncherJoined, Member, RestoreRule
+from tests.support.fake_agent import FakeAgent, fake_agent
+from tests.support.launched import Launched, alive, launched
+
+pytestmark = pytest.mark.slow
+
+HOOKED = """
+import os, pathlib, signal, sys
+from trainer_hooks.assignment import current_assignment, wait_for_local_rank
+
+directory = pathlib.Path(sys.argv[1])
+assignment = current_assignment()
+local_rank = wait_for_local_rank()
+assert os.environ["LOCAL_RANK"] == str(local_rank) == str(current_assignment().local_rank)
+(directory / f"took-{local_rank}-{os.getpid()}").touch()
+while not (directory / "finish").exists():
+    signal.sigtimedwait((), 0.02)
+(directory / f"finished-{local_rank}").touch()
+"""
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[FakeAgent]:
+    with fake_agent(tmp_path / "agent.sock") as agent:
+        yield agent
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(HOOKED)
+    return path
+
+
+def start(agent: FakeAgent, script: Path, *flags: str) -> AbstractContextManager[Launched]:
+    argv = ["--agent-socket", str(agent.path), "--job", "j", "--nproc-per-node", "2", "--standby-delay-s", "0.05"]
+    return launched(script.parent, *argv, *flags, str(script), str(script.parent))
+
+
+def holder(launcher: Launched, directory: Path, local_rank: int, *, not_in: tuple[int, ...] = ()) -> int:
+    """The process that took ``local_rank``, once it has."""
+
+    def there() -> int | None:
+        pids = (int(path.name.rpartition("-")[2]) for path in directory.glob(f"took-{local_rank}-*"))
+        return next((pid for pid in pids if pid not in not_in), None)
+
+    return launcher.eventually(there, f"a process for local rank {local_rank}")
+
+
+def generation(store: str, number: int, nodes: tuple[str, ...] = ("n1",)) -> NewGeneration:
+    places = [(node, local_rank) for node in nodes for local_rank in range(2)]
+    spec = GenerationSpec(
+        job="j",
+        number=number,
+        reason=GenerationReason.FORMED,
+        sentence="for a test",
+        trace="t1",
+        roster=tuple(Member(rank=r, node=node, local_rank=local) for r, (node, local) in enumerate(places)),
+        store=store,
+        store_node=nodes[0],
+        restore=RestoreRule(scratch=True),
+        holders=(),
+        replica_nodes={},
+        secret="00",
+        spec=JobSpec(job="j", nproc_per_node=2),
+        issued_at=0.0,
+    )
+    return NewGeneration(spec=spec)
+
+
+def test_a_standby_takes_the_place_of_a_killed_worker_and_is_followed_by_another(
+    agent: FakeAgent, script: Path
+) -> None:
+    with start(agent, script) as launcher:
+        first = holder(launcher, script.parent, 1)
+        standby = launcher.child_named("everstep-spare")
+        os.kill(first, signal.SIGKILL)
+        exited = agent.heard(RankExited)
+        assert (exited.local_rank, exited.pid, exited.signal, exited.replacement) == (1, first, signal.SIGKILL, True)
+        assert holder(launcher, script.parent, 1, not_in=(first,)) == standby
+        launcher.eventually(lambda: launcher.child_named("everstep-spare") != standby, "a new standby")
+        assert holder(launcher, script.parent, 0) in launcher.descendants()
+
+
+def test_nothing_outlives_a_killed_launcher(agent: FakeAgent, script: Path) -> None:
+    with start(agent, script) as launcher:
+        holder(launcher, script.parent, 0)
+        launcher.child_named("everstep-spare")
+        below = launcher.descendants()
+        assert len(below) >= 5  # the fork server, the store host, two workers, a standby
+        launcher.process.kill()
+        launcher.eventually(lambda: not any(map(alive, below)), "the end of all children")
+
+
+def test_ctrl_c_ends_everything_in_order(agent: FakeAgent, script: Path) -> None:
+    with start(agent, script) as launcher:
+        holder(launcher, script.parent, 0)
+        launcher.child_named("everstep-spare")
+        below = launcher.descendants()
+        os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does: to the foreground process group
+        assert launcher.wait() == 130
+        assert not any(map(alive, below))
+        agent.heard(Goodbye)
+        assert "Traceback" not in launcher.err
+
+
+def test_workers_that_ignore_sigterm_are_killed_after_the_grace(agent: FakeAgent, script: Path) -> None:
+    script.write_text("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + HOOKED)
+    with start(agent, script, "--grace-s", "0.2") as launcher:
+        holder(launcher, script.parent, 0)
+        below = launcher.descendants()
+        launcher.process.terminate()
+        assert launcher.wait() == 128 + signal.SIGTERM
+        assert not any(map(alive, below))
+
+
+def test_a_finished_job_lets_the_script_go_on_to_its_end(agent: FakeAgent, script: Path) -> None:
+    with start(agent, script) as launcher:
+        holder(launcher, script.parent, 0)
+        holder(launcher, script.parent, 1)
+        standby = launcher.child_named("everstep-spare")
+        peer = agent.launcher()
+        joined = agent.heard(LauncherJoined)
+        peer.say(generation(joined.store, 1))
+        peer.say(StopJob(job="j", ok=True, reason="finished"))
+        launcher.eventually(lambda: not alive(standby), "the end of the standby")
+        assert launcher.process.poll() is None
+        (script.parent / "finish").touch()
+        assert launcher.wait() == 0
+        assert {path.name for path in script.parent.glob("finished-*")} == {"finished-0", "finished-1"}
+
+
+def test_a_failed_job_is_ended_with_its_reason(agent: FakeAgent, script: Path) -> None:
+    with start(agent, script) as launcher:
+        holder(launcher, script.parent, 0)
+        agent.launcher().say(StopJob(job="j", ok=False, reason="the loss became NaN on rank 3"))
+        assert launcher.wait() == 1
+        assert "the loss became NaN on rank 3" in launcher.err
+
+
+def test_a_rank_is_killed_on_the_controllers_word_and_its_replacement_is_not(agent: FakeAgent, script: Path) -> None:
+    with start(agent, script) as launcher:
+        first = holder(launcher, script.parent, 1)
+        peer = agent.launcher()
+        peer.say(generation(agent.heard(LauncherJoined).store, 1))
+        order = KillRank(job="j", generation=1, rank=1, local_rank=1, reason="it hangs")
+        peer.say(order)
+        assert agent.heard(RankExited).pid == first
+        second = holder(launcher, script.parent, 1, not_in=(first,))
+        peer.say(order)
+        peer.say(generation("127.0.0.1:1", 2))
+        launcher.eventually(lambda: "generation 2" in launcher.err, "generation 2")
+        assert alive(second)
+
+
+def test_the_launcher_joins_again_when_the_agent_comes_back(agent: FakeAgent, script: Path) -> None:
+    with start(agent, script) as launcher:
+        worker = holder(launcher, script.parent, 0)
+        joined = agent.heard(LauncherJoined)
+        assert joined.generation == 0
+        agent.launcher().say(generation(joined.store, 4))
+        launcher.eventually(lambda: "generation 4" in launcher.err, "generation 4")
+        agent.stop()
+        os.kill(worker, signal.SIGKILL)
+        holder(launcher, script.parent, 0, not_in=(worker,))
+        agent.start()
+        again = agent.heard(LauncherJoined)
+        assert (again.generation, again.launcher, again.store) == (4, joined.launcher, joined.store)
+        assert agent.heard(RankExited).pid == worker
+
+
+def test_a_node_that_cannot_keep_a_rank_alive_leaves_once_the_job_goes_on_without_it(
+    agent: FakeAgent, script: Path
+) -> None:
+    with start(agent, script, "--max-restarts", "0") as launcher:
+        worker = holder(launcher, script.parent, 0)
+        joined = agent.heard(LauncherJoined)
+        agent.launcher().say(generation(joined.store, 1))
+        os.kill(worker, signal.SIGKILL)
+        assert agent.heard(RankExited).replacement is False
+        agent.launcher().say(generation("127.0.0.1:1", 2, nodes=("n2",)))
+        assert launcher.wait() == 1
+        assert "local rank 0 died 1 times" in launcher.err
+
+
+def test_the_store_outlives_its_host_at_the_same_address(agent: FakeAgent, script: Path) -> None:
+    import torch.distributed as dist
+
+    with start(agent, script) as launcher:
+        host, port = split_address(agent.heard(LauncherJoined).store)
+        dist.TCPStore(host, port, is_master=False).set("k", "v")
+        first = launcher.child_named("everstep-store")
+        os.kill(first, signal.SIGKILL)
+        launcher.eventually(lambda: launcher.child_named("everstep-store") != first, "a new store host")
+        assert dist.TCPStore(host, port, is_master=False).check(["k"]) is False
+
+
+def test_a_lost_fork_server_is_started_anew_with_all_its_workers(agent: FakeAgent, script: Path) -> None:
+    with start(agent, script) as launcher:
+        before = tuple(holder(launcher, script.parent, n) for n in range(2))
+        os.kill(launcher.child_named("everstep-forks"), signal.SIGKILL)
+        after = [holder(launcher, script.parent, n, not_in=before) for n in range(2)]
+        assert all(map(alive, after))
+        assert not any(map(alive, before))
+        assert {agent.heard(RankExited, lambda m, n=n: m.local_rank == n).pid for n in range(2)} == set(before)
+
+
+def test_output_goes_to_files_and_with_tee_is_shown_with_its_rank(agent: FakeAgent, script: Path) -> None:
+    script.write_text(HOOKED + "print('hello from', local_rank)\n")
+    with start(agent, script, "--log-dir", str(script.parent / "logs"), "--tee", "3", "--standbys", "0") as launcher:
+        holder(launcher, script.parent, 0)
+        agent.launcher().say(generation(agent.heard(LauncherJoined).store, 1))
+        agent.launcher().say(StopJob(job="j", ok=True, reason="finished"))
+        launcher.eventually(lambda: "generation 1" in launcher.err, "generation 1")
+        (script.parent / "finish").touch()
+        assert launcher.wait() == 0
+        assert "[rank 1]: hello from 1\n" in launcher.out
+        assert (script.parent / "logs" / "j" / "worker-2.out").read_text() == "hello from 1\n"
+
+
+def test_a_plain_script_finds_what_torchrun_would_give_it(agent: FakeAgent, tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text(
+        "import os, sys, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "total = torch.tensor([dist.get_rank() + 1.0])\n"
+        "dist.all_reduce(total)\n"
+        'print(f\'{os.environ["RANK"]} of {os.environ["WORLD_SIZE"]}: {total.item()} {sys.argv[1:]} {__name__}\')\n'
+        "dist.destroy_process_group()\n"
+    )
+    with launched(tmp_path, "--agent-socket", str(agent.path), "--nproc-per-node", "2", str(script), "--x") as launcher:
+        assert launcher.wait() == 0, launcher.err
+        assert sorted(launcher.out.splitlines()) == ["0 of 2: 3.0 ['--x'] __main__", "1 of 2: 3.0 ['--x'] __main__"]
+        assert launcher.err.count("OMP_NUM_THREADS") == 1
+
+
+def test_a_scripts_exception_is_shown_from_the_script_on_and_its_status_passed_on(
+    agent: FakeAgent, tmp_path: Path
+) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "train.py").write_text("import sys\nif '--exit' in sys.argv: sys.exit(7)\nraise KeyError('mine')\n")
+    flags = ["--agent-socket", str(agent.path), "-m", "package.train"]
+    with launched(tmp_path, *flags) as launcher:
+        assert launcher.wait() == 1
+        assert "KeyError: 'mine'" in launcher.err
+        assert "before the script called trainer_hooks.main" in launcher.err
+        assert "forkserver.py" not in launcher.err
+        assert "runpy" not in launcher.err
+    with launched(tmp_path, *flags, "--exit") as launcher:
+        assert launcher.wait() == 7
+
+
+def test_a_wrong_command_line_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with launched(tmp_path, "--no-python", "x") as launcher:
+        assert launcher.wait() == 2
+        assert "--no-python cannot be" in launcher.err
+
+
+def test_the_launcher_itself_never_imports_torch() -> None:
+    code = "import sys, trainer_hooks.launch.main; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,208 @@
+"""Processes for multi-process tests, forked from a server that has torch imported: ranks in tens of milliseconds.
+
+A test asks for the session's pool by the fixture ``forks`` (tests/conftest.py) and gives it module-level functions::
+
+    def add(a: int, b: int) -> int: ...
+
+    def test_ranks_add(forks: ForkPool) -> None:
+        ranks = [forks.start(add, rank, 1) for rank in range(4)]
+        assert [rank.result() for rank in ranks] == [1, 2, 3, 4]
+
+It is the launcher's own fork server, so children die with the test process whatever happens to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer_hooks.launch.channel import Channel, pair
+from trainer_hooks.launch.messages import Exited, Fork, Forked, FromForkServer, Ready, Signal
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 60.0
+
+
+class ChildFailed(AssertionError):
+    """The function raised in the child (the message is its traceback), or the child died without an answer."""
+
+
+class ForkedChild:
+    """A function that runs in a process of its own."""
+
+    def __init__(self, pool: ForkPool, serial: int, answer: int) -> None:
+        self._pool = pool
+        self._serial = serial
+        self._answer = answer
+        self._outcome: tuple[bool, Any] | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._pool.pid(self._serial)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal; SIGKILL goes to the whole process group."""
+        self._pool.order(Signal(serial=self._serial, number=number))
+
+    def kill(self) -> Exited:
+        """SIGKILL, and the end."""
+        self.signal(signal.SIGKILL)
+        return self.wait()
+
+    def wait(self, timeout_s: float = DEADLINE_S) -> Exited:
+        """How the process ended."""
+        return self._pool.end_of(self._serial, timeout_s)
+
+    def result(self, timeout_s: float = DEADLINE_S) -> Any:
+        """What the function returned. Raises ChildFailed."""
+        if self._outcome is None:
+            self._outcome = self._read(timeout_s)
+        ok, value = self._outcome
+        if not ok:
+            raise ChildFailed(value)
+        return value
+
+    def close(self) -> None:
+        if self._answer >= 0:
+            os.close(self._answer)
+            self._answer = -1
+
+    def _read(self, timeout_s: float) -> tuple[bool, Any]:
+        deadline = time.perf_counter() + timeout_s
+        body = b""
+        while True:
+            readable, _, _ = select.select([self._answer], [], [], max(0.0, deadline - time.perf_counter()))
+            if not readable:
+                raise ChildFailed(f"no answer from process {self.pid} within {timeout_s} s")
+            data = os.read(self._answer, 1 << 16)
+            if not data:
+                break
+            body += data
+        if not body:
+            end = self.wait()
+            return False, f"process {end.pid} ended with code {end.code}, signal {end.signal}, and no answer"
+        outcome: tuple[bool, Any] = pickle.loads(body)
+        return outcome
+
+
+class ForkPool:
+    """A fork server for tests. Not thread-safe."""
+
+    def __init__(self, modules: Sequence[str] | None = None, environment: Mapping[str, str] | None = None) -> None:
+        ours, theirs = pair()
+        command = [sys.executable, "-m", "trainer_hooks.launch.forkserver"]
+        command += ["--control", str(theirs.fileno()), "--parent", str(os.getpid())]
+        if modules is not None:
+            command += ["--preload", *modules]
+        inherited = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+        with theirs:
+            self._server = subprocess.Popen(command, cwd=ROOT, env=inherited, pass_fds=[theirs.fileno()])
+        self._channel: Channel[FromForkServer] = Channel(ours, FromForkServer)
+        self._serial = 0
+        self._pids: dict[int, int] = {}
+        self._ends: dict[int, Exited] = {}
+        self._children: list[ForkedChild] = []
+
+    def start(
+        self, function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str | None] | None = None
+    ) -> ForkedChild:
+        """Calls ``function(*arguments)`` in a new process; both must be picklable by reference and by value."""
+        self._serial += 1
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        call = {
+            "path": sys.path,
+            "function": f"{function.__module__}:{function.__qualname__}",
+            "arguments": pickle.dumps(arguments),
+        }
+        fork = Fork(
+            serial=self._serial,
+            target="tests.support.forked:run_child",
+            arguments=call,
+            environment=dict(environment or {}),
+        )
+        self._channel.send(fork, (writing,))
+        os.close(writing)
+        child = ForkedChild(self, self._serial, reading)
+        self._children.append(child)
+        return child
+
+    def order(self, message: Signal) -> None:
+        self._channel.send(message)
+
+    def pid(self, serial: int) -> int:
+        self._hear_until(lambda: serial in self._pids, DEADLINE_S)
+        return self._pids[serial]
+
+    def end_of(self, serial: int, timeout_s: float) -> Exited:
+        self._hear_until(lambda: serial in self._ends, timeout_s)
+        return self._ends[serial]
+
+    def close(self) -> None:
+        """Kills what still runs."""
+        self._channel.close()
+        self._server.wait(DEADLINE_S)
+        for child in self._children:
+            child.close()
+
+    def release(self) -> None:
+        """Kills and forgets every child; between tests."""
+        for child in self._children:
+            child.kill()
+            child.close()
+        self._children.clear()
+
+    def _hear_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        deadline = time.perf_counter() + timeout_s
+        while not condition():
+            readable, _, _ = select.select([self._channel], [], [], max(0.0, deadline - time.perf_counter()))
+            if not readable:
+                raise ChildFailed(f"the fork server did not answer within {timeout_s} s")
+            received = self._channel.receive()
+            assert received is not None, "the fork server is gone"
+            self._note(received[0])
+
+    def _note(self, message: FromForkServer) -> None:
+        match message:
+            case Forked():
+                self._pids[message.serial] = message.pid
+            case Exited():
+                self._ends[message.serial] = message
+            case Ready():
+                pass
+
+
+def run_child(descriptors: tuple[int, ...], *, path: list[str], function: str, arguments: bytes) -> None:
+    """In the child: calls the function and answers with what it returned or raised."""
+    (answer,) = descriptors
+    sys.path[:] = path
+    module, _, name = function.partition(":")
+    try:
+        target: Any = importlib.import_module(module)
+        for part in name.split("."):
+            target = getattr(target, part)
+        outcome: tuple[bool, Any] = (True, target(*pickle.loads(arguments)))
+    except Exception:  # noqa: BLE001 - handed to the test whole
+        outcome = (False, traceback.format_exc())
+    with os.fdopen(answer, "wb") as file:
+        pickle.dump(outcome, file)
+
+
+@contextlib.contextmanager
+def fork_pool(modules: Sequence[str] | None = None) -> Iterator[ForkPool]:
+    """A pool that kills its children at the end of the block."""
+    pool = ForkPool(modules)
+    try:
+        yield pool
+    finally:
+        pool.close()

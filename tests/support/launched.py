@@ -1,0 +1,119 @@
+"""``everstep-launch`` under test: a real launcher process, and a look at all that hangs below it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 60.0
+
+
+class Launched:
+    """A running launcher; its output goes to files, so that nobody has to read it."""
+
+    def __init__(self, directory: Path, argv: list[str], environment: dict[str, str]) -> None:
+        self._out, self._err = directory / "launcher.out", directory / "launcher.err"
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("EVERSTEP_", "PET_"))}
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "trainer_hooks.launch", *argv],
+                env=inherited | {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(directory / "state")} | environment,
+                stdout=out,
+                stderr=err,
+                cwd=directory,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text()
+
+    def wait(self) -> int:
+        """The launcher's exit status."""
+        try:
+            return self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the launcher did not end; it said:\n{self.err}\n{self.out}") from None
+
+    def descendants(self) -> list[int]:
+        """Everything below the launcher, the nearest first."""
+        parents = parents_of_all()
+        found = [self.pid]
+        for pid in found:
+            found += [child for child, parent in parents.items() if parent == pid]
+        return found[1:]
+
+    def child_named(self, name: str) -> int:
+        """The pid of the descendant that calls itself ``name`` (see ``call_process``), once there is one."""
+
+        def there() -> int | None:
+            return next((pid for pid in self.descendants() if comm(pid) == name), None)
+
+        return self.eventually(there, f"a process called {name}")
+
+    def eventually(self, condition: Callable[[], object], what: str) -> int:
+        """Waits until ``condition`` is true; returns what it said. Fails with the launcher's output."""
+        deadline = time.perf_counter() + DEADLINE_S
+        while not (result := condition()):
+            if time.perf_counter() > deadline:
+                raise AssertionError(f"never: {what}; the launcher said:\n{self.err}\n{self.out}")
+            time.sleep(0.01)
+        return int(result) if isinstance(result, int) else 0
+
+
+@contextlib.contextmanager
+def launched(directory: Path, *argv: str, **environment: str) -> Iterator[Launched]:
+    """Starts ``everstep-launch`` with these arguments in ``directory``; kills it and its children at the end."""
+    launcher = Launched(directory, list(argv), environment)
+    try:
+        yield launcher
+    finally:
+        below = launcher.descendants()
+        if launcher.process.poll() is None:
+            launcher.process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.process.wait(15)
+        launcher.process.kill()
+        launcher.process.wait()
+        for pid in filter(alive, below):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def alive(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    return state_and_parent(pid)[0] not in ("", "Z", "X")
+
+
+def comm(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def state_and_parent(pid: int) -> tuple[str, int]:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return "", 0
+    return fields[0], int(fields[1])
+
+
+def parents_of_all() -> dict[int, int]:
+    return {int(name): state_and_parent(int(name))[1] for name in os.listdir("/proc") if name.isdigit()}
