@@ -17,6 +17,9 @@ import torch
 WORD = 8
 ROW_WORDS = 32768
 """A row of weights is 256 KiB: it stays in the second-level cache while the data streams past."""
+ROW_BYTES = ROW_WORDS * WORD
+BLOCK_ROWS = 1024
+"""Rows multiplied at once, 256 MiB: bounds the intermediate product on a GPU."""
 SMALL_BYTES = 64 << 10
 """Smaller tensors are gathered into one buffer first: a product has a fixed cost of some microseconds."""
 _SEED = 0x45565253544550
@@ -41,59 +44,74 @@ def _mix(n: int) -> int:
 
 
 class WeightedDigest:
-    """The digest of a fixed list of tensors, all on one device; buffers and weights are made once.
+    """The digest of a fixed list of tensors; buffers and weights are made once, on the first tensor's device.
 
-    Equal bytes in equal order give equal digests in any process. Not for use from two threads at once.
+    Equal bytes in equal order give equal digests in any process, however the tensors lie in memory. Not for use from
+    two threads at once.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        large = [t for t in tensors if _viewable(t) and t.nbytes > SMALL_BYTES]
-        self._gathered = [t for t in tensors if not (_viewable(t) and t.nbytes > SMALL_BYTES) and t.numel()]
         device = tensors[0].device if tensors else torch.device("cpu")
+        small = [t for t in tensors if 0 < t.nbytes <= SMALL_BYTES]
+        large = [t for t in tensors if t.nbytes > SMALL_BYTES]
         self._weights = _row_weights(device)
-        self._buffer, self._places = _gather_buffer(self._gathered, device)
-        self._flat = [t.reshape(-1).view(torch.uint8) for t in large] + [self._buffer]
-        rows = sum(-(-(flat.numel()) // (ROW_WORDS * WORD)) for flat in self._flat)
-        mixed = [_mix(n) for n in range(rows)]
-        self._row_keys = torch.tensor([m - (1 << 64) if m >> 63 else m for m in mixed], device=device)
+        buffer, places = _gather_buffer(small, device)
+        self._copies = list(zip(places, small, strict=True))
+        self._flat = [self._words_of(t, device) for t in large] + [buffer]
+        rows = sum(-(-flat.numel() // ROW_BYTES) for flat in self._flat)
+        self._row_keys = torch.tensor([_signed(_mix(n)) for n in range(rows)], dtype=torch.int64, device=device)
         self._sums = torch.zeros(rows, dtype=torch.int64, device=device)
 
-    def value(self) -> int:
-        """The digest of the tensors' bytes now, 0 to 2^64 - 1."""
+    def _words_of(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The tensor's bytes where they lie, or a place to copy them to if they cannot be read as words there."""
+        if tensor.device == device and tensor.is_contiguous() and tensor.data_ptr() % WORD == 0:
+            return tensor.detach().reshape(-1).view(torch.uint8)
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        self._copies.append((copy, tensor.detach()))
+        return copy.reshape(-1).view(torch.uint8)
+
+    def start(self) -> torch.Tensor:
+        """The digest of the bytes as they are now, as a tensor of one signed 64-bit number; on a GPU, enqueued."""
         with torch.no_grad():
-            if self._gathered:
-                torch._foreach_copy_(self._places, self._gathered)
+            if self._copies:
+                torch._foreach_copy_([to for to, _ in self._copies], [of for _, of in self._copies])
             row = 0
             for flat in self._flat:
                 row = self._add_rows(flat, row)
-            return int((self._sums * self._row_keys).sum().item()) & _MASK
+            return (self._sums * self._row_keys).sum()
+
+    def value(self) -> int:
+        """The digest, 0 to 2^64 - 1."""
+        return unsigned(self.start())
 
     def _add_rows(self, flat: torch.Tensor, row: int) -> int:
         """Writes the weighted sums of ``flat``'s rows from ``row`` on; returns the row after them."""
         words = flat[: flat.numel() // WORD * WORD].view(torch.int64)
         full = words.numel() // ROW_WORDS
-        if full:
-            self._sums[row : row + full] = _product(words[: full * ROW_WORDS].view(full, ROW_WORDS), self._weights)
-        rest = words[full * ROW_WORDS :]
-        tail = flat[words.numel() * WORD :]
+        for first in range(0, full, BLOCK_ROWS):
+            some = words[first * ROW_WORDS : min(first + BLOCK_ROWS, full) * ROW_WORDS].view(-1, ROW_WORDS)
+            self._sums[row + first : row + first + len(some)] = _product(some, self._weights)
+        rest, tail = words[full * ROW_WORDS :], flat[words.numel() * WORD :]
         if rest.numel() or tail.numel():
-            last = torch.zeros((), dtype=torch.int64, device=flat.device)
-            if rest.numel():
-                last = (rest * self._weights[: rest.numel()]).sum()
-            if tail.numel():
-                last = last + (tail.to(torch.int64) * self._weights[-tail.numel() :]).sum()
-            self._sums[row + full] = last
-        return row + -(-flat.numel() // (ROW_WORDS * WORD))
+            self._sums[row + full] = self._weighted(rest) + self._weighted(tail.to(torch.int64), rest.numel())
+        return row + -(-flat.numel() // ROW_BYTES)
+
+    def _weighted(self, words: torch.Tensor, first: int = 0) -> torch.Tensor:
+        return (words * self._weights[first : first + words.numel()]).sum()
+
+
+def unsigned(digest: torch.Tensor) -> int:
+    """A digest as ``start`` gives it, as a number from 0 to 2^64 - 1. Waits for the GPU."""
+    return int(digest.item()) & _MASK
+
+
+def _signed(n: int) -> int:
+    return n - (1 << 64) if n >> 63 else n
 
 
 def _product(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Row sums. CUDA has no integer matrix product, so there the weighting and the sum are two passes."""
     return torch.mv(rows, weights) if rows.device.type == "cpu" else (rows * weights).sum(dim=1)
-
-
-def _viewable(tensor: torch.Tensor) -> bool:
-    """Whether the bytes can be read as 64-bit words where they lie."""
-    return tensor.is_contiguous() and tensor.data_ptr() % WORD == 0
 
 
 def _gather_buffer(tensors: list[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -6,17 +6,17 @@ stream of their own, behind an event of the training stream and before an event 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
+from trainer_hooks.sdc.digest import WeightedDigest
 from trainer_hooks.snapshot.blob import dtype_of
-from trainer_hooks.snapshot.layout import Box, Manifest
+from trainer_hooks.snapshot.layout import BLOB_PREFIX, Box, Manifest
 from trainer_hooks.snapshot.plan import Share
 from trainer_hooks.state import TrackedTensor
 from trainer_hooks.vault_client import MappedSegment
-
-_BLOB_PREFIX = 8
 
 
 def part_of(local: torch.Tensor, held: Box, wanted: Box) -> torch.Tensor:
@@ -31,10 +31,7 @@ def part_of(local: torch.Tensor, held: Box, wanted: Box) -> torch.Tensor:
 def slot_view(payload: torch.Tensor, at: int, dtype: str, size: Sequence[int]) -> torch.Tensor:
     """Bytes of a payload from ``at`` on as a contiguous tensor."""
     kind = dtype_of(dtype)
-    count = 1
-    for n in size:
-        count *= n
-    return payload[at : at + count * kind.itemsize].view(kind).view(tuple(size))
+    return payload[at : at + math.prod(size) * kind.itemsize].view(kind).view(tuple(size))
 
 
 class Sources:
@@ -42,19 +39,40 @@ class Sources:
 
     def __init__(self, tensors: list[TrackedTensor], share: Share | None) -> None:
         """``share`` None: nothing is planned yet, so every volatile tensor is staged."""
+        self.share = share
         wanted = None if share is None else {piece.part for piece in share.pieces}
         self._volatile = [(i, t) for i, t in enumerate(tensors) if t.volatile and (wanted is None or i in wanted)]
         self._staged = {i: torch.empty_like(t.local) for i, t in self._volatile}
         self._tensors = tensors
+        devices = {t.local.device for t in tensors if t.local.device.type == "cuda"}
+        self.mover = DeviceMover(min(devices, key=str)) if devices else HostMover()
+        self._views: tuple[Share, list[torch.Tensor]] | None = None
+        self._digests: tuple[Share, dict[str, WeightedDigest]] | None = None
 
-    def stage(self) -> None:
+    @property
+    def on_gpu(self) -> bool:
+        return isinstance(self.mover, DeviceMover)
+
+    def begin(self) -> None:
         """Copies the volatile tensors aside; from the training thread, before the next forward pass."""
         if self._volatile:
-            torch._foreach_copy_([self._staged[i] for i, _ in self._volatile], [t.now() for _, t in self._volatile])
+            with torch.no_grad():
+                now = [t.now() for _, t in self._volatile]
+                torch._foreach_copy_([self._staged[i] for i, _ in self._volatile], now)
+        self.mover.begin()
 
-    def views(self, share: Share) -> list[torch.Tensor]:
-        """One view for each piece of ``share``, in its order."""
-        return [self._view(piece.part, piece.box) for piece in share.pieces]
+    def copy(self, share: Share, targets: list[torch.Tensor], *, digest: bool) -> dict[str, torch.Tensor]:
+        """Copies the share's pieces to ``targets``, and digests each of its groups if asked to.
+
+        From the copier thread. On a GPU both are enqueued when this returns; ``mover.finish`` waits for them.
+        """
+        views, digests = self._views_of(share), self._digests_of(share) if digest else {}
+        return self.mover.run(targets, views, digests)
+
+    def _views_of(self, share: Share) -> list[torch.Tensor]:
+        if self._views is None or self._views[0] is not share:
+            self._views = share, [self._view(piece.part, piece.box) for piece in share.pieces]
+        return self._views[1]
 
     def _view(self, part: int, box: Box) -> torch.Tensor:
         tensor = self._tensors[part]
@@ -62,34 +80,36 @@ class Sources:
         own = len(box.size) > len(tensor.box.size)  # stored with the rank as an extra leading dimension
         return part_of(local, tensor.box, Box(box.offset[1:], box.size[1:]) if own else box)
 
-
-class SlotViews:
-    """A slot's payload as the targets of a share's pieces."""
-
-    def __init__(self, payload: torch.Tensor, manifest: Manifest) -> None:
-        self.targets = []
-        for stored in manifest.stored:
-            tensor = manifest.catalog[stored.tensor]
-            size = stored.box.size[1:] if tensor.own else stored.box.size
-            self.targets.append(slot_view(payload, stored.at, tensor.dtype, size))
+    def _digests_of(self, share: Share) -> dict[str, WeightedDigest]:
+        if self._digests is None or self._digests[0] is not share:
+            made = {
+                group: WeightedDigest([self._tensors[i].local for i in members])
+                for group, members in share.groups.items()
+            }
+            self._digests = share, made
+        return self._digests[1]
 
 
 def write_blob(payload: memoryview, manifest: Manifest, blob: bytes) -> None:
     """The Python state into its place, behind its length."""
     at = manifest.blob_at
-    payload[at : at + _BLOB_PREFIX] = len(blob).to_bytes(_BLOB_PREFIX, "little")
-    payload[at + _BLOB_PREFIX : at + _BLOB_PREFIX + len(blob)] = blob
+    payload[at : at + BLOB_PREFIX] = len(blob).to_bytes(BLOB_PREFIX, "little")
+    payload[at + BLOB_PREFIX : at + BLOB_PREFIX + len(blob)] = blob
 
 
-class HostCopy:
-    """Copies between host tensors; done when it returns."""
+class HostMover:
+    """Copies between host tensors; done when ``run`` returns."""
 
     def begin(self) -> None:
         """Called by the training thread when the state is as it shall be copied."""
 
-    def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    def run(
+        self, targets: list[torch.Tensor], sources: list[torch.Tensor], digests: dict[str, WeightedDigest]
+    ) -> dict[str, torch.Tensor]:
         with torch.no_grad():
-            torch._foreach_copy_(targets, sources)
+            if targets:
+                torch._foreach_copy_(targets, sources)
+        return {group: digest.start() for group, digest in digests.items()}
 
     def order_before_step(self) -> None:
         """Called by the training thread before the state changes again."""
@@ -98,25 +118,28 @@ class HostCopy:
         """Waits, in the copier thread, until the bytes are there."""
 
 
-class DeviceCopy(HostCopy):
-    """Copies from a GPU on a stream of its own. ``register`` page-locks the segment, once, so that copies overlap."""
+class DeviceMover(HostMover):
+    """Copies from a GPU on a stream of its own into page-locked slots."""
 
-    def __init__(self, device: torch.device, segment: MappedSegment) -> None:
-        self._stream = torch.cuda.Stream(device)
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._ready = torch.cuda.Event()
-        self._copied = torch.cuda.Event()
-        register(segment)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         self._ready.record(torch.cuda.current_stream(self._device))
 
-    def copy(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    def run(
+        self, targets: list[torch.Tensor], sources: list[torch.Tensor], digests: dict[str, WeightedDigest]
+    ) -> dict[str, torch.Tensor]:
         with torch.no_grad(), torch.cuda.stream(self._stream):
             self._stream.wait_event(self._ready)
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
+            made = {group: digest.start() for group, digest in digests.items()}
             self._copied.record(self._stream)
+        return made
 
     def order_before_step(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._copied)
@@ -125,18 +148,19 @@ class DeviceCopy(HostCopy):
         self._copied.synchronize()
 
 
-def register(segment: MappedSegment) -> None:
+def page_lock(segment: MappedSegment) -> None:
     """Page-locks a segment's mapping for the GPU, once in its life.
 
     Raises RuntimeError with CUDA's reason where the system does not let us lock that much (``ulimit -l``).
     """
     if segment.page_locked:
         return
-    whole = torch.frombuffer(segment.buffer, dtype=torch.uint8)
-    code = torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0)
-    if int(code) != 0:
+    mapped = torch.frombuffer(segment.buffer, dtype=torch.uint8)
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = int(cudart.cudaHostRegister(mapped.data_ptr(), mapped.numel(), 0))
+    if code != 0:
         raise RuntimeError(
-            f"cannot page-lock {whole.numel()} bytes of slot memory for the GPU: CUDA error {int(code)}; "
+            f"cannot page-lock {mapped.numel()} bytes of slot memory for the GPU: CUDA error {code}; "
             "raise the limit on locked memory (ulimit -l)"
         )
     segment.page_locked = True

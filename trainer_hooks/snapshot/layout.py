@@ -20,7 +20,7 @@ Extent = tuple[int, ...]
 ALIGN = 64
 """Pieces begin at multiples of this in a payload: a cache line, and enough for any dtype's view."""
 LAYOUT_FORMAT = 1
-MAX_TENSORS = 1 << 20
+BLOB_PREFIX = 8
 
 
 class Box(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -139,8 +139,9 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     """What a slot's payload holds.
 
     ``catalog`` lists every tensor of the job, not only those stored here, so that a missing one is missed. The Python
-    state is ``blob_at`` + 8 bytes length + bytes. The first ``exclusive`` bytes of the payload are what replicas on
-    other nodes hold; the rest is held alike in other ranks' slots.
+    state lies at ``blob_at``: its length in BLOB_PREFIX bytes, then up to ``blob_capacity`` bytes. The first
+    ``exclusive`` bytes of the payload lie on too few nodes and must be copied to others; the rest is in the slots of
+    enough ranks as it is.
     """
 
     format: int
@@ -149,12 +150,9 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     catalog: tuple[Tensor, ...]
     stored: tuple[Stored, ...]
     blob_at: int
+    blob_capacity: int
     payload_bytes: int
     exclusive: int
-
-    def present(self, replica: bool) -> tuple[Stored, ...]:
-        """What can be read from the slot itself, or from a replica of it."""
-        return tuple(s for s in self.stored if s.at < self.exclusive) if replica else self.stored
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -13,6 +13,7 @@ import msgspec
 
 from trainer_hooks.snapshot.layout import (
     ALIGN,
+    BLOB_PREFIX,
     LAYOUT_FORMAT,
     Box,
     Layout,
@@ -146,15 +147,17 @@ def manifest_for(rank: int, layouts: Sequence[Layout], share: Share, blob_capaci
     stored: list[Stored] = []
     for piece in ordered:
         if not piece.exclusive and blob_at is None:
-            blob_at, at = at, _aligned(at + 8 + blob_capacity)
+            blob_at, at = at, _aligned(at + BLOB_PREFIX + blob_capacity)
             exclusive_end = at if stored else 0
         part = parts[piece.part]
         stored.append(Stored(index_of[part.name], piece.box, at))
         at = _aligned(at + piece.box.volume * part.itemsize)
     if blob_at is None:
-        blob_at, at = at, _aligned(at + 8 + blob_capacity)
+        blob_at, at = at, _aligned(at + BLOB_PREFIX + blob_capacity)
         exclusive_end = at if stored else 0
-    return Manifest(LAYOUT_FORMAT, rank, len(layouts), catalog, tuple(stored), blob_at, at, exclusive_end)
+    return Manifest(
+        LAYOUT_FORMAT, rank, len(layouts), catalog, tuple(stored), blob_at, blob_capacity, at, exclusive_end
+    )
 
 
 def _aligned(n: int) -> int:

@@ -1,0 +1,193 @@
+"""How the ranks of a generation agree on a version, through its store: inventories, a choice, outcomes, a verdict.
+
+The first rank of each node tells what its vault holds. Rank 0 chooses. Every rank reads what it needs and says how
+that went; only when all have what they need do they go on, else rank 0 chooses again without what proved bad.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TypeVar
+
+import msgspec
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
+
+from everstep.clock import Clock
+from everstep.errors import MalformedMessage, NotRestorable
+from everstep.ids import Version
+from everstep.wire.v1.local import SlotInfo
+from everstep.wire.v1.training import GenerationSpec, Member, RestoreRule
+from trainer_hooks.restore.choose import Choice, admitted, choose
+from trainer_hooks.snapshot.layout import Manifest, content_digest, decode_manifest
+
+SLICE_S = 0.25
+"""A wait in the store cannot be interrupted; one of this length can, between two of them."""
+PATIENCE_S = 60.0
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class SlotKey(msgspec.Struct, frozen=True):
+    """Which slot, among all of the job."""
+
+    node: str
+    rank: int
+    version: Version
+    replica: bool
+
+
+def slot_key(slot: SlotInfo) -> SlotKey:
+    return SlotKey(slot.node, slot.rank, slot.version, slot.replica)
+
+
+class Inventory(msgspec.Struct, frozen=True):
+    """The slots of one node's vault."""
+
+    slots: tuple[SlotInfo, ...]
+
+
+class Proposal(msgspec.Struct, frozen=True):
+    """Rank 0's choice, or why there is none. ``newest`` is the newest version of which anything was found."""
+
+    choice: Choice | None
+    newest: Version | None
+    error: str = ""
+
+    @property
+    def takes_newest(self) -> bool:
+        return self.choice is not None and self.choice.version is not None and self.choice.version == self.newest
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How reading went for one rank: whether it has all it needs, and which slots proved bad."""
+
+    ok: bool
+    bad: tuple[SlotKey, ...] = ()
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What the outcomes come to: whether all ranks have what they need, and all slots that proved bad."""
+
+    ok: bool
+    bad: tuple[SlotKey, ...] = ()
+
+
+class Council:
+    """One rank's voice in a restore. The same code on all ranks; rank 0 also chairs."""
+
+    def __init__(self, store: Store, spec: GenerationSpec, member: Member, clock: Clock) -> None:
+        self._store = store
+        self._spec = spec
+        self._member = member
+        self._clock = clock
+        self._manifests: dict[str, Manifest] = {}
+
+    @property
+    def rule(self) -> RestoreRule:
+        return self._spec.restore
+
+    @property
+    def chairs(self) -> bool:
+        return self._member.rank == 0
+
+    @property
+    def speaks_for_node(self) -> bool:
+        """Whether this rank tells what its node's vault holds: the first of the node does."""
+        return self._member.rank == min(m.rank for m in self._spec.roster if m.node == self._member.node)
+
+    # --- what is there
+
+    def tell(self, slots: tuple[SlotInfo, ...], manifests: dict[str, bytes]) -> None:
+        """Publishes what this node's vault holds, with the manifests of it. Only what the rule admits is of use."""
+        for digest, body in manifests.items():
+            self.add_manifest(digest, body)
+        told = tuple(s for s in slots if admitted(self.rule, s.version))
+        self._store.set(f"restore/inventory/{self._member.node}", _encode(Inventory(told)))
+
+    def add_manifest(self, digest: str, body: bytes) -> None:
+        """Publishes one manifest by its digest."""
+        self._store.set(f"restore/manifest/{digest}", body)  # type: ignore[arg-type]  # takes bytes
+
+    def has_manifest(self, digest: str) -> bool:
+        """Whether somebody published it."""
+        return digest in self._manifests or self._store.check([f"restore/manifest/{digest}"])
+
+    def gather(self) -> tuple[SlotInfo, ...]:
+        """What all nodes of the roster told."""
+        nodes = list(dict.fromkeys(m.node for m in self._spec.roster))
+        told = self._get([f"restore/inventory/{node}" for node in nodes])
+        return tuple(slot for body in told for slot in _decode(body, Inventory).slots)
+
+    def manifest(self, digest: str) -> Manifest:
+        """A published manifest. Raises MalformedMessage where nobody could read it, or it is damaged."""
+        if digest not in self._manifests:
+            key = f"restore/manifest/{digest}"
+            if not self.has_manifest(digest):
+                raise MalformedMessage(f"manifest {digest} could not be read where it lies")
+            body = self._store.get(key)
+            if content_digest(body) != digest:
+                raise MalformedMessage(f"manifest {digest} is not what was sealed")
+            self._manifests[digest] = decode_manifest(body)
+        return self._manifests[digest]
+
+    # --- choosing
+
+    def decide(self, slots: tuple[SlotInfo, ...]) -> Proposal:
+        """What rank 0 makes of these slots."""
+        newest = max((s.version for s in slots if admitted(self.rule, s.version)), default=None)
+        try:
+            return Proposal(choose(self.rule, slots, self.manifest), newest)
+        except NotRestorable as error:
+            return Proposal(None, newest, str(error))
+
+    def propose(self, number: int, proposal: Proposal) -> None:
+        """Rank 0: publishes choice ``number``."""
+        self._store.set(f"restore/choice/{number}", _encode(proposal))
+
+    def choice(self, number: int) -> Choice:
+        """The published choice, checked against the rule. Raises NotRestorable with the sentence of what is missing."""
+        (body,) = self._get([f"restore/choice/{number}"])
+        made = _decode(body, Proposal)
+        if made.choice is None:
+            raise NotRestorable(made.error)
+        version = made.choice.version
+        if version is not None and not admitted(self.rule, version):
+            raise NotRestorable(f"rank 0 chose {version}, which the generation's rule does not admit")
+        return made.choice
+
+    def settle(self, number: int, outcome: Outcome) -> Verdict:
+        """Tells this rank's outcome of choice ``number``, and hears what all of them come to."""
+        self._store.set(f"restore/outcome/{number}/{self._member.rank}", _encode(outcome))
+        if self.chairs:
+            keys = [f"restore/outcome/{number}/{rank}" for rank in range(self._spec.world_size)]
+            outcomes = [_decode(body, Outcome) for body in self._get(keys)]
+            bad = tuple(dict.fromkeys(key for outcome in outcomes for key in outcome.bad))
+            self._store.set(f"restore/verdict/{number}", _encode(Verdict(all(o.ok for o in outcomes), bad)))
+        (body,) = self._get([f"restore/verdict/{number}"])
+        return _decode(body, Verdict)
+
+    def _get(self, keys: list[str]) -> list[bytes]:
+        """The values, once all are there. Raises DistStoreError after PATIENCE_S."""
+        deadline = self._clock.monotonic() + PATIENCE_S
+        while True:
+            try:
+                self._store.wait(keys, timedelta(seconds=SLICE_S))
+                break
+            except DistStoreError:
+                if self._clock.monotonic() > deadline:
+                    raise
+        return self._store.multi_get(keys)
+
+
+def _encode(value: msgspec.Struct) -> str:
+    """For the store, whose values are bytes for C++ and text for its Python signature."""
+    return msgspec.msgpack.encode(value)  # type: ignore[return-value]
+
+
+def _decode(body: bytes, kind: type[T]) -> T:
+    """Raises MalformedMessage."""
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except msgspec.DecodeError as error:
+        raise MalformedMessage(f"another rank's {kind.__name__} cannot be read: {error}") from error

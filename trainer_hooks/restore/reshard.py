@@ -1,0 +1,116 @@
+"""From boxes as they were stored to boxes as they are needed, in byte ranges. Pure: any layout to any other."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import msgspec
+
+from everstep.errors import NotRestorable
+from trainer_hooks.snapshot.layout import Box, Manifest, Stored
+
+Range = tuple[int, int]
+
+MOST_RUNS = 256
+"""A box of more contiguous runs than this is fetched with the rows it lies in, where that is not much more."""
+MOST_EXCESS = 4
+"""How many times the wanted bytes such rows may have."""
+
+
+class Want(msgspec.Struct, frozen=True):
+    """Box ``box`` of tensor ``tensor`` (index in the catalog) is needed."""
+
+    tensor: int
+    box: Box
+
+
+class Read(msgspec.Struct, frozen=True):
+    """Part ``box`` of want ``want`` comes from ``stored`` in supply ``supply``."""
+
+    want: int
+    supply: int
+    stored: Stored
+    box: Box
+
+
+def plan_reads(wants: Sequence[Want], supplies: Sequence[Manifest]) -> list[Read]:
+    """Reads that fill every want exactly once, each byte from the first supply that has it: order them by nearness.
+
+    Raises NotRestorable where something is in no supply.
+    """
+    holders: dict[int, list[tuple[int, Stored]]] = defaultdict(list)
+    for index, manifest in enumerate(supplies):
+        for stored in manifest.stored:
+            holders[stored.tensor].append((index, stored))
+    reads: list[Read] = []
+    for index, want in enumerate(wants):
+        rest = [want.box] if want.box.volume else []
+        for supply, stored in holders[want.tensor]:
+            if not rest:
+                break
+            rest = _take(index, supply, stored, rest, reads)
+        if rest:
+            name = supplies[0].catalog[want.tensor].name if supplies else f"tensor {want.tensor}"
+            raise NotRestorable(
+                f"{name}: the part at {rest[0].offset} of size {rest[0].size} is in no slot that is left"
+            )
+    return reads
+
+
+def _take(want: int, supply: int, stored: Stored, rest: list[Box], reads: list[Read]) -> list[Box]:
+    """Adds reads of what ``stored`` has of ``rest``; returns what is still lacking."""
+    lacking: list[Box] = []
+    for part in rest:
+        common = part.intersect(stored.box)
+        if common is None:
+            lacking.append(part)
+        else:
+            reads.append(Read(want, supply, stored, common))
+            lacking += part.without(common)
+    return lacking
+
+
+def byte_ranges(held: Box, wanted: Box, itemsize: int, at: int) -> list[Range]:
+    """Where ``wanted`` lies when ``held``, which contains it, is stored in row-major order from byte ``at`` on.
+
+    (offset, length) of each contiguous run, ascending; one after another they are ``wanted`` in row-major order.
+    """
+    if not wanted.volume:
+        return []
+    split = _run_dimension(held, wanted)
+    strides = _byte_strides(held.size, itemsize)
+    length = math.prod(wanted.size[split:]) * itemsize
+    start = at + sum((w - h) * s for w, h, s in zip(wanted.offset, held.offset, strides, strict=True))
+    steps = [[i * stride for i in range(n)] for n, stride in zip(wanted.size[:split], strides[:split], strict=True)]
+    return [(start + sum(step), length) for step in itertools.product(*steps)]
+
+
+def _run_dimension(held: Box, wanted: Box) -> int:
+    """The first dimension of a contiguous run: all behind it are wanted in full, and before it there is one each."""
+    split = len(held.size)
+    while split and wanted.size[split - 1] == held.size[split - 1]:
+        split -= 1
+    split = max(0, split - 1)
+    while split and wanted.size[split - 1] == 1:
+        split -= 1
+    return split
+
+
+def _byte_strides(size: Sequence[int], itemsize: int) -> list[int]:
+    strides, stride = [], itemsize
+    for n in reversed(size):
+        strides.append(stride)
+        stride *= n
+    return strides[::-1]
+
+
+def box_to_fetch(held: Box, wanted: Box) -> Box:
+    """What to move over the network for ``wanted``: itself, or whole rows of ``held`` where it lies in many crumbs."""
+    runs = math.prod(wanted.size[: _run_dimension(held, wanted)])
+    if runs <= MOST_RUNS:
+        return wanted
+    rows = Box((wanted.offset[0], *held.offset[1:]), (wanted.size[0], *held.size[1:]))
+    return rows if rows.volume <= MOST_EXCESS * wanted.volume else wanted

@@ -1,0 +1,89 @@
+"""A plan in use: this rank's share, its manifest, and the segment with views into its slots."""
+
+from __future__ import annotations
+
+import torch
+
+from everstep.slots import PAGE, slot_bytes_for
+from everstep.wire.v1.training import GenerationSpec, Member
+from trainer_hooks.snapshot.copy import page_lock, slot_view
+from trainer_hooks.snapshot.exchange import Exchange
+from trainer_hooks.snapshot.layout import Layout, Manifest, encode
+from trainer_hooks.snapshot.plan import Share, divide, manifest_for
+from trainer_hooks.vault_client import MappedSegment, VaultClient
+
+SMALLEST_BLOB_BYTES = 16 << 10
+"""Room for Python state: twice its first size, and at least this. A longer one makes a new manifest, no new plan."""
+
+
+class Planned:
+    """What each snapshot needs, made once: nothing in here depends on the step."""
+
+    def __init__(self, layout: Layout, share: Share, manifest: Manifest, segment: MappedSegment) -> None:
+        self.layout = layout
+        self.share = share
+        self.manifest = manifest
+        self.manifest_bytes = encode(manifest)
+        self.segment = segment
+        self._targets: dict[int, list[torch.Tensor]] = {}
+
+    def fits(self, blob_bytes: int) -> bool:
+        """Whether Python state of this size fits where the manifest says."""
+        return blob_bytes <= self.manifest.blob_capacity
+
+    def targets(self, slot: int) -> list[torch.Tensor]:
+        """Views into a slot that was begun with this plan's manifest, one for each piece of the share."""
+        if slot not in self._targets:
+            payload = torch.frombuffer(self.segment.view.payload(slot), dtype=torch.uint8)
+            self._targets[slot] = [
+                slot_view(payload, stored.at, tensor.dtype, stored.box.size[1:] if tensor.own else stored.box.size)
+                for stored in self.manifest.stored
+                for tensor in (self.manifest.catalog[stored.tensor],)
+            ]
+        return self._targets[slot]
+
+
+class Planner:
+    """Makes plans, in the copier thread: exchange of layouts, division, manifest, segment."""
+
+    def __init__(
+        self, vault: VaultClient, spec: GenerationSpec, member: Member, exchange: Exchange, timeout_s: float
+    ) -> None:
+        self._vault = vault
+        self._spec = spec
+        self._member = member
+        self._exchange = exchange
+        self._timeout_s = timeout_s
+        self._shared: tuple[Layout, list[Layout], Share] | None = None
+
+    def plan(self, tag: str, layout: Layout, blob_bytes: int, *, on_gpu: bool) -> Planned:
+        """A plan for ``layout`` with room for ``blob_bytes`` of Python state.
+
+        The exchange under ``tag`` takes place only where ``layout`` is not the last one planned. Raises Unavailable,
+        OutOfSlotMemory, and ValueError where ranks hold different tensors under one name.
+        """
+        if self._shared is None or self._shared[0] is not layout:
+            layouts = self._exchange.layouts(tag, layout, self._timeout_s)
+            shares = divide(layouts, self._nodes(), self._spec.spec.replicas)
+            self._shared = layout, layouts, shares[self._member.rank]
+        _, layouts, share = self._shared
+        capacity = max(SMALLEST_BLOB_BYTES, 2 * blob_bytes)
+        manifest = manifest_for(self._member.rank, layouts, share, capacity)
+        segment = self._open(manifest)
+        if on_gpu:
+            page_lock(segment)
+        return Planned(layout, share, manifest, segment)
+
+    def _nodes(self) -> list[str]:
+        return [m.node for m in sorted(self._spec.roster, key=lambda m: m.rank)]
+
+    def _open(self, manifest: Manifest) -> MappedSegment:
+        """The rank's segment, with room for the larger share that is left when one node goes.
+
+        Enlarging a segment costs the first touch of its pages, so it should not come on top of a loss.
+        """
+        world, node = self._spec.world_size, self._spec.spec.nproc_per_node
+        fewer = max(world - node, node)
+        payload = -(-manifest.payload_bytes * world // fewer) if world > node else manifest.payload_bytes
+        slot_bytes = slot_bytes_for(2 * len(encode(manifest)), payload) + PAGE
+        return self._vault.open_segment(self._spec.job, self._member.local_rank, slot_bytes)

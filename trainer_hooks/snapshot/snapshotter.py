@@ -1,0 +1,349 @@
+"""A rank's snapshots: the training thread says when the state stands still, a copier thread does the rest.
+
+``begin`` returns at once; the copy runs beside the next forward and backward pass; ``wait``, before the next optimizer
+step, blocks until the bytes are in the slot. Hashing, sealing and telling the vault come after, outside the wait.
+No failure in here reaches the training loop: a snapshot that cannot be made is skipped, with a warning that says why.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from functools import partial
+
+from torch._C._distributed_c10d import Store
+
+from everstep.clock import Clock
+from everstep.errors import EverstepError, OutOfSlotMemory
+from everstep.ids import Version
+from everstep.slots import slot_to_fill
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep.wire.v1.local import Replicated
+from everstep.wire.v1.training import GenerationSpec, Member, Sealed
+from trainer_hooks.sdc.digest import unsigned
+from trainer_hooks.snapshot.copy import Sources, write_blob
+from trainer_hooks.snapshot.exchange import Exchange
+from trainer_hooks.snapshot.layout import Layout
+from trainer_hooks.snapshot.planned import Planned, Planner
+from trainer_hooks.state import TrackedState, TrackedTensor
+from trainer_hooks.vault_client import VaultClient
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.02
+"""Slices of ``wait``, so that an exception set from another thread reaches the training thread between them."""
+PATIENCE_S = 2.0
+"""How long ``wait`` lets a snapshot be planned before it goes on without it."""
+RETRY_S = 5.0
+"""After a plan failed, snapshots are skipped for this long, so that training does not stop for each attempt."""
+REPLICATION_PATIENCE_S = 1.0
+"""How long a fill waits for the replication of the oldest slot, when all slots are taken."""
+FINISH_S = 5.0
+START = "start"
+
+
+class _Phase(enum.Enum):
+    QUEUED = enum.auto()
+    COPYING = enum.auto()
+    COPIED = enum.auto()
+    OVER = enum.auto()
+
+
+class _Look:
+    """The tensors as they were found, and the name under which the ranks exchange this layout."""
+
+    def __init__(self, tensors: list[TrackedTensor], layout: Layout, tag: str) -> None:
+        self.tensors = tensors
+        self.layout = layout
+        self.tag = tag
+
+
+class _Job:
+    """One snapshot on its way."""
+
+    def __init__(self, version: Version, look: _Look, sources: Sources, blob: bytes) -> None:
+        self.version = version
+        self.look = look
+        self.sources = sources
+        self.blob = blob
+        self.phase = _Phase.QUEUED
+        self.copied = threading.Event()
+
+
+class Snapshotter:
+    """Snapshots of one rank in one generation.
+
+    Args:
+        store: the generation's store, already under the generation's prefix.
+        on_sealed: takes each report, from a thread of ours; must not block.
+        restored: the version this generation started from; its slot is kept until a newer one is committed.
+    """
+
+    def __init__(
+        self,
+        vault: VaultClient,
+        state: TrackedState,
+        spec: GenerationSpec,
+        member: Member,
+        store: Store,
+        on_sealed: Callable[[Sealed], None],
+        *,
+        restored: Version | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._vault = vault
+        self._state = state
+        self._spec = spec
+        self._member = member
+        self._on_sealed = on_sealed
+        self._clock = clock
+        self._where = {"node": member.node, "job": spec.job, "generation": spec.number}
+        self._stop = threading.Event()
+        self._changed = threading.Condition()
+        self._queue: _Job | None = None
+        self._last: _Job | None = None
+        self._closing = False
+        self._restored = restored
+        self._committed: Version | None = None
+        self._verified: Version | None = None
+        self._replicating: dict[Version, Future[Replicated]] = {}
+        self._in_trouble = False
+        self._retry_at = float("-inf")
+        self._planner = Planner(
+            vault, spec, member, Exchange(store, member.rank, spec.world_size, clock, self._stop), PATIENCE_S
+        )
+        self._planned: Planned | None = None
+        self._sources: Sources | None = None
+        self._look: _Look | None = None
+        if state.complete():
+            self._look = self._look_again(START)
+        self._thread = threading.Thread(target=self._run, name="everstep-copier", daemon=True)
+        self._thread.start()
+
+    # --- the training thread
+
+    def begin(self, step: int) -> None:
+        """The state after ``step`` stands still now, until ``wait`` returned. Returns at once.
+
+        Raises TypeError for tracked state that cannot be stored: that is for the user to mend.
+        """
+        self.wait()
+        if self._clock.monotonic() < self._retry_at:
+            return
+        if self._look is None or not self._state.unchanged():
+            self._look = self._look_again(str(step))
+        sources = self._fitting_sources(self._look)
+        sources.begin()
+        job = _Job(Version(self._spec.number, step), self._look, sources, self._state.blob())
+        with self._changed:
+            if self._closing:
+                return
+            self._queue = self._last = job
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Blocks until the copy of the last ``begin`` is done; call it before the state changes again.
+
+        Returns without a copy when the generation ended meanwhile, or no plan could be made in PATIENCE_S.
+        """
+        job = self._last
+        if job is None:
+            return
+        deadline = self._clock.monotonic() + PATIENCE_S
+        while not job.copied.wait(POLL_S):
+            if self._clock.monotonic() > deadline and self._give_up(job):
+                break
+        job.sources.mover.order_before_step()
+
+    def note(self, committed: Version | None, verified: Version | None) -> None:
+        """The newest committed and verified versions, as the controller says: their slots are not overwritten."""
+        with self._changed:
+            self._committed = committed or self._committed
+            self._verified = verified or self._verified
+
+    def close(self, finish: bool) -> None:
+        """The generation is over for this rank.
+
+        Args:
+            finish: the live state stands still, so a copy that was begun is completed and sealed (bounded by
+                FINISH_S). Otherwise it is left unfinished, where nobody reads it; one that was copied is sealed.
+        """
+        with self._changed:
+            self._closing = True
+            if not finish:
+                self._queue = None
+                if self._last is not None and self._last.phase in (_Phase.QUEUED, _Phase.COPYING):
+                    self._end(self._last)
+            self._changed.notify_all()
+        self._stop.set()
+        self._thread.join(timeout=FINISH_S)
+        if self._thread.is_alive():
+            log.warning("the last copy did not end in %.0f s and is left behind", FINISH_S, extra=self._where)
+
+    def _look_again(self, tag: str) -> _Look:
+        """Finds the tensors anew; only where their layout is another one is there something to plan under ``tag``."""
+        tensors = self._state.tensors()
+        layout = self._state.layout(tensors, self._member.rank, self._spec.world_size)
+        known = self._look
+        self._sources = None
+        return (
+            _Look(tensors, known.layout, known.tag) if known and known.layout == layout else _Look(tensors, layout, tag)
+        )
+
+    def _fitting_sources(self, look: _Look) -> Sources:
+        """Views for what is planned; before it is planned, of everything that must be staged."""
+        planned = self._planned
+        share = planned.share if planned is not None and planned.layout is look.layout else None
+        if self._sources is None or self._sources.share is not share:
+            self._sources = Sources(look.tensors, share)
+        return self._sources
+
+    def _give_up(self, job: _Job) -> bool:
+        """Leaves a snapshot that is not being copied yet. False when it is: then its bytes must be waited for."""
+        with self._changed:
+            if job.phase is _Phase.COPYING:
+                return False
+            self._end(job)
+            self._retry_at = self._clock.monotonic() + RETRY_S
+        log.warning("no snapshot of step %d: it could not be planned in time", job.version.step, extra=self._where)
+        return True
+
+    # --- the copier thread
+
+    def _run(self) -> None:
+        early = self._look
+        if early is not None:
+            self._attempt(partial(self._plan, early, b"", on_gpu=False), "plan snapshots")
+        while (job := self._next()) is not None:
+            self._attempt(partial(self._snapshot, job), f"snapshot step {job.version.step}")
+            with self._changed:
+                self._end(job)
+
+    def _attempt(self, work: Callable[[], object], what: str) -> None:
+        """Runs ``work``. What fails in it is told and forgotten: a snapshot less must not stop the training."""
+        try:
+            work()
+        except (EverstepError, RuntimeError, OSError, ValueError) as error:
+            self._retry_at = self._clock.monotonic() + RETRY_S
+            if not self._closing:
+                log.warning("cannot %s, training goes on without: %s", what, error, extra=self._where)
+
+    def _next(self) -> _Job | None:
+        with self._changed:
+            while self._queue is None and not self._closing:
+                self._changed.wait()
+            job, self._queue = self._queue, None
+            return job
+
+    def _end(self, job: _Job) -> None:
+        job.phase = _Phase.OVER
+        job.copied.set()
+
+    def _advance(self, job: _Job, before: _Phase, after: _Phase) -> bool:
+        """Moves a job on, unless it was given up meanwhile."""
+        with self._changed:
+            if job.phase is not before:
+                return False
+            job.phase = after
+            return True
+
+    def _plan(self, look: _Look, blob: bytes, *, on_gpu: bool) -> Planned:
+        planned = self._planned
+        if planned is None or planned.layout is not look.layout or not planned.fits(len(blob)):
+            planned = self._planned = self._planner.plan(look.tag, look.layout, len(blob), on_gpu=on_gpu)
+        return planned
+
+    def _snapshot(self, job: _Job) -> None:
+        planned = self._plan(job.look, job.blob, on_gpu=job.sources.on_gpu)
+        view, manifest = planned.segment.view, planned.manifest
+        slot = self._slot(planned)
+        payload = view.begin(slot, self._member.rank, job.version, planned.manifest_bytes, manifest.payload_bytes)
+        write_blob(payload, manifest, job.blob)
+        if not self._advance(job, _Phase.QUEUED, _Phase.COPYING):
+            return
+        digests = job.sources.copy(planned.share, planned.targets(slot), digest=self._digest_due(job.version.step))
+        if not self._advance(job, _Phase.COPYING, _Phase.COPIED):
+            return
+        job.copied.set()
+        job.sources.mover.finish()
+        view.seal(slot)
+        self._tell(planned, slot, job.version, {group: f"{unsigned(d):016x}" for group, d in digests.items()})
+
+    def _digest_due(self, step: int) -> bool:
+        interval = self._spec.spec.digest_interval
+        return interval > 0 and step % interval == 0
+
+    def _slot(self, planned: Planned) -> int:
+        """Where to write. While every slot is needed, that of the oldest version is replicated; training waits then."""
+        view, keep = planned.segment.view, self._needed()
+        headers = [view.header(slot) for slot in range(view.slots)]
+        self._replicating = {v: f for v, f in self._replicating.items() if not f.done()}
+        try:
+            return slot_to_fill(headers, keep | self._replicating.keys())
+        except OutOfSlotMemory:
+            oldest = min(self._replicating, default=None)
+            if oldest is not None:
+                wait_for([self._replicating.pop(oldest)], timeout=REPLICATION_PATIENCE_S)
+            return slot_to_fill(headers, keep | self._replicating.keys())
+
+    def _needed(self) -> set[Version]:
+        with self._changed:
+            replaced = self._committed is not None and self._restored is not None and self._committed > self._restored
+            versions = (self._committed, self._verified, None if replaced else self._restored)
+            return {v for v in versions if v is not None}
+
+    # --- telling the vault and the controller
+
+    def _tell(self, planned: Planned, slot: int, version: Version, digests: dict[str, str]) -> None:
+        exclusive = planned.manifest.exclusive
+        to = self._spec.replica_nodes.get(self._member.node, ()) if exclusive else ()
+        future = self._vault.sealed(
+            job=self._spec.job,
+            generation=self._spec.number,
+            rank=self._member.rank,
+            local_rank=self._member.local_rank,
+            slot=slot,
+            version=version,
+            replicate=((0, exclusive),) if to else (),
+            to=to,
+        )
+        if to:
+            self._replicating[version] = future
+        size = planned.manifest.payload_bytes
+        future.add_done_callback(lambda answered: self._report(answered, to, version, size, digests))
+
+    def _report(
+        self, answered: Future[Replicated], to: tuple[str, ...], version: Version, size: int, digests: dict[str, str]
+    ) -> None:
+        """Reports a share with who has copies of it: as many as the job asks for, or as there are nodes for."""
+        error = answered.exception()
+        nodes = () if error is not None else answered.result().nodes
+        failed = {} if error is not None else answered.result().failed
+        self._tell_trouble(version, error or failed)
+        wanted = min(self._spec.spec.replicas - 1, len(to))
+        self._on_sealed(
+            Sealed(
+                job=self._spec.job,
+                at=self._clock.wall(),
+                generation=self._spec.number,
+                rank=self._member.rank,
+                version=version,
+                bytes=size,
+                safe=error is None and len(nodes) >= wanted,
+                replicas=nodes,
+                digests=digests,
+            )
+        )
+
+    def _tell_trouble(self, version: Version, trouble: BaseException | dict[str, str] | None) -> None:
+        """Warns when replication begins to fail and when it works again, not at every step between."""
+        if bool(trouble) != self._in_trouble:
+            self._in_trouble = bool(trouble)
+            if trouble:
+                log.warning("version %s is not replicated: %s", version, trouble, extra=self._where)
+            else:
+                log.info("version %s is replicated again", version, extra=self._where)
