@@ -86,6 +86,14 @@ class KernelLog:
             return self._read_records(self._descriptor)
         return self._read_bytes(self._descriptor)
 
+    def has_news(self) -> bool:
+        """Whether a file has grown, was replaced or cut short, or came to be: one system call."""
+        try:
+            named = os.stat(self._path)
+        except OSError:
+            return False if self._descriptor is None else os.fstat(self._descriptor).st_size != self._position.offset
+        return (named.st_ino, named.st_size) != (self._position.inode, self._position.offset)
+
     def close(self) -> None:
         if self._descriptor is not None:
             os.close(self._descriptor)

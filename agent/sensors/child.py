@@ -13,8 +13,15 @@ import socket
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import msgspec
+
+# pynvml imports ctypes.util.find_library and never calls it; the real module draws in subprocess, shutil and every
+# compressor, 1.4 MB of a process that should be small.
+if "ctypes.util" not in sys.modules:
+    sys.modules["ctypes.util"] = ModuleType("ctypes.util")
+    sys.modules["ctypes.util"].find_library = lambda name: None  # type: ignore[attr-defined]
 
 from agent.drivers import sysfs
 from agent.sensors.frames import DOING_BYTES, Begin, Poll

@@ -192,7 +192,7 @@ class SensorProcess:
             if self._drain(log):
                 await asyncio.sleep(STORM_PAUSE_S)
             elif log.wakes is None:
-                await asyncio.sleep(self._settings.log_poll_s)
+                await _grown(log, self._settings.log_poll_s)
             else:
                 await _readable(log.wakes)
 
@@ -258,3 +258,26 @@ async def _readable(descriptor: int) -> None:
         await ready
     finally:
         loop.remove_reader(descriptor)
+
+
+async def _grown(log: KernelLog, look_every_s: float) -> None:
+    """Looks by timer alone, which costs half of what a sleeping task does at twenty looks a second."""
+    loop = asyncio.get_running_loop()
+    grown: asyncio.Future[None] = loop.create_future()
+    timer: asyncio.TimerHandle | None = None
+
+    def look() -> None:
+        nonlocal timer
+        if grown.done():
+            return
+        if log.has_news():
+            grown.set_result(None)
+        else:
+            timer = loop.call_later(look_every_s, look)
+
+    timer = loop.call_later(look_every_s, look)
+    try:
+        await grown
+    finally:
+        grown.cancel()
+        timer.cancel()

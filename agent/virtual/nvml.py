@@ -24,7 +24,7 @@ INSUFFICIENT_SIZE: int = pynvml.NVML_ERROR_INSUFFICIENT_SIZE
 GPU_IS_LOST: int = pynvml.NVML_ERROR_GPU_IS_LOST
 TIMEOUT: int = pynvml.NVML_ERROR_TIMEOUT
 HANG_CHECK_S = 0.05
-EVENT_CHECK_S = 0.05
+EVENT_CHECK_S = 0.1
 ENERGY_W = 100.0
 """Energy counters grow at this rate whatever the power says, so that they never go back unless a reset is meant."""
 
