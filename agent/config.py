@@ -68,8 +68,8 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     virtual_control: Annotated[Path | None, _doc("file that steers the virtual GPUs while the agent runs")] = None
     kernel_log: Annotated[
-        Path | None, _doc("kernel log to read XIDs from: /dev/kmsg, a file or a pipe (default: none in lab)")
-    ] = None
+        str, _doc("kernel log to read XIDs from: /dev/kmsg, a file or a pipe (default: /dev/kmsg; none with --virtual)")
+    ] = ""
     expected_gpus: Annotated[
         int | None, _doc("how many GPUs this node should have (default: as many as its PCI bus shows)")
     ] = None
@@ -128,9 +128,6 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     retry_idle_s: Annotated[
         float, _doc("the same without a job, seconds; spares a returning controller the whole idle fleet at once")
     ] = 2.0
-    clock_skew_s: Annotated[
-        float, _doc("difference from the controller's clock that becomes a finding, seconds; tokens and logs bear less")
-    ] = 1.0
     max_connections: Annotated[
         int, _doc("launchers and ranks that may be connected at once (eight GPUs need nine for each job)")
     ] = 512
@@ -142,6 +139,11 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def vault_socket(self) -> Path:
         return self.run_dir / "vault.sock"
+
+    @property
+    def kernel_log_path(self) -> str:
+        """The kernel log to read, empty for none."""
+        return self.kernel_log or ("" if self.virtual else "/dev/kmsg")
 
     @property
     def ready_file(self) -> Path:
@@ -249,7 +251,6 @@ _SECONDS = (
     "poll_wait_s",
     "retry_busy_s",
     "retry_idle_s",
-    "clock_skew_s",
 )
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -260,7 +261,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         ),
     }
 )
-"""``lab``: everything on one machine, free ports. ``production``: fixed port for Prometheus, the kernel's log, JSON."""
+"""``lab``: everything on one machine, free ports. ``production``: a fixed port for Prometheus, JSON logs."""
 
 _OPTIONS = {"controllers": "--controller"}
 

@@ -14,19 +14,21 @@ import msgspec
 from everstep.errors import ConfigurationError
 
 _PR_SET_PDEATHSIG = 1
+_PARENT = os.getppid()
+"""Whose child this process was when it began: process 1 may well be the real parent, in a container."""
 
 
 def die_with_parent(signum: signal.Signals = signal.SIGTERM) -> None:
     """Asks the kernel to send ``signum`` to this process when its parent ends (Linux).
 
-    Raises ConfigurationError where the kernel refuses, and SystemExit where the parent has ended already (the process
-    then belongs to process 1, and the signal would never come). The kernel counts the parent's *thread*: a child must
-    be started by a thread that lives as long as its process.
+    Raises ConfigurationError where the kernel refuses, and SystemExit where the parent has ended meanwhile (the signal
+    would never come). The kernel counts the parent's *thread*: a child must be started by a thread that lives as long
+    as its process.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:
         raise ConfigurationError(f"cannot follow the parent's end: {os.strerror(ctypes.get_errno())}")
-    if os.getppid() == 1:
+    if os.getppid() != _PARENT:
         raise SystemExit("the process that started this one is gone already, and --die-with-parent was given")
 
 
@@ -58,8 +60,8 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = private_directory(path)
-        self._lock = os.open(path / "agent.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        self.path = private_directory(path.absolute())
+        self._lock = os.open(self.path / "agent.lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -82,7 +84,7 @@ class RunDirectory:
 
 
 def clear_segments(directory: Path) -> int:
-    """Unlinks what a vault that was killed left in its segment directory; returns how many files.
+    """Unlinks what a vault that was killed left in its segment directory, and the directory; returns how many files.
 
     Only for a directory whose vault is known to be gone: a live vault's ranks would lose their slots.
     """
@@ -94,4 +96,6 @@ def clear_segments(directory: Path) -> int:
     for folder in sorted((p for p in directory.rglob("*") if p.is_dir()), reverse=True):
         folder.rmdir()
     directory.rmdir()
+    if directory.parent.name.startswith("everstep-") and not any(directory.parent.iterdir()):
+        directory.parent.rmdir()
     return len(files)

@@ -292,12 +292,12 @@ class LocalJobs:
             self.counts["directives_stale"] += 1
             return
         job.spec, job.newest = spec, spec.number
+        self._outside.configure_vault(job)  # before the ranks hear of it: they will ask the vault at once
         for seat in job.ranks.values():
             if not seat.condemned:
                 self._offer(seat, spec)
         if job.launcher is not None:
             job.launcher.peer.send(NewGeneration(spec=spec))
-        self._outside.configure_vault(job)
         self.losses.tell_vacancies(job, "no process here will play this rank")
 
     def _kill(self, body: KillRank) -> None:

@@ -50,6 +50,7 @@ class FindingKind(StrEnum):
     PROBE_SLOW = "probe.slow"
     NODE_SILENT = "node.silent"
     NODE_DISCONNECTED = "node.disconnected"
+    AGENT_OVERFLOW = "agent.overflow"
 
 
 class Severity(StrEnum):

@@ -23,7 +23,7 @@ from agent.uplink.heartbeat import Conversation, Inbox, NodeFacts, Refusal, advi
 from agent.uplink.spool import MOST_IN_A_REQUEST, Spool
 from everstep.backoff import Backoff
 from everstep.clock import Clock
-from everstep.errors import AuthenticationError, EverstepError, ProtocolError
+from everstep.errors import AuthenticationError, ConfigurationError, EverstepError, ProtocolError
 from everstep.vocabulary import Finding
 from everstep.wire.v1.agent import (
     DirectivesAnswer,
@@ -95,7 +95,7 @@ class _Line:
 
 
 class Uplink:
-    """Speaks for one node. ``run`` until cancelled; ``report`` and ``nudge`` from the event loop's thread.
+    """Speaks for one node: ``run`` until cancelled, then ``close``. For the event loop's thread only.
 
     Args:
         node: the agent behind it.
@@ -151,15 +151,16 @@ class Uplink:
         self._beat_now.set()
 
     async def run(self) -> None:
-        """Speaks until cancelled."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._beat_forever())
-                group.create_task(self._report_forever())
-                group.create_task(self._poll_forever())
-        finally:
-            for line in (self._beats, self._reports, self._polls):
-                line.close()
+        """Speaks until cancelled. May be run again, until ``close``."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._beat_forever())
+            group.create_task(self._report_forever())
+            group.create_task(self._poll_forever())
+
+    def close(self) -> None:
+        """Ends the connections, and the requests that wait on them."""
+        for line in (self._beats, self._reports, self._polls):
+            line.close()
 
     async def flush(self, deadline_s: float) -> bool:
         """Waits until every report is acknowledged, for at most ``deadline_s``; returns whether all are."""
@@ -313,10 +314,17 @@ class Uplink:
 
     def _say_loudly(self, error: EverstepError) -> None:
         if isinstance(error, AuthenticationError):
-            self._token = read_token(self._settings.token_file, "agent token")
+            self._read_token_again()
         if error.code not in self._said:
             self._said.add(error.code)
             log.error("the controller refuses this agent: %s; %s", error, advice_for(error, self._settings.node))
+
+    def _read_token_again(self) -> None:
+        """Tokens are renewed in place; an unreadable file leaves us with the old one."""
+        try:
+            self._token = read_token(self._settings.token_file, "agent token")
+        except ConfigurationError as error:
+            log.error("%s", error)
 
     @property
     def _timeout_s(self) -> float:

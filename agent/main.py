@@ -1,0 +1,53 @@
+"""``everstep-agent``: the daemon of one node. Ends in order by SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+from agent.config import AgentSettings, from_command_line
+from agent.lifecycle import die_with_parent
+from agent.log_format import log_to_stderr
+from agent.supervisor import Supervisor
+from everstep.errors import ConfigurationError, EverstepError
+from everstep.system_clock import SYSTEM_CLOCK
+
+log = logging.getLogger(__name__)
+
+EXIT_UNUSABLE = 2
+"""Settings that a person must mend; a service manager need not try again."""
+
+EXIT_FAILED = 1
+
+
+async def serve(settings: AgentSettings) -> None:
+    """Runs the agent until it is told to end."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+    if settings.die_with_parent:
+        die_with_parent()
+    await Supervisor(settings, SYSTEM_CLOCK).run(stop)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command's entry; returns its exit status."""
+    try:
+        settings = from_command_line(arguments)
+        log_to_stderr(settings.log_format, settings.log_level)
+        asyncio.run(serve(settings))
+    except ConfigurationError as error:
+        print(f"everstep-agent: {error}", file=sys.stderr)
+        return EXIT_UNUSABLE
+    except (EverstepError, OSError) as error:
+        print(f"everstep-agent: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

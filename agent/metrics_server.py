@@ -1,0 +1,96 @@
+"""The door of ``/metrics``: one thread, one request at a time, a bearer token, nothing else."""
+
+from __future__ import annotations
+
+import hmac
+import http.server
+import logging
+import socketserver
+import threading
+from collections.abc import Callable
+from http import HTTPStatus
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 2.0
+"""For a scraper to say its request and take its answer; another waits meanwhile."""
+
+
+class MetricsServer:
+    """Serves what ``collector`` yields, to whoever shows ``token``.
+
+    ``address`` is where it listens once made. Raises OSError where it cannot listen. ``close`` ends its thread.
+    """
+
+    def __init__(self, host: str, port: int, token: Callable[[], str], collector: Collector) -> None:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Undescribed(collector))
+        self._server = _Server((host, port), _handler(registry, token))
+        bound = self._server.server_address
+        self.address = f"{host}:{bound[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.5,), name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(PATIENCE_S)
+
+
+class _Undescribed(Collector):
+    """Keeps the registry from collecting at registration, when there is nothing yet."""
+
+    def __init__(self, inner: Collector) -> None:
+        self._inner = inner
+
+    def collect(self):  # type: ignore[no-untyped-def]
+        return self._inner.collect()
+
+    def describe(self) -> list[object]:
+        return []
+
+
+class _Server(socketserver.TCPServer):
+    allow_reuse_address = True
+    request_queue_size = 16
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        log.info("a scrape from %s failed", client_address, exc_info=True)
+
+
+def _handler(registry: CollectorRegistry, token: Callable[[], str]) -> type[http.server.BaseHTTPRequestHandler]:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        timeout = PATIENCE_S
+
+        def do_GET(self) -> None:
+            if self.path.partition("?")[0] != "/metrics":
+                self._answer(HTTPStatus.NOT_FOUND, b"only /metrics is here\n", "text/plain")
+            elif not self._allowed():
+                self._answer(
+                    HTTPStatus.UNAUTHORIZED, b"show the token of --metrics-token-file as Bearer\n", "text/plain"
+                )
+            else:
+                self._answer(HTTPStatus.OK, generate_latest(registry), CONTENT_TYPE_LATEST)
+
+        def _allowed(self) -> bool:
+            shown = self.headers.get("Authorization", "").encode()
+            expected = token()
+            return bool(expected) and hmac.compare_digest(shown, f"Bearer {expected}".encode())
+
+        def _answer(self, status: HTTPStatus, body: bytes, content_type: str) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", content_type)
+            self.send_header("Content-Length", str(len(body)))
+            if status is HTTPStatus.UNAUTHORIZED:
+                self.send_header("WWW-Authenticate", "Bearer")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            log.debug(format, *args)
+
+    return Handler

@@ -1,0 +1,357 @@
+"""The supervisor's side of the vault: take it over or start it, keep it running, tell it of generations.
+
+The vault holds checkpoints, so it outlives its supervisor. **An agent is upgraded** by stopping it (SIGTERM) and
+starting the new one over the same run directory: trainers run on and come again over ``agent.sock``; the vault serves
+on meanwhile, and the new supervisor finds it by ``vault.json`` and ``vault.sock`` and takes it over. The vault itself
+is upgraded when no job has segments on the node: stop the agent with ``--stop-vault``, or send the vault SIGTERM and
+the supervisor starts the new one. Under systemd this needs ``KillMode=process``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from agent.config import AgentSettings, listen_address
+from agent.lifecycle import clear_segments
+from agent.local_seats import LocalJob
+from everstep.backoff import Backoff
+from everstep.clock import Clock
+from everstep.errors import EverstepError, MalformedMessage, Unavailable
+from everstep.framing import FrameDecoder, encode_frame
+from everstep.wire.v1.local import (
+    MAX_FRAME_BYTES,
+    Configure,
+    Done,
+    Failed,
+    Forget,
+    FromVault,
+    Statistics,
+    StatisticsAnswer,
+    VaultFinding,
+)
+from everstep.wire.v1.training import FindingRaised
+
+log = logging.getLogger(__name__)
+
+READY_WITHIN_S = 20.0
+"""For a vault's first sign of life: Python's start on a starved machine."""
+
+GONE_WITHIN_S = 10.0
+"""Between SIGTERM and SIGKILL: unlinking segments takes as long as freeing their memory."""
+
+SETTLED_AFTER_S = 10.0
+"""A vault that ran for so long and ended is started again at once; a sooner end lengthens the back-off."""
+
+MOST_UNSENT_BYTES = 4 << 20
+"""A vault that reads nothing is not sent what can wait (committed versions), beyond this."""
+
+_UCRED = struct.Struct("iII")
+
+
+class _Ready(msgspec.Struct, frozen=True):
+    """``vault.json``."""
+
+    pid: int
+    address: str
+
+
+class VaultKeeper:
+    """Keeps one vault. ``start`` once, then ``run`` until cancelled, then ``stop`` or ``leave``.
+
+    Args:
+        on_finding: called with what the vault found.
+        on_change: called when the vault is there, is lost, or is there again (at another address, perhaps).
+    """
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        clock: Clock,
+        on_finding: Callable[[FindingRaised], None],
+        on_change: Callable[[], None],
+        uniform: Callable[[], float] = random.random,
+    ) -> None:
+        self.address = ""
+        self.pid = 0
+        self.lost = ""
+        self.restarts = 0
+        self._settings = settings
+        self._clock = clock
+        self._on_finding = on_finding
+        self._on_change = on_change
+        self._uniform = uniform
+        self._jobs: dict[str, Configure] = {}
+        self._request = 0
+        self._statistics: dict[int, asyncio.Future[StatisticsAnswer]] = {}
+        self._child: subprocess.Popen[bytes] | None = None
+        self._pidfd = -1
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    # --- what the supervisor says --------------------------------------------------------------------------------
+
+    def configure(self, job: LocalJob) -> None:
+        """Tells the vault a job's newest generation and versions, now and after each of its restarts."""
+        if job.spec is None:
+            return
+        before = self._jobs.get(job.name)
+        self._request += 1
+        message = Configure(
+            request=self._request,
+            job=job.name,
+            generation=job.spec.number,
+            secret=job.spec.secret,
+            holders=job.spec.holders,
+            committed=job.notice.committed if job.notice is not None else None,
+            verified=job.notice.verified if job.notice is not None else None,
+        )
+        self._jobs[job.name] = message
+        self._send(message, can_wait=before is not None and before.generation == message.generation)
+
+    def forget(self, job: str) -> None:
+        """The job is over: the vault unlinks its segments."""
+        self._jobs.pop(job, None)
+        self._request += 1
+        self._send(Forget(request=self._request, job=job))
+
+    async def statistics(self, timeout_s: float) -> StatisticsAnswer | None:
+        """What the vault has done, or None where it does not say so in time."""
+        self._request += 1
+        request = self._request
+        future: asyncio.Future[StatisticsAnswer] = asyncio.get_running_loop().create_future()
+        self._statistics[request] = future
+        self._send(Statistics(request=request))
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await future
+        except TimeoutError:
+            return None
+        finally:
+            del self._statistics[request]
+        return answer
+
+    # --- its life ------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Takes over a running vault, or starts one. Raises Unavailable where none comes up."""
+        if not await self._adopt():
+            await self._spawn()
+        self.lost = ""
+
+    async def run(self) -> None:
+        """Serves the vault's words, and starts another vault whenever it ends."""
+        attempt = 0
+        backoff = Backoff(floor_s=0.05, ceiling_s=10.0)
+        while True:
+            began = self._clock.monotonic()
+            self._say_everything_again()
+            self.lost = await self._until_gone()
+            self.restarts += 1
+            log.error("the vault is lost: %s", self.lost, extra={"node": self._settings.node})
+            self._on_change()
+            attempt = 0 if self._clock.monotonic() - began > SETTLED_AFTER_S else attempt + 1
+            while self.lost:
+                if attempt:
+                    await asyncio.sleep(backoff.delay_s(attempt - 1, self._uniform()))
+                attempt += 1
+                try:
+                    await self.start()
+                except (EverstepError, OSError) as error:
+                    self.lost = f"{self.lost.partition(';')[0]}; another did not start: {error}"
+                    log.error("%s", error, extra={"node": self._settings.node})
+            self._on_change()
+
+    async def stop(self) -> None:
+        """Ends the vault in order, or at last by force; either way its segments are gone."""
+        for job in list(self._jobs):
+            self.forget(job)
+        self._disconnect()
+        if self._pidfd < 0:
+            return
+        self._signal(signal.SIGTERM)
+        if not await self._ended_within(GONE_WITHIN_S):
+            log.error("the vault did not end within %s s and is killed", GONE_WITHIN_S)
+            self._signal(signal.SIGKILL)
+            await self._ended_within(GONE_WITHIN_S)
+        self._reap()
+        clear_segments(self._settings.segments)
+
+    def leave(self) -> None:
+        """Lets go of the vault, which serves on."""
+        self._disconnect()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+        if self._child is not None:
+            self._child.returncode = 0  # not ours to wait for any more; Popen would warn of it
+
+    def has_segments(self) -> bool:
+        """Whether a job's slots lie in this node's segment directory; names with a dot are the vault's own."""
+        directory = self._settings.segments
+        return directory.is_dir() and any(p.is_file() and not p.name.startswith(".") for p in directory.rglob("*"))
+
+    # --- beginning -----------------------------------------------------------------------------------------------
+
+    @property
+    def _ready_file(self) -> Path:
+        return self._settings.run_dir / "vault.json"
+
+    def _ready(self) -> _Ready | None:
+        try:
+            return msgspec.json.decode(self._ready_file.read_bytes(), type=_Ready)
+        except (OSError, msgspec.DecodeError):
+            return None
+
+    async def _adopt(self) -> bool:
+        """Takes over the vault that ``vault.json`` names, if it is the one that answers on ``vault.sock``."""
+        ready = self._ready()
+        if ready is None:
+            return False
+        try:
+            await self._connect(ready)
+        except (Unavailable, OSError):
+            return False
+        log.info("took over the vault of pid %d at %s", self.pid, self.address, extra={"node": self._settings.node})
+        return True
+
+    async def _spawn(self) -> None:
+        listen = self._settings.vault_listen
+        if self.address and listen_address(listen)[1] == 0 and not self.lost.count(";"):
+            listen = self.address  # peers know this address; they need not learn another
+        self._ready_file.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "agent.vault.main", "--node", self._settings.node]
+        command += ["--run-dir", str(self._settings.run_dir), "--segment-dir", str(self._settings.segments)]
+        command += ["--listen", listen]
+        if self._settings.die_with_parent:
+            command.append("--die-with-parent")
+        self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        await self._connect(await self._wait_for(self._child))
+
+    async def _wait_for(self, child: subprocess.Popen[bytes]) -> _Ready:
+        """The new vault's ready file. Raises Unavailable where it ends or takes too long."""
+        end = self._clock.monotonic() + READY_WITHIN_S
+        while self._clock.monotonic() < end:
+            ready = self._ready()
+            if ready is not None and ready.pid == child.pid:
+                return ready
+            if child.poll() is not None:
+                raise Unavailable(f"the vault ended with status {child.returncode} before it was ready")
+            await asyncio.sleep(0.01)
+        child.kill()
+        child.wait()
+        raise Unavailable(f"the vault was not ready within {READY_WITHIN_S:g} s")
+
+    async def _connect(self, ready: _Ready) -> None:
+        """Raises Unavailable where another process than ``ready`` says listens on the socket."""
+        reader, writer = await asyncio.open_unix_connection(str(self._settings.vault_socket))
+        listener: socket.socket = writer.get_extra_info("socket")
+        pid, uid, _ = _UCRED.unpack(listener.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        if pid != ready.pid or uid != os.geteuid():
+            writer.close()
+            raise Unavailable(f"{self._settings.vault_socket} belongs to pid {pid} of user {uid}, not to our vault")
+        self._pidfd = os.pidfd_open(pid)
+        self.pid, self.address = ready.pid, ready.address
+        self._reader, self._writer = reader, writer
+
+    # --- serving -------------------------------------------------------------------------------------------------
+
+    def _send(self, message: Configure | Forget | Statistics, *, can_wait: bool = False) -> None:
+        if self._writer is None or self._writer.is_closing():
+            return  # it hears everything again when it is back
+        if can_wait and self._writer.transport.get_write_buffer_size() > MOST_UNSENT_BYTES:
+            return
+        self._writer.write(encode_frame(message))
+
+    def _say_everything_again(self) -> None:
+        for message in self._jobs.values():
+            self._send(message)
+        if not self._jobs:  # findings wait for a supervisor, and a connection is ours from the first request on
+            self._request += 1
+            self._send(Statistics(request=self._request))
+
+    async def _until_gone(self) -> str:
+        """Hears the vault until its connection ends; returns why it did."""
+        assert self._reader is not None
+        decoder: FrameDecoder[FromVault] = FrameDecoder(FromVault, MAX_FRAME_BYTES)
+        why = "its process ended"
+        try:
+            while data := await self._reader.read(1 << 16):
+                for message in decoder.feed(data):
+                    self._heard(message)
+        except MalformedMessage as error:
+            why = f"it sent what is no message: {error}"
+        except OSError as error:
+            why = f"its connection broke: {error}"
+        return await self._bury(why)
+
+    async def _bury(self, why: str) -> str:
+        """Makes sure that the vault is gone: two must never own the same segments."""
+        self._disconnect()
+        if not await self._ended_within(1.0):
+            self._signal(signal.SIGKILL)
+            await self._ended_within(GONE_WITHIN_S)
+            why += ", and its process was killed"
+        status = self._reap()
+        return why if status is None else f"{why} with status {status}"
+
+    def _heard(self, message: FromVault) -> None:
+        match message:
+            case VaultFinding():
+                self._on_finding(message.finding)
+            case StatisticsAnswer():
+                future = self._statistics.get(message.request)
+                if future is not None and not future.done():
+                    future.set_result(message)
+            case Failed():
+                log.warning("the vault refuses: %s (%s)", message.message, message.code)
+            case Done():
+                pass
+            case _:
+                raise MalformedMessage(f"{type(message).__name__} is no answer to a supervisor")
+
+    # --- ending --------------------------------------------------------------------------------------------------
+
+    def _disconnect(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._reader = self._writer = None
+
+    def _signal(self, signum: signal.Signals) -> None:
+        try:
+            signal.pidfd_send_signal(self._pidfd, signum)
+        except ProcessLookupError:
+            pass
+
+    async def _ended_within(self, seconds: float) -> bool:
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(self._pidfd, lambda: None if ended.done() else ended.set_result(None))
+        try:
+            async with asyncio.timeout(seconds):
+                await ended
+        except TimeoutError:
+            return False
+        finally:
+            loop.remove_reader(self._pidfd)
+        return True
+
+    def _reap(self) -> int | None:
+        """Collects what is left of the process; its status where it was our child."""
+        os.close(self._pidfd)
+        self._pidfd = -1
+        child, self._child = self._child, None
+        if child is None or child.pid != self.pid:
+            return None
+        return child.wait()
