@@ -31,6 +31,7 @@ MODULES = (
     "torch.utils.checkpoint",
     "torch.profiler._cupti_monitor",  # the first backward imports it
     "xxhash",
+    "trainer_hooks.entry",  # trainer_hooks.main and what it takes
 )
 
 

@@ -34,6 +34,8 @@ NODE = "local"
 START_WAIT_S = 60.0
 """Until a service must say that it is ready; it takes about a second, on a loaded machine several."""
 END_WAIT_S = 10.0
+KEPT_LOGS = 40
+"""Log files of earlier runs that are kept, two for each."""
 RESTARTS = 5
 """Unexpected ends of one service that are cured by another start."""
 POLL_S = 0.02
@@ -71,6 +73,7 @@ class PrivateServices:
         _check_installed()
         logs = self._state_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _prune(logs)
         run_dir = self._make_run_dir()
         _write_secrets(run_dir)
         controller = Service(
@@ -101,6 +104,10 @@ class PrivateServices:
             return _controller_command(run_dir, listen)
 
         ready = await service.start(command)
+        token = run_dir / "operator.token"
+        log.info(
+            "to look: EVERSTEP_CONTROLLER=http://%s EVERSTEP_TOKEN_FILE=%s everstep status", ready["address"], token
+        )
         return str(ready["address"])
 
     def _make_run_dir(self) -> Path:
@@ -219,9 +226,9 @@ def _controller_command(run_dir: Path, listen: str) -> list[str]:
 
 def _agent_command(run_dir: Path, controller: str) -> list[str]:
     command = [sys.executable, "-m", "agent.main", "--node", NODE, "--controller", f"http://{controller}"]
-    command += ["--token-file", str(run_dir / "token"), "--run-dir", str(run_dir / "agent")]
+    command += ["--token-file", str(run_dir / "agent.token"), "--run-dir", str(run_dir / "agent")]
     command += ["--segment-dir", str(_segment_dir(run_dir)), "--vault-listen", "127.0.0.1:0"]
-    return [*command, "--metrics-listen", "127.0.0.1:0", "--die-with-parent"]
+    return [*command, "--metrics-listen", "127.0.0.1:0", "--stop-vault", "--die-with-parent"]
 
 
 def _segment_dir(run_dir: Path) -> Path:
@@ -232,7 +239,8 @@ def _segment_dir(run_dir: Path) -> Path:
 def _write_secrets(run_dir: Path) -> None:
     secret = secrets.token_hex(32)
     _write_private(run_dir / "secret", secret)
-    _write_private(run_dir / "token", mint(secret.encode(), TokenRole.AGENT, NODE))
+    _write_private(run_dir / "agent.token", mint(secret.encode(), TokenRole.AGENT, NODE))
+    _write_private(run_dir / "operator.token", mint(secret.encode(), TokenRole.OPERATOR, "launcher"))
 
 
 def _write_private(path: Path, text: str) -> None:
@@ -282,6 +290,12 @@ def _sweep(run_dir: Path) -> None:
         return
     finally:
         os.close(descriptor)
+
+
+def _prune(logs: Path) -> None:
+    by_age = sorted(logs.glob("*.log"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for old in by_age[KEPT_LOGS:]:
+        old.unlink(missing_ok=True)
 
 
 def _remove(run_dir: Path) -> None:

@@ -93,7 +93,7 @@ def test_what_cannot_be_is_refused_with_the_mend(script: str, argv: list[str], m
 
 
 def test_a_missing_script_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="no script 'nowhere.py'"):
+    with pytest.raises(ConfigurationError, match=r"no script 'nowhere\.py'"):
         parse(["nowhere.py"], {})
 
 

@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+import stat
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from everstep.errors import ConfigurationError, Unavailable
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep.tokens import TokenRole, verify
+from trainer_hooks.launch import private
+from trainer_hooks.launch.private import PrivateServices, Service
+
+READY = """
+import json, os, pathlib, signal, sys
+path = pathlib.Path(sys.argv[1])
+path.parent.mkdir(exist_ok=True)
+path.with_name("draft").write_text(json.dumps({"pid": os.getpid(), "address": sys.argv[2]}))
+path.with_name("draft").rename(path)
+signal.pause()
+"""
+FAILING = "import sys; print('the disk is full'); sys.exit(3)"
+
+
+class Stage:
+    """A service over stand-in programs, and a count of its starts."""
+
+    def __init__(self, directory: Path) -> None:
+        self.ready_file = directory / "ready.json"
+        self.log_file = directory / "service.log"
+        self.service = Service("stand-in", self.log_file, self.ready_file, SYSTEM_CLOCK)
+        self.told: list[Mapping[str, object] | None] = []
+        self.program = READY
+
+    def command(self, last: Mapping[str, object] | None) -> list[str]:
+        self.told.append(last)
+        return [sys.executable, "-c", self.program, str(self.ready_file), f"address-{len(self.told)}"]
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path)
+
+
+def played(stage: Stage, act: Callable[[int], Awaitable[None]]) -> None:
+    """Starts the service, lets ``act`` do something with its pid, ends it."""
+
+    async def play() -> None:
+        try:
+            ready = await stage.service.start(stage.command)
+            pid = ready["pid"]
+            assert isinstance(pid, int)
+            await act(pid)
+        finally:
+            await stage.service.end()
+
+    asyncio.run(play())
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.perf_counter() + 30
+    while not condition():
+        assert time.perf_counter() < deadline, "never happened"
+        await asyncio.sleep(0.01)
+
+
+def gone(pid: int) -> bool:
+    return not os.path.exists(f"/proc/{pid}")
+
+
+def test_a_service_is_ready_when_its_file_says_so_and_ends_when_told(stage: Stage) -> None:
+    pids: list[int] = []
+
+    async def act(pid: int) -> None:
+        pids.append(pid)
+        assert os.getsid(pid) == pid  # Ctrl-C in the terminal does not reach it
+
+    played(stage, act)
+    assert gone(pids[0])
+
+
+def test_a_service_that_fails_to_start_shows_the_end_of_its_log(stage: Stage) -> None:
+    stage.program = FAILING
+
+    async def act(_: int) -> None:
+        raise AssertionError("it cannot be ready")
+
+    with pytest.raises(Unavailable, match=r"ended with status 3 while starting(.|\n)*the disk is full"):
+        played(stage, act)
+
+
+def test_the_ready_file_of_an_earlier_life_is_not_believed(stage: Stage) -> None:
+    stage.ready_file.write_text('{"pid": 1, "address": "old"}')
+
+    async def act(pid: int) -> None:
+        assert pid != 1
+
+    played(stage, act)
+
+
+def test_a_service_that_dies_is_started_again_with_what_it_said_before(stage: Stage) -> None:
+    async def act(pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: len(stage.told) == 2 and stage.ready_file.exists())
+        assert stage.told[0] is None
+        assert stage.told[1] is not None
+        assert stage.told[1]["address"] == "address-1"
+
+    played(stage, act)
+
+
+def test_a_service_that_does_not_come_back_is_left_alone(stage: Stage) -> None:
+    async def act(pid: int) -> None:
+        stage.program = FAILING
+        os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: stage.service._watch is not None and stage.service._watch.done())
+        assert len(stage.told) == 2
+
+    played(stage, act)
+
+
+def test_what_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(private, "NEEDED", {"controller": ("no_such_web_framework",), "agent": ("msgspec",)})
+    with pytest.raises(ConfigurationError, match=r"lacks no_such_web_framework.*everstep\[controller\]"):
+        asyncio.run(PrivateServices(tmp_path, "j", SYSTEM_CLOCK).start())
+
+
+@pytest.fixture
+def services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PrivateServices]:
+    """The pair of services, played by stand-ins."""
+
+    def controller(run_dir: Path, listen: str) -> list[str]:
+        return [sys.executable, "-c", READY, str(run_dir / "controller.json"), listen]
+
+    def agent(run_dir: Path, address: str) -> list[str]:
+        return [sys.executable, "-c", READY, str(run_dir / "agent" / "agent.json"), address]
+
+    monkeypatch.setattr(private, "_controller_command", controller)
+    monkeypatch.setattr(private, "_agent_command", agent)
+    monkeypatch.setattr(private, "SEGMENTS", tmp_path / "shm")
+    monkeypatch.setattr(private, "NEEDED", {})
+    return PrivateServices(tmp_path / "state", "j", SYSTEM_CLOCK)
+
+
+def test_private_services_keep_their_secrets_to_this_user_and_leave_only_logs(
+    services: PrivateServices, tmp_path: Path
+) -> None:
+    async def play() -> None:
+        try:
+            socket = await services.start()
+            run_dir = socket.parents[1]
+            assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+            secret = (run_dir / "secret").read_bytes()
+            for name, role in (("agent.token", TokenRole.AGENT), ("operator.token", TokenRole.OPERATOR)):
+                assert stat.S_IMODE((run_dir / name).stat().st_mode) == 0o600
+                assert verify(secret, (run_dir / name).read_text()).role is role
+        finally:
+            await services.end()
+
+    asyncio.run(play())
+    left = {path.name for path in (tmp_path / "state").rglob("*") if path.is_file()}
+    assert left == {".lock", "j.controller.log", "j.agent.log"}
+
+
+def test_what_a_killed_launcher_left_is_swept_away_and_a_living_ones_is_not(
+    services: PrivateServices, tmp_path: Path
+) -> None:
+    state = tmp_path / "state"
+    for name in ("run-dead", "run-alive"):
+        (state / name).mkdir(parents=True)
+        (state / name / "lock").touch()
+    segments = tmp_path / "shm" / f"everstep-{os.getuid()}" / "run-dead"
+    segments.mkdir(parents=True)
+
+    async def play() -> None:
+        with (state / "run-alive" / "lock").open() as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            try:
+                await services.start()
+            finally:
+                await services.end()
+
+    asyncio.run(play())
+    assert {path.name for path in state.glob("run-*")} == {"run-alive"}
+    assert not segments.exists()
+
+
+def test_a_state_directory_too_deep_for_sockets_is_refused_with_the_mend(
+    services: PrivateServices, tmp_path: Path
+) -> None:
+    deep = PrivateServices(tmp_path / ("d" * 90), "j", SYSTEM_CLOCK)
+
+    async def play() -> None:
+        try:
+            await deep.start()
+        finally:
+            await deep.end()
+
+    with pytest.raises(ConfigurationError, match="shorter --state-dir"):
+        asyncio.run(play())
+    assert not list((tmp_path / ("d" * 90)).glob("run-*"))
+
+
+def test_only_the_newest_logs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(private, "KEPT_LOGS", 2)
+    for age in range(4):
+        path = tmp_path / f"{age}.log"
+        path.touch()
+        os.utime(path, (1000 - age, 1000 - age))
+    private._prune(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"0.log", "1.log"}
