@@ -2,13 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
+from typing import Any
 
+from controller.core import agents, corruption, hangs, invariants, jobs, liveness, losses, operators, verdict
 from controller.core.effects import Effect
-from controller.core.events import Event
-from controller.core.policy import CorePolicy
-from controller.core.state import FleetRecord, FleetState, JobRecord, NodeRecord, VersionRecord
-from everstep.wire.v1.training import RankProgress
+from controller.core.events import (
+    AgentRegistered,
+    ControllerStarted,
+    Event,
+    HeartbeatChanged,
+    NodeDisconnected,
+    NodeHeard,
+    OperatorCommand,
+    ProbeRequested,
+    ReportArrived,
+    Tick,
+)
+from controller.core.generations import check_boundary
+from controller.core.hangs import settle
+from controller.core.progress import take_progress
+from controller.core.quarantine import PROBE_PASSED, PROBE_SKIPPED, check_probe, probe_reported
+from controller.core.restart import restore, started
+from controller.core.signals import notice_versions
+from controller.core.state import FleetState, JobRecord, NodeLive, NodeRecord
+from controller.core.turn import Turn, pop_due, push_deadline
+from everstep.vocabulary import JobState, NodeState
+from everstep.wire.v1.training import (
+    CollectiveFailed,
+    FindingCleared,
+    FindingRaised,
+    LauncherJoined,
+    LauncherLeft,
+    ProbeFinished,
+    RankFinished,
+    RankLost,
+    RankProgress,
+    RankStalled,
+    RankUnresponsive,
+    Resumed,
+    Sealed,
+    UserError,
+)
+
+__all__ = ["check_invariants", "handle", "next_deadline", "restore", "touch"]
 
 
 def handle(state: FleetState, event: Event, now: float) -> list[Effect]:
@@ -17,40 +54,179 @@ def handle(state: FleetState, event: Event, now: float) -> list[Effect]:
     ``now``: seconds since the epoch that neither jump nor go back (the shell's wall clock at its start, plus
     monotonic time since).
 
-    Raises NotFound (unknown node or job), StaleGeneration (an earlier life of the node) or Conflict (an operator's
-    order that cannot be carried out now), always before anything was changed.
+    Raises NotFound (unknown node or job), StaleGeneration (another life of the node than the registered one) or
+    Conflict (an operator's order that cannot be carried out now), always before anything was changed. A node's
+    disconnection or sign of life that comes too late is no error: it is counted and dropped.
     """
-    raise NotImplementedError
+    _refuse(state, event)
+    turn = Turn(state, now, _trace(event), event.entropy if isinstance(event, ReportArrived) else "")
+    _EVENTS[type(event)](turn, event)
+    if state.overruled:
+        verdict.reconsider(turn)
+    return turn.finish()
 
 
 def touch(state: FleetState, node: str, incarnation: int, now: float, ranks: tuple[RankProgress, ...] = ()) -> bool:
-    """Takes a heartbeat that says nothing new. O(1), no effects.
+    """Takes a heartbeat that says nothing new. O(ranks of the node), no effects.
 
     False when the node, this life of it, or its findings are unknown here: answer with ``resend``. What a beat ends
     (a suspicion, a probation) is done by the next Tick: read ``next_deadline`` again after a touch.
     """
-    raise NotImplementedError
+    record, live = state.nodes.get(node), state.live_nodes.get(node)
+    if record is None or live is None or record.incarnation != incarnation:
+        return False
+    live.heard_at = max(live.heard_at, now)
+    live.beats += 1
+    take_progress(state, node, ranks, now)
+    if not live.recheck and _beat_matters(state, record, live):
+        live.recheck = True
+        push_deadline(state, now, "node", node)
+    return live.picture
 
 
 def next_deadline(state: FleetState) -> float | None:
     """When to send the next Tick, in ``now``'s terms; in the past: at once. None: nothing to wait for."""
-    raise NotImplementedError
-
-
-def restore(
-    policy: CorePolicy,
-    fleet: FleetRecord | None,
-    nodes: Iterable[NodeRecord],
-    jobs: Iterable[JobRecord],
-    versions: Iterable[VersionRecord],
-) -> FleetState:
-    """The state as it was stored; with nothing stored, a new one. Send ``ControllerStarted`` first.
-
-    ``versions``: at least each job's newest committed and newest verified one; more do no harm.
-    """
-    raise NotImplementedError
+    return state.deadlines[0][0] if state.deadlines else None
 
 
 def check_invariants(state: FleetState) -> None:
-    """Raises AssertionError, naming the invariant of docs/guarantees.md that does not hold."""
-    raise NotImplementedError
+    """Raises AssertionError, naming what does not hold. Cheap enough for simulation after every event."""
+    invariants.check(state)
+
+
+# --- inside ------------------------------------------------------------------------------------------------------
+
+
+def _beat_matters(state: FleetState, record: NodeRecord, live: NodeLive) -> bool:
+    if live.gone_at is not None or not record.reachable or record.state is NodeState.SUSPECT:
+        return True
+    if record.state is not NodeState.PROBATION or record.probe not in (PROBE_PASSED, PROBE_SKIPPED):
+        return False
+    return live.beats >= state.policy.probation_beats
+
+
+def _refuse(state: FleetState, event: Event) -> None:
+    match event:
+        case AgentRegistered():
+            agents.check_register(state, event.register)
+        case HeartbeatChanged() | ReportArrived():
+            agents.check_life(state, event.node, event.incarnation)
+        case OperatorCommand():
+            operators.check_command(state, event)
+        case ProbeRequested():
+            operators.check_probe(state, event)
+        case _:
+            pass
+
+
+def _trace(event: Event) -> str:
+    if not isinstance(event, ReportArrived):
+        return event.trace
+    body = event.body
+    own = body.finding.trace if isinstance(body, FindingRaised) else getattr(body, "trace", "")
+    return own or event.trace
+
+
+def _tick(turn: Turn, event: Tick) -> None:
+    state = turn.state
+    state.slack_s = max(event.lag_s, state.slack_s - max(0.0, turn.now - state.slack_at))
+    state.slack_at = turn.now
+    for _ in range(len(state.deadlines)):
+        due = pop_due(state, turn.now)
+        if due is None:
+            break
+        kind, subject = due
+        if kind == "silence":
+            liveness.check_silence(turn, subject)
+        elif kind == "node":
+            liveness.check_node(turn, subject)
+        elif kind == "probe":
+            check_probe(turn, subject)
+        else:
+            _check_job(turn, state.jobs[subject])
+
+
+def _check_job(turn: Turn, job: JobRecord) -> None:
+    live = turn.state.live_jobs[job.job]
+    if job.state in jobs.ENDED:
+        return
+    if job.state is JobState.RUNNING:
+        if live.pending is not None and turn.now >= live.pending.due:
+            settle(turn, job)
+        check_boundary(turn, job)
+    jobs.check_job(turn, job)
+    notice_versions(turn, job)
+
+
+def _heartbeat(turn: Turn, event: HeartbeatChanged) -> None:
+    turn.state.live_nodes[event.node].beats += 1
+    take_progress(turn.state, event.node, event.ranks, turn.now)
+    liveness.heard(turn, event.node)
+    if event.findings is not None:
+        verdict.take_picture(turn, event.node, event.findings)
+
+
+def _disconnected(turn: Turn, event: NodeDisconnected) -> None:
+    record = turn.state.nodes.get(event.node)
+    if record is None or record.incarnation != event.incarnation:
+        turn.ignore("disconnected.stale")
+        return
+    liveness.disconnected(turn, event.node)
+
+
+def _node_heard(turn: Turn, event: NodeHeard) -> None:
+    record = turn.state.nodes.get(event.node)
+    if record is None or record.incarnation != event.incarnation:
+        turn.ignore("heard.stale")
+        return
+    liveness.heard(turn, event.node)
+
+
+def _report(turn: Turn, event: ReportArrived) -> None:
+    liveness.heard(turn, event.node)
+    body, node = event.body, event.node
+    match body:
+        case LauncherJoined():
+            jobs.launcher_joined(turn, node, body)
+        case FindingRaised():
+            verdict.take_finding(turn, node, body.finding)
+        case FindingCleared():
+            verdict.clear_finding(turn, node, body.key)
+        case ProbeFinished():
+            probe_reported(turn, node, body)
+        case _:
+            _job_report(turn, node, body)
+
+
+_REPORTS: dict[type[Any], Callable[[Turn, JobRecord, str, Any], None]] = {
+    LauncherLeft: losses.launcher_left,
+    RankLost: losses.rank_lost,
+    CollectiveFailed: losses.collective_failed,
+    RankStalled: hangs.rank_stalled,
+    RankUnresponsive: hangs.rank_unresponsive,
+    Sealed: corruption.seal_arrived,
+    Resumed: jobs.rank_resumed,
+    UserError: jobs.user_error,
+    RankFinished: jobs.rank_finished,
+}
+
+
+def _job_report(turn: Turn, node: str, body: Any) -> None:
+    job = turn.state.jobs.get(body.job)
+    if job is None:
+        turn.ignore("report.unknown_job")
+        return
+    _REPORTS[type(body)](turn, job, node, body)
+
+
+_EVENTS: dict[type[Any], Callable[[Turn, Any], None]] = {
+    ControllerStarted: lambda turn, event: started(turn),
+    Tick: _tick,
+    AgentRegistered: lambda turn, event: agents.register(turn, event.register),
+    HeartbeatChanged: _heartbeat,
+    ReportArrived: _report,
+    NodeDisconnected: _disconnected,
+    NodeHeard: _node_heard,
+    OperatorCommand: operators.command,
+    ProbeRequested: operators.probe,
+}

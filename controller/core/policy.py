@@ -19,8 +19,6 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     disconnect_grace_s: float = 3.0
     """Seconds a node whose connection closed may take to come back (an agent's restart takes about one) before its
     jobs regroup without it. With a witness in the job there is no grace."""
-    witness_window_s: float = 10.0
-    """Seconds for which a failed collective or a stalled rank counts as a witness against a disconnected node."""
     rejoin_grace_s: float = 10.0
     """Seconds a launcher may take to join again after its agent began a new life, before it is taken for gone."""
     correlated_share: float = 0.3
@@ -47,6 +45,9 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Bound of that deadline, which doubles when a generation failed to resume."""
     boundary_margin_steps: int = 2
     """Steps between the newest one reported and an announced boundary, so that nobody has passed it when told."""
+    boundary_margin_s: float = 0.3
+    """The same in seconds: agents gather reports for up to 0.1 s, and the announcement has to travel. The longer
+    of both holds."""
     boundary_fallback_s: float = 2.0
     """Least seconds to wait for a boundary before the generation is replaced at once."""
     boundary_fallback_steps: float = 10.0
@@ -57,6 +58,9 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Losses of ranks on one node inside ``flap_window_s`` that exclude the node from the job."""
     flap_window_s: float = 600.0
     """Seconds that rank losses, blind regroupings and undecided votes are remembered for."""
+    tie_count: int = 3
+    """Undecided digest votes of a job inside ``flap_window_s`` after which it is stopped: nobody can tell which of
+    its states is right."""
     notice_interval_s: float = 0.2
     """Least seconds between version notices of a job. Vaults reclaim by them; a slot or two more is all they cost."""
 
@@ -69,6 +73,8 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Seconds of that window. When the budget is exceeded a breaker latches until an operator resets it."""
 
     # readmission
+    quarantine_min_s: float = 60.0
+    """Least seconds in quarantine, so that a picture sent before the finding does not clear it."""
     probation_beats: int = 30
     """Clean heartbeats on probation before a node is healthy."""
     probe_required: bool = True
@@ -113,6 +119,7 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             eviction_count=4,
             eviction_share=1.0,
             eviction_window_s=300.0,
+            quarantine_min_s=2.0,
             probation_beats=3,
             probe_timeout_s=30.0,
             probe_retry_s=2.0,
@@ -129,7 +136,14 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def _contradictions(self) -> tuple[tuple[bool, str], ...]:
         durations = [name for name in self.__struct_fields__ if name.endswith("_s") and getattr(self, name) < 0]
-        counts = ("correlated_minimum", "boundary_margin_steps", "rank_flap_count", "eviction_count", "version_window")
+        counts = (
+            "correlated_minimum",
+            "boundary_margin_steps",
+            "rank_flap_count",
+            "eviction_count",
+            "version_window",
+            "tie_count",
+        )
         small = [name for name in counts if getattr(self, name) < 1]
         return (
             (bool(durations), f"seconds cannot be negative: {', '.join(durations)}"),

@@ -7,8 +7,6 @@ commit, and heartbeats bring it back.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from controller.core.policy import CorePolicy
@@ -35,11 +33,13 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     """A node as stored.
 
     ``since`` and ``sentence``: when and why it came into ``state``. ``reachable``: it was heard within its deadlines.
-    ``findings`` by key. ``causes``: keys of findings that must clear before a quarantined node may come back;
-    ``needs_operator``: they never clear by themselves. ``verdicts`` counts verdicts ever given, for their ids.
-    ``evictions``: wall seconds of this node's evictions; repeat offenders wait longer. ``returns_at``: not before
-    this may it leave quarantine. ``probe``: the probe it must pass, or passed. ``against``: with whom it was in an
-    undecided digest vote.
+    ``findings`` by key are the agent's picture, ``own`` the controller's. ``causes``: keys of findings that must
+    clear before a quarantined node may come back; ``needs_operator``: they never do by themselves. ``returns_at``:
+    not before this may it leave quarantine. ``evictions``: times of this node's evictions; repeat offenders wait
+    longer. ``verdicts`` counts verdicts ever given, for their ids. ``probe``: the one it must pass. ``against``: with
+    whom it was in an undecided digest vote. ``condemned``: UUIDs of GPUs (or its name, without any) that computed
+    wrongly; when none of them is left, the node is repaired. ``overruled``: key of the finding whose eviction waits
+    until its job can spare the node.
     """
 
     node: NodeId
@@ -58,6 +58,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     action: Action = Action.NONE
     reachable: bool = True
     findings: dict[str, Finding] = {}
+    own: dict[str, Finding] = {}
     causes: list[str] = []
     needs_operator: bool = False
     returns_at: float = 0.0
@@ -66,8 +67,9 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     probe: str = ""
     probe_passed: bool = False
     probe_failures: int = 0
-    beats: int = 0
     against: list[NodeId] = []
+    condemned: list[str] = []
+    overruled: str = ""
 
 
 class LauncherRecord(msgspec.Struct, kw_only=True):
@@ -93,10 +95,11 @@ class JobRecord(msgspec.Struct, kw_only=True):
     ``generation`` is the current one (None while forming). ``opened_at``: when it was decided; ``resumed_at``: when
     its last rank had stepped, None until then. ``launchers`` in order of joining. ``size``: an operator's bound on
     nodes below ``spec.max_nodes``. ``ceiling``: after corruption nothing newer may be restored, until a version is
-    committed after it. ``scratch``: nothing stored may be restored. ``losses``: per node, wall seconds of rank losses
-    inside the flap window; ``excluded``: nodes that this job does without, and why. ``former``: nodes of earlier
-    rosters whose vaults may still hold slots. ``finished``: ranks of the current generation whose
-    training function returned.
+    committed after it. ``losses``: per node, wall seconds of rank losses
+    inside the flap window; ``leaving``: the running generation while a boundary to ``generation`` is announced and
+    not reached. ``excluded``: nodes that this job does without, and why. ``former``: nodes of earlier
+    rosters whose vaults may still hold slots. ``ties``: times of undecided votes. ``finished``: ranks of the running
+    generation whose training function returned.
     """
 
     job: JobId
@@ -110,15 +113,16 @@ class JobRecord(msgspec.Struct, kw_only=True):
     launchers: dict[NodeId, LauncherRecord] = {}
     last_number: GenerationNumber = 0
     generation: GenerationSpec | None = None
+    leaving: GenerationSpec | None = None
     opened_at: float = 0.0
     resumed_at: float | None = None
     size: int | None = None
     ceiling: Version | None = None
-    scratch: bool = False
     retries: int = 0
     losses: dict[NodeId, list[float]] = {}
     excluded: dict[NodeId, str] = {}
     former: list[NodeId] = []
+    ties: list[float] = []
     finished: list[Rank] = []
 
 
@@ -140,22 +144,25 @@ class NodeLive(msgspec.Struct):
     """What is known of a node only while this controller lives.
 
     ``heard_at``: its last word. ``picture``: it has told its findings in full since we began. ``gone_at``: its
-    connection closed then and nothing was heard since. ``watched``: a liveness deadline is queued. ``jobs``: jobs
-    with a launcher on it.
+    connection closed then and nothing was heard since. ``beats``: clean ones on probation. ``watched``: its silence
+    deadline is queued; ``recheck``: the next Tick is to look at it. ``rejoin_due``: until when its launchers may join
+    again. ``jobs``: those that ever had a launcher on it.
     """
 
-    heard_at: float
+    heard_at: float = 0.0
     picture: bool = False
     gone_at: float | None = None
+    beats: int = 0
     watched: bool = False
     recheck: bool = False
-    jobs: set[JobId] = msgspec.field(default_factory=set)
+    rejoin_due: float | None = None
+    jobs: dict[JobId, None] = {}
 
 
-class Pending(msgspec.Struct):
-    """A regrouping that waits a moment for more witnesses. ``what``: 'collective' or 'stall'."""
+class Pending(msgspec.Struct, frozen=True):
+    """A regrouping that waits until ``due`` for more witnesses: after a failed collective, or after a stall."""
 
-    what: str
+    stall: bool
     since: float
     due: float
     trace: TraceId
@@ -163,43 +170,63 @@ class Pending(msgspec.Struct):
 
 
 class Ballot(msgspec.Struct):
-    """What ranks said of one version: who holds it safely, and the digests by group and rank."""
+    """What ranks said of one version: who has sealed it, whose share is safe, and the digests by group and rank."""
 
-    safe: set[Rank] = msgspec.field(default_factory=set)
-    said: set[Rank] = msgspec.field(default_factory=set)
-    bytes: int = 0
-    digests: dict[str, dict[Rank, str]] = msgspec.field(default_factory=dict)
-    judged: bool = False
+    said: set[Rank] = set()
+    safe: set[Rank] = set()
+    bytes: dict[Rank, int] = {}
+    digests: dict[str, dict[Rank, str]] = {}
+    agreed: bool = False
 
 
 class JobLive(msgspec.Struct):
-    """What is known of a job only while this controller lives."""
+    """What is known of a job only while this controller lives.
 
-    progress: dict[Rank, RankProgress] = msgspec.field(default_factory=dict)
-    newest_step: int = 0
-    entered: set[Rank] = msgspec.field(default_factory=set)
-    resumed: set[Rank] = msgspec.field(default_factory=set)
-    restored: Version | None = None
+    ``progress`` by rank of the running generation, ``newest_step`` the furthest of it, seen at ``newest_at``.
+    ``entered``, ``resumed``: ranks seen in, and having stepped in, the current generation; ``slowest``: the one that
+    took longest, with its phases. ``witnesses``: ranks whose collective failed. ``stalls``: (step, collectives) by
+    rank. ``ballots`` by version. ``noticed``: the versions of the last notice. ``blind``: times of regroupings that
+    named nobody.
+    """
+
+    progress: dict[Rank, RankProgress] = {}
+    newest_step: int | None = None
+    newest_at: float = 0.0
+    entered: set[Rank] = set()
+    resumed: set[Rank] = set()
     slowest: tuple[float, Rank, dict[str, float]] | None = None
-    witnesses: dict[Rank, float] = msgspec.field(default_factory=dict)
-    stalls: dict[Rank, tuple[int, int]] = msgspec.field(default_factory=dict)
+    witnesses: set[Rank] = set()
+    stalls: dict[Rank, tuple[int, int]] = {}
     pending: Pending | None = None
-    ballots: dict[Version, Ballot] = msgspec.field(default_factory=dict)
+    ballots: dict[Version, Ballot] = {}
     committed: Version | None = None
     verified: Version | None = None
     noticed: tuple[Version | None, Version | None] = (None, None)
     noticed_at: float = 0.0
-    draining: GenerationSpec | None = None
+    notice_queued: bool = False
     fallback_at: float = 0.0
     resume_due: float = 0.0
     resume_attempts: int = 0
-    blind: list[float] = msgspec.field(default_factory=list)
+    blind: list[float] = []
+
+
+class Probe(msgspec.Struct):
+    """A probe under way: who takes part, who is to be judged by it (None: somebody only wants to know)."""
+
+    nodes: tuple[NodeId, ...]
+    candidate: NodeId | None
+    due: float
+    trace: TraceId
+    passed: set[NodeId] = set()
 
 
 class FleetState:
-    """Everything. ``ignored`` counts what was dropped by rule (stale reports and the like), by its reason.
+    """Everything the core knows.
 
-    ``deadlines`` is a heap of (due, order, kind, subject); an entry is a hint to look, never a decision.
+    ``deadlines``: a heap of (due, order, kind, subject); an entry is a hint to look, never a decision. ``silent``:
+    reachable nodes over their first deadline or with a closed connection. ``overruled``: nodes whose eviction waits
+    until a job can spare them. ``slack_s``: the observer's own lag.
+    ``ignored`` counts what was dropped by rule (stale reports and the like), by reason.
     """
 
     def __init__(self, policy: CorePolicy) -> None:
@@ -209,10 +236,14 @@ class FleetState:
         self.jobs: dict[JobId, JobRecord] = {}
         self.live_nodes: dict[NodeId, NodeLive] = {}
         self.live_jobs: dict[JobId, JobLive] = {}
+        self.probes: dict[str, Probe] = {}
         self.deadlines: list[tuple[float, int, str, str]] = []
+        self.queued: set[tuple[float, str, str]] = set()
         self.order = 0
+        self.reachable: set[NodeId] = set()
+        self.silent: set[NodeId] = set()
+        self.overruled: set[NodeId] = set()
+        self.correlated = False
         self.slack_s = 0.0
         self.slack_at = 0.0
-        self.silent: set[NodeId] = set()
         self.ignored: dict[str, int] = {}
-        self.probes: dict[str, Any] = {}

@@ -1,0 +1,92 @@
+"""An agent introduces itself: a new node, a new life of a known one, or the same life once more."""
+
+from __future__ import annotations
+
+from controller.core.liveness import drop_launchers, expect_launchers, heard, watch
+from controller.core.quarantine import begin_quarantine
+from controller.core.state import FleetState, NodeLive, NodeRecord
+from controller.core.turn import Turn
+from controller.core.verdict import convicts, take_picture
+from everstep.errors import NotFound, StaleGeneration
+from everstep.vocabulary import Action, Decision, NodeState
+from everstep.wire.v1.agent import Register
+
+
+def check_life(state: FleetState, node: str, incarnation: int) -> None:
+    """Raises NotFound for a node that never registered, StaleGeneration for another life of it than the current."""
+    record = state.nodes.get(node)
+    if record is None:
+        raise NotFound(f"node {node} is not registered here: register first")
+    if incarnation != record.incarnation:
+        raise StaleGeneration(
+            f"incarnation {incarnation} of {node} is not the registered one ({record.incarnation}): register first"
+        )
+
+
+def check_register(state: FleetState, register: Register) -> None:
+    """Raises StaleGeneration when a later life of the node has registered."""
+    record = state.nodes.get(register.node)
+    if record is not None and register.incarnation < record.incarnation:
+        raise StaleGeneration(
+            f"{register.node} has registered with a later incarnation ({record.incarnation} > {register.incarnation}): "
+            "two agents run under one name, or this one should have ended"
+        )
+
+
+def register(turn: Turn, words: Register) -> None:
+    """Takes the node into the fleet, or back."""
+    record = turn.state.nodes.get(words.node)
+    if record is None:
+        _new_node(turn, words)
+        return
+    node, reborn = words.node, words.incarnation > record.incarnation
+    rebooted = bool(record.boot_id and words.boot_id and words.boot_id != record.boot_id)
+    _note(turn, record, words)
+    if reborn:
+        turn.audit("node.registered", f"the agent of {node} began a new life", node=node)
+        turn.state.live_nodes[node].beats = 0
+        expect_launchers(turn, node)
+    _note_repair(turn, record)
+    heard(turn, node)
+    if rebooted:
+        drop_launchers(turn, node, f"{node} was rebooted", confirmed=True)
+    take_picture(turn, node, words.findings)
+
+
+def _new_node(turn: Turn, words: Register) -> None:
+    node = words.node
+    record = NodeRecord(
+        node=node, incarnation=words.incarnation, vault=words.vault, since=turn.now, sentence="registered"
+    )
+    record.trace = turn.trace
+    turn.state.nodes[node] = record
+    turn.state.live_nodes[node] = NodeLive(heard_at=turn.now)
+    turn.state.reachable.add(node)
+    _note(turn, record, words)
+    turn.audit("node.registered", f"{node} joined the fleet", node=node)
+    watch(turn, node)
+    sick = next((finding for finding in words.findings if convicts(finding)), None)
+    if sick is not None:
+        sentence = f"{node} came with {sick.message}: it must get well before it serves"
+        begin_quarantine(turn, node, sentence, (sick,), action=Action.strongest(Action.DRAIN, sick.action))
+        turn.verdict(node, Decision.QUARANTINE, sentence, action=record.action, evidence=(sick,))
+    take_picture(turn, node, words.findings)
+
+
+def _note(turn: Turn, record: NodeRecord, words: Register) -> None:
+    record.incarnation, record.vault, record.domain = words.incarnation, words.vault, words.domain
+    record.gpus, record.agent_version = words.gpus, words.agent_version
+    record.driver_version, record.boot_id = words.driver_version, words.boot_id
+    record.registered_at = turn.now
+    turn.node_changed(record.node)
+
+
+def _note_repair(turn: Turn, record: NodeRecord) -> None:
+    """GPUs that computed wrongly have been replaced: the node needs nobody's word any more."""
+    uuids = {gpu.uuid for gpu in record.gpus}
+    if not record.needs_operator or record.state is not NodeState.QUARANTINED or not record.condemned:
+        return
+    if not uuids or record.condemned == [record.node] or uuids & set(record.condemned):
+        return
+    record.needs_operator, record.condemned, record.own = False, [], {}
+    turn.audit("node.repaired", f"{record.node} has other GPUs than those that computed wrongly", node=record.node)

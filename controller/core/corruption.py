@@ -1,0 +1,116 @@
+"""Digests differ: name the liar by majority, or doubt both; in any case go back to what is known clean."""
+
+from __future__ import annotations
+
+from controller.core import jobs
+from controller.core.checkpoints import Vote, roll_back, take_seal
+from controller.core.eviction import evict, serving
+from controller.core.generations import Cause, regroup
+from controller.core.losses import node_left_jobs, running_spec
+from controller.core.state import JobRecord
+from controller.core.turn import Turn
+from everstep.vocabulary import Action, Decision, Finding, FindingKind, GenerationReason, JobState, Severity
+from everstep.wire.v1.training import GenerationSpec, Sealed
+
+
+def seal_arrived(turn: Turn, job: JobRecord, node: str, report: Sealed) -> None:
+    """A rank's share of a version. Only ranks of the running generation count, each only for itself."""
+    spec = running_spec(job)
+    if spec is None or job.state is not JobState.RUNNING or report.generation != spec.number:
+        turn.ignore("sealed.stale")
+        return
+    if report.version.generation != spec.number or not is_member(spec, node, report.rank):
+        turn.ignore("sealed.not_a_member")
+        return
+    live = turn.state.live_jobs[job.job]
+    if live.newest_step is None or report.version.step > live.newest_step:
+        live.newest_step, live.newest_at = report.version.step, turn.now
+    vote = take_seal(turn, job, spec, report)
+    if vote is not None:
+        _digests_differ(turn, job, spec, report, vote)
+
+
+def is_member(spec: GenerationSpec, node: str, rank: int) -> bool:
+    """Whether ``rank`` of the roster sits on ``node``. Rosters are in the order of ranks."""
+    return rank < len(spec.roster) and spec.roster[rank].node == node
+
+
+def _digests_differ(turn: Turn, job: JobRecord, spec: GenerationSpec, report: Sealed, vote: Vote) -> None:
+    back = roll_back(turn, job)
+    liars = list(dict.fromkeys(spec.roster[rank].node for rank in sorted(vote.liars)))
+    tied = list(dict.fromkeys(spec.roster[rank].node for rank in sorted(vote.tied)))
+    if liars:
+        ranks = ", ".join(str(rank) for rank in sorted(vote.liars))
+        what = f"the digest of rank {ranks} on {', '.join(liars)} differs from the majority at version {report.version}"
+        _convict(turn, job, liars, what)
+    else:
+        what = f"digests of version {report.version} differ without a majority among {', '.join(tied)}"
+        if not _second_opinion(turn, job, tied, what) and _too_many_ties(turn, job):
+            jobs.fail(turn, job, f"{what}, for the {len(job.ties)}. time: nobody can tell which state is right")
+            return
+    cause = Cause(reason=GenerationReason.CORRUPTION, sentence=f"{what}; {back}", trace=turn.trace)
+    regroup(turn, job, cause)
+
+
+def _convict(turn: Turn, job: JobRecord, nodes: list[str], what: str) -> None:
+    """One confirmed mismatch convicts: every known liar lied again. Out at once, since what it computes is wrong."""
+    for node in nodes:
+        finding = _finding(turn, node, what, Severity.CRITICAL)
+        if not serving(turn, node):
+            continue
+        if evict(turn, node, finding, f"{node}: {what}", needs_operator=True):
+            cause = Cause(
+                reason=GenerationReason.NODE_EVICTED,
+                sentence=f"{node} computes wrongly in job {job.job}",
+                trace=turn.trace,
+            )
+            _leave_others(turn, job, node, cause)
+
+
+def _leave_others(turn: Turn, job: JobRecord, node: str, cause: Cause) -> None:
+    """Jobs other than ``job`` leave the node; ``job`` itself regroups once, for all liars together."""
+    live = turn.state.live_nodes[node]
+    mine, live.jobs = live.jobs, {name: None for name in live.jobs if name != job.job}
+    node_left_jobs(turn, node, cause)
+    live.jobs = mine
+
+
+def _second_opinion(turn: Turn, job: JobRecord, tied: list[str], what: str) -> bool:
+    """Suspicion on all of a tie. Who was tied before, with others than now, is in both, and convicted."""
+    convicted = []
+    for node in tied:
+        record = turn.state.nodes[node]
+        others = [other for other in tied if other != node]
+        if record.against and not set(record.against) & set(others):
+            convicted.append(node)
+        record.against = others
+    if len(convicted) == 1:
+        _convict(turn, job, convicted, f"{what}; {convicted[0]} was in such a tie before, with others")
+        return True
+    for node in tied:
+        finding = _finding(turn, node, what, Severity.WARNING)
+        words = f"{what}; {node} is under suspicion and stays, until a second opinion"
+        turn.verdict(node, Decision.NO_ACTION, words, evidence=(finding,))
+    return False
+
+
+def _too_many_ties(turn: Turn, job: JobRecord) -> bool:
+    job.ties = [*(at for at in job.ties if at > turn.now - turn.policy.flap_window_s), turn.now]
+    turn.job_changed(job.job)
+    return len(job.ties) >= turn.policy.tie_count
+
+
+def _finding(turn: Turn, node: str, what: str, severity: Severity) -> Finding:
+    """The controller's own finding, kept with the node."""
+    finding = Finding(
+        kind=FindingKind.DIGEST_MISMATCH,
+        subject="parameters",
+        severity=severity,
+        message=what,
+        action=Action.REPAIR if severity is Severity.CRITICAL else Action.NONE,
+        since=turn.now,
+        trace=turn.trace,
+    )
+    turn.state.nodes[node].own[finding.key] = finding
+    turn.node_changed(node)
+    return finding

@@ -1,0 +1,248 @@
+"""From one generation to the next: at once, or at a boundary; or a pause, when too few are left."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from controller.core import checkpoints
+from controller.core.effects import PutGeneration
+from controller.core.membership import (
+    describe_change,
+    most_nodes,
+    next_seats,
+    roster_of,
+    seats_of,
+    store_node,
+)
+from controller.core.placement import place_replicas
+from controller.core.signals import send_generation
+from controller.core.state import JobLive, JobRecord
+from controller.core.turn import Turn
+from everstep.vocabulary import GenerationReason, JobState
+from everstep.wire.v1.training import GenerationSpec, Holder
+
+FORMER_NODES = 64
+"""How many nodes of earlier rosters are remembered as holders of slots."""
+
+
+class Cause(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a job regroups.
+
+    ``boundary``: nothing is broken yet, so the running generation may end in order. ``without``: nodes to leave out
+    this time, although nothing stands against them.
+    """
+
+    reason: GenerationReason
+    sentence: str
+    trace: str
+    boundary: bool = False
+    without: frozenset[str] = frozenset()
+
+
+def regroup(turn: Turn, job: JobRecord, cause: Cause) -> None:
+    """Opens the job's next generation with whoever is able, or pauses it where these are too few."""
+    live = turn.state.live_jobs[job.job]
+    checkpoints.doubt_open_votes(turn, job)
+    seats = next_seats(turn.state, job, cause.without)
+    if len(seats) < job.spec.min_nodes:
+        _pause(turn, job, cause, seats)
+        return
+    boundary = boundary_step(turn, job, live) if cause.boundary else None
+    spec = _spec(turn, job, cause, seats, boundary)
+    before = seats_of(job.generation)
+    job.former = [n for n in dict.fromkeys([*before, *job.former]) if n not in seats][:FORMER_NODES]
+    job.leaving = job.generation if boundary is not None else None
+    _begin(turn, job, live, spec)
+    turn.emit(PutGeneration(spec, turn.now))
+    turn.audit(
+        "generation",
+        spec.sentence,
+        job=job.job,
+        generation=spec.number,
+        trace=spec.trace,
+        data=_facts(spec, before, seats),
+    )
+    send_generation(turn, job, before)
+
+
+def _facts(spec: GenerationSpec, before: list[str], seats: list[str]) -> dict[str, str]:
+    facts = {"reason": str(spec.reason), "seats": ",".join(seats), "world_size": str(spec.world_size)}
+    left = [node for node in before if node not in seats]
+    came = [node for node in seats if node not in before]
+    optional = {
+        "left": ",".join(left),
+        "came": ",".join(came),
+        "after_step": "" if spec.after_step is None else str(spec.after_step),
+        "floor": str(spec.restore.floor or ""),
+        "ceiling": str(spec.restore.ceiling or ""),
+    }
+    return facts | {key: value for key, value in optional.items() if value}
+
+
+def _spec(turn: Turn, job: JobRecord, cause: Cause, seats: list[str], boundary: int | None) -> GenerationSpec:
+    number = job.last_number + 1
+    before = seats_of(job.generation)
+    change = describe_change(before, seats, most_nodes(job))
+    when = "" if boundary is None else f" after step {boundary}"
+    nodes = turn.state.nodes
+    leader = store_node(seats, job.generation)
+    return GenerationSpec(
+        job=job.job,
+        number=number,
+        reason=cause.reason,
+        sentence=f"{cause.sentence}; generation {number} {change}{when}",
+        trace=cause.trace,
+        roster=roster_of(seats, job.spec.nproc_per_node),
+        store=job.launchers[leader].store,
+        store_node=leader,
+        restore=checkpoints.restore_rule(turn, job),
+        holders=tuple(Holder(node=node, vault=nodes[node].vault) for node in _holders(turn, job, seats)),
+        replica_nodes=place_replicas(seats, {node: nodes[node].domain for node in seats}, job.spec.replicas),
+        secret=job.secret,
+        spec=job.spec,
+        issued_at=turn.now,
+        after_step=boundary,
+    )
+
+
+def _holders(turn: Turn, job: JobRecord, seats: list[str]) -> list[str]:
+    """Whose vaults may be asked: the roster's, and those of former members that answer and were never caught lying."""
+    state = turn.state
+    former = [*seats_of(job.generation), *job.former]
+    answering = [
+        node
+        for node in dict.fromkeys(former)
+        if node not in seats
+        and node in state.reachable
+        and state.live_nodes[node].gone_at is None
+        and not state.nodes[node].condemned
+    ]
+    return seats + answering
+
+
+def _begin(turn: Turn, job: JobRecord, live: JobLive, spec: GenerationSpec) -> None:
+    """Makes ``spec`` the job's generation and forgets what was known of the one before."""
+    job.generation, job.last_number = spec, spec.number
+    job.opened_at, job.resumed_at, job.finished = turn.now, None, []
+    if job.state is not JobState.RUNNING:
+        job.state, job.since = JobState.RUNNING, turn.now
+    job.sentence, job.trace = spec.sentence, spec.trace
+    live.entered, live.resumed, live.slowest = set(), set(), None
+    live.witnesses, live.stalls, live.pending = set(), {}, None
+    patience = min(turn.policy.resume_deadline_max_s, turn.policy.resume_deadline_s * 2.0**live.resume_attempts)
+    live.resume_due = turn.now + patience
+    if job.leaving is None:
+        forget_running(live)
+    else:
+        live.fallback_at = turn.now + _fallback_s(turn, live, spec.after_step or 0)
+        live.resume_due += live.fallback_at - turn.now
+        turn.wake(live.fallback_at, "job", job.job)
+    turn.wake(live.resume_due, "job", job.job)
+    turn.job_changed(job.job)
+
+
+def forget_running(live: JobLive) -> None:
+    """Drops progress and open votes: they belong to a generation that is over."""
+    live.progress, live.newest_step, live.ballots = {}, None, {}
+
+
+def _pause(turn: Turn, job: JobRecord, cause: Cause, seats: list[str]) -> None:
+    live = turn.state.live_jobs[job.job]
+    live.pending, job.leaving = None, None
+    live.stalls, live.witnesses = {}, set()
+    if job.state is JobState.PAUSED:
+        return
+    left = ", ".join(seats) or "none"
+    sentence = (
+        f"{cause.sentence}; able to go on: {left}; the job needs {job.spec.min_nodes} "
+        f"node{'s' if job.spec.min_nodes > 1 else ''} and is paused until one comes back"
+    )
+    job.state, job.since, job.sentence, job.trace = JobState.PAUSED, turn.now, sentence, cause.trace
+    turn.job_changed(job.job)
+    turn.audit("job.paused", sentence, job=job.job, generation=job.last_number, trace=cause.trace)
+
+
+# --- boundaries --------------------------------------------------------------------------------------------------
+
+
+def boundary_step(turn: Turn, job: JobRecord, live: JobLive) -> int | None:
+    """After which step the running generation may end in order; None where it cannot run on until then."""
+    if job.state is not JobState.RUNNING or job.resumed_at is None or job.leaving is not None:
+        return None
+    if live.newest_step is None or live.pending is not None or live.witnesses or job.finished:
+        return None
+    state = turn.state
+    seats = seats_of(job.generation)
+    if any(node not in state.reachable or state.live_nodes[node].gone_at is not None for node in seats):
+        return None
+    step_s = step_seconds(live)
+    margin = turn.policy.boundary_margin_steps
+    if step_s <= 0:
+        return live.newest_step + margin
+    unseen = int(min(turn.now - live.newest_at, turn.policy.boundary_margin_s) / step_s)
+    return live.newest_step + unseen + max(margin, math.ceil(turn.policy.boundary_margin_s / step_s))
+
+
+def step_seconds(live: JobLive) -> float:
+    """The median of the ranks' step times; 0.0 while none is known."""
+    times = sorted(progress.step_s for progress in live.progress.values() if progress.step_s > 0)
+    return times[len(times) // 2] if times else 0.0
+
+
+def _fallback_s(turn: Turn, live: JobLive, after_step: int) -> float:
+    steps = after_step - (live.newest_step or 0) + turn.policy.boundary_fallback_steps
+    return max(turn.policy.boundary_fallback_s, steps * step_seconds(live))
+
+
+def boundary_crossed(turn: Turn, job: JobRecord) -> None:
+    """Ranks have left the running generation in order: from now on only the new one speaks."""
+    live = turn.state.live_jobs[job.job]
+    if job.leaving is None:
+        return
+    job.leaving = None
+    forget_running(live)
+    live.witnesses, live.stalls, live.pending = set(), {}, None
+    turn.job_changed(job.job)
+
+
+def check_boundary(turn: Turn, job: JobRecord) -> None:
+    """At a deadline: the boundary is behind us, or is given up and the job regroups at once."""
+    live = turn.state.live_jobs[job.job]
+    spec = job.generation
+    if job.leaving is None or spec is None:
+        return
+    if live.entered or (live.newest_step is not None and live.newest_step >= (spec.after_step or 0)):
+        if live.entered or turn.now >= live.fallback_at:
+            boundary_crossed(turn, job)
+    elif turn.now >= live.fallback_at:
+        sentence = f"the boundary after step {spec.after_step} was not reached in time"
+        regroup(turn, job, Cause(reason=spec.reason, sentence=sentence, trace=spec.trace))
+
+
+# --- growth ------------------------------------------------------------------------------------------------------
+
+
+def consider_growth(turn: Turn, job: JobRecord) -> None:
+    """A paused job goes on, a small one grows at a boundary, as soon as the nodes and the time are there."""
+    state = turn.state
+    if job.generation is None or job.state not in (JobState.RUNNING, JobState.PAUSED):
+        return
+    seats = next_seats(state, job)
+    if job.state is JobState.PAUSED:
+        if len(seats) >= job.spec.min_nodes:
+            sentence = f"enough nodes are able again ({', '.join(seats)})"
+            regroup(turn, job, Cause(reason=GenerationReason.GROWTH, sentence=sentence, trace=turn.trace))
+        return
+    before = seats_of(job.generation)
+    if len(seats) <= len(before) or not set(before) <= set(seats) or job.resumed_at is None or job.leaving:
+        return
+    due = job.opened_at + turn.policy.growth_interval_s
+    if turn.now < due:
+        turn.wake(due, "job", job.job)
+        return
+    if boundary_step(turn, job, state.live_jobs[job.job]) is not None:
+        sentence = f"a spare is ready and the job has {len(before)} of {most_nodes(job)} nodes"
+        cause = Cause(reason=GenerationReason.GROWTH, sentence=sentence, trace=turn.trace, boundary=True)
+        regroup(turn, job, cause)

@@ -1,0 +1,132 @@
+"""A job makes no progress: who is the rank that the others wait for?"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from controller.core.generations import Cause
+from controller.core.losses import lose_doubtful, regroup_blind, replace_rank, running_spec
+from controller.core.signals import send_kill
+from controller.core.state import JobRecord, Pending
+from controller.core.turn import Turn
+from everstep.vocabulary import GenerationReason, JobState
+from everstep.wire.v1.training import GenerationSpec, Member, RankProgress, RankStalled, RankUnresponsive
+
+STACKS_IN_AUDIT = 16384
+"""Characters of a rank's stacks that the audit log keeps."""
+
+
+def rank_unresponsive(turn: Turn, job: JobRecord, node: str, report: RankUnresponsive) -> None:
+    """The agent's word on its own rank needs no second opinion: the rank is killed and replaced."""
+    spec = running_spec(job)
+    member = spec.member(node, report.local_rank) if spec else None
+    if spec is None or job.state is not JobState.RUNNING or member is None:
+        turn.ignore("rank_unresponsive.stale")
+        return
+    words = f"rank {report.rank} on {node} has not ticked for {report.silent_s:.1f} s"
+    sentence = f"{words} ({report.process_state})" if report.process_state else words
+    if report.generation == spec.number and member.rank == report.rank:
+        _replace(turn, job, spec, member, sentence, turn.trace)
+    elif report.generation < spec.number and member.rank not in turn.state.live_jobs[job.job].entered:
+        turn.audit("rank.hung", f"{sentence}; killed", node=node, job=job.job, generation=report.generation)
+        send_kill(turn, job, member, report.generation, sentence, turn.trace)
+    else:
+        turn.ignore("rank_unresponsive.stale")
+
+
+def _replace(turn: Turn, job: JobRecord, spec: GenerationSpec, member: Member, sentence: str, trace: str) -> None:
+    sentence = f"{sentence}; it is killed and replaced"
+    turn.audit(
+        "rank.hung",
+        sentence,
+        node=member.node,
+        job=job.job,
+        generation=spec.number,
+        trace=trace,
+        data={"rank": str(member.rank)},
+    )
+    send_kill(turn, job, member, spec.number, sentence, trace)
+    cause = Cause(reason=GenerationReason.RANK_HUNG, sentence=sentence, trace=trace)
+    replace_rank(turn, job, member.node, cause)
+
+
+def rank_stalled(turn: Turn, job: JobRecord, node: str, report: RankStalled) -> None:
+    """Notes where a rank stands; the one to blame is named a moment later, when the others have said the same."""
+    spec = running_spec(job)
+    if spec is None or job.state is not JobState.RUNNING or report.generation != spec.number:
+        turn.ignore("rank_stalled.stale")
+        return
+    live = turn.state.live_jobs[job.job]
+    live.stalls[report.rank] = (report.step, report.collectives)
+    sentence = (
+        f"rank {report.rank} on {node} stands still after step {report.step} for {report.stalled_s:.1f} s "
+        f"(allowed: {report.threshold_s:.1f})"
+    )
+    data = {
+        "rank": str(report.rank),
+        "collectives": str(report.collectives),
+        "stacks": report.stacks[:STACKS_IN_AUDIT],
+    }
+    turn.audit("rank.stalled", sentence, node=node, job=job.job, generation=spec.number, data=data)
+    if live.pending is None:
+        due = turn.now + turn.policy.stall_settle_s
+        live.pending = Pending(stall=True, since=turn.now, due=due, trace=turn.trace, sentence=sentence)
+        turn.wake(due, "job", job.job)
+    if len(live.stalls) == spec.world_size:
+        settle(turn, job)
+
+
+def settle(turn: Turn, job: JobRecord) -> None:
+    """The wait for witnesses is over: decide with what is there."""
+    live = turn.state.live_jobs[job.job]
+    pending, spec = live.pending, running_spec(job)
+    if pending is None or spec is None:
+        return
+    if lose_doubtful(turn, job, pending.sentence):
+        return
+    if not live.stalls:
+        regroup_blind(turn, job, pending, GenerationReason.COLLECTIVE_FAILED)
+        return
+    silent = [m.rank for m in spec.roster if m.rank not in live.stalls]
+    latest = pending.since + turn.policy.stall_settle_max_s
+    if len(silent) > 1 and turn.now < latest:
+        due = min(latest, turn.now + turn.policy.stall_settle_s)
+        live.pending = Pending(stall=True, since=pending.since, due=due, trace=pending.trace, sentence=pending.sentence)
+        turn.wake(due, "job", job.job)
+        return
+    stuck = name_stuck(live.stalls, silent, live.progress)
+    member = next((m for m in spec.roster if m.rank == stuck), None)
+    if member is None:
+        named_nobody = Pending(
+            stall=True,
+            since=pending.since,
+            due=pending.due,
+            trace=pending.trace,
+            sentence=f"{pending.sentence}; no single rank can be named, so all leave their collectives and try again",
+        )
+        regroup_blind(turn, job, named_nobody, GenerationReason.RANK_HUNG)
+        return
+    sentence = f"rank {member.rank} on {member.node} is the one that {len(live.stalls)} stalled rank(s) wait for"
+    _replace(turn, job, spec, member, sentence, pending.trace)
+
+
+def name_stuck(
+    stalls: Mapping[int, tuple[int, int]], silent: Collection[int], progress: Mapping[int, RankProgress]
+) -> int | None:
+    """The rank that the others wait for, or None where several could be.
+
+    ``stalls``: (step, collectives) of ranks that report a stall; ``silent``: ranks that report none. A rank behind
+    all other reporters is it. Where reporters stand side by side they wait for a silent one that is not ahead of
+    them; where every silent one is ahead, a single reporter is stuck itself.
+    """
+    lowest = min(stalls.values())
+    behind = [rank for rank, at in stalls.items() if at == lowest]
+    if len(behind) < len(stalls):
+        return behind[0] if len(behind) == 1 else None
+    suspects = [rank for rank in silent if rank not in progress or progress[rank].step <= lowest[0]]
+    if not suspects:
+        return behind[0] if len(behind) == 1 else None
+    if len(suspects) == 1:
+        return suspects[0]
+    steps = sorted((progress[rank].step if rank in progress else -1, rank) for rank in suspects)
+    return steps[0][1] if steps[0][0] < min(steps[1][0], lowest[0]) else None

@@ -1,0 +1,94 @@
+"""What must hold after every event; checked in simulation, and asserted in production where that is cheap."""
+
+from __future__ import annotations
+
+from controller.core.checkpoints import NOTHING
+from controller.core.membership import next_seats, seats_of
+from controller.core.state import FleetState, JobRecord, NodeRecord
+from everstep.vocabulary import JobState, NodeState
+from everstep.wire.v1.training import GenerationSpec
+
+OUT = (NodeState.QUARANTINED, NodeState.REPAIR, NodeState.LOST)
+
+
+def check(state: FleetState) -> None:
+    """Raises AssertionError for the first thing that does not hold."""
+    assert state.nodes.keys() == state.live_nodes.keys(), "every node has its live part"
+    assert state.jobs.keys() == state.live_jobs.keys(), "every job has its live part"
+    assert state.silent <= state.reachable, f"silent but not expected: {state.silent - state.reachable}"
+    for record in state.nodes.values():
+        _check_node(state, record)
+    for job in state.jobs.values():
+        _check_job(state, job)
+
+
+def _check_node(state: FleetState, record: NodeRecord) -> None:
+    node = record.node
+    assert record.reachable == (node in state.reachable), f"{node}: reachable in one place only"
+    assert record.sentence, f"{node}: every state has its sentence"
+    if record.state in (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION):
+        assert record.reachable, f"{node} is {record.state} and out of reach"
+    if record.state is NodeState.LOST:
+        assert not record.reachable, f"{node} is lost and heard"
+    if record.state is NodeState.QUARANTINED:
+        way_out = record.causes or record.needs_operator or not record.reachable or record.returns_at > 0
+        assert way_out, f"{node}: a quarantine without a way out"
+    if record.state is NodeState.PROBATION:
+        assert record.probe, f"{node}: a probation without a probe, or a word on why there is none"
+    if record.reachable:
+        assert state.live_nodes[node].watched, f"{node}: nobody watches its silence"
+
+
+def _check_job(state: FleetState, job: JobRecord) -> None:
+    live = state.live_jobs[job.job]
+    if job.generation is not None:
+        _check_generation(job, job.generation)
+        assert job.last_number == job.generation.number, f"{job.job}: the current generation is not the last one"
+    if job.leaving is not None:
+        assert job.generation is not None, f"{job.job}: leaves a generation for none"
+        assert job.leaving.number < job.generation.number, f"{job.job}: generations must increase"
+        assert job.generation.after_step is not None, f"{job.job}: leaves a generation without a boundary"
+    if live.verified is not None:
+        assert live.committed is not None, f"{job.job}: verified and not committed"
+        assert live.verified <= live.committed, f"{job.job}: verified beyond what is committed"
+    if job.ceiling is not None:
+        assert live.committed is None or live.committed <= job.ceiling, f"{job.job}: committed above the ceiling"
+        assert job.ceiling == NOTHING or live.committed == job.ceiling, f"{job.job}: the ceiling is not committed"
+    if job.state is JobState.RUNNING:
+        _check_running(state, job)
+    elif job.state is JobState.PAUSED:
+        able = next_seats(state, job)
+        assert len(able) < job.spec.min_nodes, f"{job.job} is paused although {able} could go on"
+    if live.pending is not None:
+        assert job.state is JobState.RUNNING, f"{job.job}: waits for witnesses and does not run"
+        assert (live.pending.due, "job", job.job) in state.queued, f"{job.job}: waits for witnesses without a deadline"
+
+
+def _check_running(state: FleetState, job: JobRecord) -> None:
+    assert job.generation is not None, f"{job.job} runs without a generation"
+    for node in seats_of(job.generation):
+        assert node in state.nodes, f"{job.job}: {node} is in a roster and unknown"
+        assert state.nodes[node].state not in OUT, f"{job.job}: {node} is {state.nodes[node].state} and in a roster"
+        assert node not in job.excluded, f"{job.job}: {node} is excluded and in the roster"
+        assert node in job.launchers, f"{job.job}: {node} is in the roster without a launcher"
+    if job.resumed_at is None and job.leaving is None:
+        due = (state.live_jobs[job.job].resume_due, "job", job.job)
+        assert due in state.queued, f"{job.job}: nobody waits for generation {job.last_number} to resume"
+
+
+def _check_generation(job: JobRecord, spec: GenerationSpec) -> None:
+    seats, per_node = seats_of(spec), job.spec.nproc_per_node
+    name = f"{job.job} generation {spec.number}"
+    assert [m.rank for m in spec.roster] == list(range(len(spec.roster))), f"{name}: ranks are not 0, 1, 2, ..."
+    assert len(spec.roster) == len(seats) * spec.spec.nproc_per_node or per_node == 0, f"{name}: a node lacks ranks"
+    assert spec.spec.min_nodes <= len(seats) <= spec.spec.max_nodes, f"{name}: {len(seats)} nodes are out of bounds"
+    assert spec.store_node in seats, f"{name}: its store is not in the roster"
+    assert set(seats) <= {holder.node for holder in spec.holders}, f"{name}: a roster node is no holder"
+    assert set(spec.replica_nodes) == set(seats), f"{name}: replica placement does not fit the roster"
+    for node, copies in spec.replica_nodes.items():
+        assert set(copies) <= set(seats) - {node}, f"{name}: {node} is copied to {copies}"
+    assert spec.sentence, f"{name}: no sentence"
+    assert spec.number >= 1, f"{name}: generations count from 1"
+    rule = spec.restore
+    if rule.floor is not None and rule.ceiling is not None:
+        assert rule.floor <= rule.ceiling, f"{name}: floor above ceiling"

@@ -1,0 +1,185 @@
+"""Somebody of a job is gone: a rank, a launcher, a node; or all that is known is that a collective failed."""
+
+from __future__ import annotations
+
+from controller.core import jobs
+from controller.core.generations import Cause, regroup
+from controller.core.membership import jobs_seated_on, next_seats, seats_of
+from controller.core.state import JobRecord, Pending
+from controller.core.turn import Turn
+from everstep.vocabulary import Decision, Finding, FindingKind, GenerationReason, JobState, NodeState, Severity
+from everstep.wire.v1.training import CollectiveFailed, GenerationSpec, LauncherLeft, RankLost
+
+
+def running_spec(job: JobRecord) -> GenerationSpec | None:
+    """The generation whose ranks compute: the one before an announced boundary, else the current one."""
+    return job.leaving or job.generation
+
+
+# --- ranks -------------------------------------------------------------------------------------------------------
+
+
+def rank_lost(turn: Turn, job: JobRecord, node: str, report: RankLost) -> None:
+    """Regroups at once: with the launcher's replacement in the rank's place, or without the node."""
+    spec = running_spec(job)
+    if spec is None or job.state is not JobState.RUNNING:
+        turn.ignore("rank_lost.not_running")
+        return
+    launcher = job.launchers.get(node)
+    if launcher is not None and not report.replacement:
+        launcher.able, launcher.why_not = False, "its launcher has no replacement for a lost rank"
+        turn.job_changed(job.job)
+    stale = report.generation != spec.number
+    seated = any(m.node == node for m in (*spec.roster, *(job.generation.roster if job.generation else ())))
+    if not seated or (stale and report.replacement):
+        turn.ignore("rank_lost.stale")
+        return
+    member = spec.member(node, report.local_rank)
+    if not stale and (member is None or member.rank != report.rank or report.rank in job.finished):
+        turn.ignore("rank_lost.not_a_member")
+        return
+    how = "its launcher has a replacement" if report.replacement else "its launcher has no replacement"
+    sentence = f"rank {report.rank} on {node} lost ({_manner(report)}); {how}"
+    data = {"rank": str(report.rank), "detail": report.detail[:1024]}
+    turn.audit("rank.lost", sentence, node=node, job=job.job, generation=report.generation, data=data)
+    replace_rank(turn, job, node, Cause(reason=GenerationReason.RANK_LOST, sentence=sentence, trace=turn.trace))
+
+
+def _manner(report: RankLost) -> str:
+    if report.signal is not None:
+        return f"signal {report.signal}"
+    if report.exit_code is not None:
+        return f"exit code {report.exit_code}"
+    return "its connection closed"
+
+
+def replace_rank(turn: Turn, job: JobRecord, node: str, cause: Cause) -> None:
+    """Regroups after a loss on ``node``; a node that keeps losing ranks is left out from now on."""
+    if not _flaps(turn, job, node):
+        regroup(turn, job, cause)
+        return
+    count, window_s = len(job.losses[node]), turn.policy.flap_window_s
+    sentence = f"{node} lost {count} ranks of {job.job} within {window_s:g} s"
+    job.excluded[node] = sentence
+    _note_flapping(turn, node, sentence, count)
+    if len(next_seats(turn.state, job)) < job.spec.min_nodes:
+        jobs.fail(turn, job, f"{cause.sentence}; {sentence}, and no other node can take its place")
+        return
+    regroup(turn, job, Cause(reason=cause.reason, sentence=f"{cause.sentence}; {sentence}", trace=cause.trace))
+
+
+def _flaps(turn: Turn, job: JobRecord, node: str) -> bool:
+    window = [at for at in job.losses.get(node, []) if at > turn.now - turn.policy.flap_window_s]
+    job.losses[node] = [*window, turn.now]
+    turn.job_changed(job.job)
+    return len(job.losses[node]) >= turn.policy.rank_flap_count
+
+
+def _note_flapping(turn: Turn, node: str, sentence: str, count: int) -> None:
+    finding = Finding(
+        kind=FindingKind.RANK_FLAPPING,
+        subject="ranks",
+        severity=Severity.WARNING,
+        message=sentence,
+        value=float(count),
+        threshold=float(turn.policy.rank_flap_count),
+        since=turn.now,
+        trace=turn.trace,
+    )
+    turn.state.nodes[node].own[finding.key] = finding
+    words = f"{sentence}; the job does without it until an operator readmits it or its launcher starts anew"
+    turn.verdict(node, Decision.RECOMMEND, words, evidence=(finding,))
+
+
+# --- collectives without a culprit -------------------------------------------------------------------------------
+
+
+def collective_failed(turn: Turn, job: JobRecord, node: str, report: CollectiveFailed) -> None:
+    """A witness. With a doubtful node in the roster it settles the matter; else others get a moment to say who."""
+    spec = running_spec(job)
+    if spec is None or job.state is not JobState.RUNNING or report.generation != spec.number:
+        turn.ignore("collective_failed.stale")
+        return
+    live = turn.state.live_jobs[job.job]
+    live.witnesses.add(report.rank)
+    if lose_doubtful(turn, job, f"a collective of rank {report.rank} failed"):
+        return
+    if live.pending is None:
+        sentence = (
+            f"a collective of rank {report.rank} on {node} failed at step {report.step}, and nobody says who is lost"
+        )
+        due = turn.now + _collective_wait(turn, job)
+        live.pending = Pending(stall=False, since=turn.now, due=due, trace=turn.trace, sentence=sentence)
+        turn.wake(due, "job", job.job)
+
+
+def _collective_wait(turn: Turn, job: JobRecord) -> float:
+    live = turn.state.live_jobs[job.job]
+    live.blind = [at for at in live.blind if at > turn.now - turn.policy.flap_window_s]
+    doubled = turn.policy.collective_settle_s * 2.0 ** min(len(live.blind), 20)
+    return min(doubled, turn.policy.collective_settle_max_s)
+
+
+def regroup_blind(turn: Turn, job: JobRecord, pending: Pending, reason: GenerationReason) -> None:
+    """Nobody was named in time: the same roster tries again."""
+    turn.state.live_jobs[job.job].blind.append(turn.now)
+    regroup(turn, job, Cause(reason=reason, sentence=pending.sentence, trace=pending.trace))
+
+
+def doubtful(turn: Turn, node: str) -> str:
+    """Why a node may be taken for lost once its job has a witness; empty for one that answers."""
+    record, live = turn.state.nodes.get(node), turn.state.live_nodes.get(node)
+    if record is None or live is None or node not in turn.state.reachable:
+        return "is out of reach"
+    if live.gone_at is not None:
+        return "closed its connection"
+    return "is silent" if record.state is NodeState.SUSPECT else ""
+
+
+def lose_doubtful(turn: Turn, job: JobRecord, witness: str) -> bool:
+    """Regroups without the roster's doubtful nodes; False where there are none."""
+    spec = running_spec(job)
+    doubts = {node: words for node in seats_of(spec) if (words := doubtful(turn, node))}
+    if not doubts:
+        return False
+    named = ", ".join(f"{node} {words}" for node, words in doubts.items())
+    cause = Cause(
+        reason=GenerationReason.NODE_LOST,
+        sentence=f"{named}, and {witness}",
+        trace=turn.trace,
+        without=frozenset(doubts),
+    )
+    regroup(turn, job, cause)
+    return True
+
+
+# --- launchers and nodes -----------------------------------------------------------------------------------------
+
+
+def launcher_left(turn: Turn, job: JobRecord, node: str, report: LauncherLeft) -> None:
+    """Takes back a node's offer. A later launcher of the node is not meant."""
+    launcher = job.launchers.get(node)
+    if launcher is None or report.launcher < launcher.incarnation:
+        turn.ignore("launcher_left.stale")
+        return
+    manner = "left in order" if report.orderly else "is gone"
+    detail = f" ({report.detail})" if report.detail else ""
+    remove_launcher(turn, job, node, f"the launcher on {node} {manner}{detail}")
+
+
+def remove_launcher(turn: Turn, job: JobRecord, node: str, sentence: str) -> None:
+    """Forgets a node's launcher, and regroups without the node where it had a seat."""
+    del job.launchers[node]
+    turn.job_changed(job.job)
+    turn.audit("launcher.left", sentence, node=node, job=job.job, generation=job.last_number)
+    if job.state is JobState.RUNNING and node in (*seats_of(job.generation), *seats_of(job.leaving)):
+        stored = job.generation is not None and job.generation.store_node == node
+        reason = GenerationReason.STORE_LOST if stored else GenerationReason.NODE_LOST
+        regroup(turn, job, Cause(reason=reason, sentence=sentence, trace=turn.trace))
+
+
+def node_left_jobs(turn: Turn, node: str, cause: Cause) -> None:
+    """The node can take part no more: every running job with a seat on it regroups."""
+    for job in jobs_seated_on(turn.state, node):
+        if job.state is JobState.RUNNING:
+            regroup(turn, job, cause)

@@ -1,0 +1,157 @@
+"""What people order. Refused before anything changes, or carried out with their name and reason in the log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from controller.core import jobs
+from controller.core.events import OperatorAction, OperatorCommand, ProbeRequested
+from controller.core.generations import Cause
+from controller.core.jobs import offer_to_jobs
+from controller.core.losses import node_left_jobs
+from controller.core.probes import start_probe
+from controller.core.quarantine import begin_probation, begin_quarantine, set_state
+from controller.core.state import FleetState
+from controller.core.turn import Turn
+from everstep.errors import Conflict, NotFound
+from everstep.vocabulary import Action, Decision, GenerationReason, NodeState
+
+_JOB_ORDERS = (OperatorAction.STOP_JOB, OperatorAction.RESIZE_JOB)
+_OUT = (NodeState.QUARANTINED, NodeState.REPAIR)
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------
+
+
+def check_command(state: FleetState, command: OperatorCommand) -> None:
+    """Raises NotFound or Conflict, with what to do instead, for an order that cannot be carried out."""
+    if command.kind in _JOB_ORDERS:
+        _check_job(state, command)
+    elif command.kind is OperatorAction.RESET_BREAKER:
+        if not state.fleet.breaker:
+            raise Conflict("the breaker is not latched: evictions are allowed")
+    else:
+        _check_node(state, command)
+
+
+def _check_job(state: FleetState, command: OperatorCommand) -> None:
+    job = state.jobs.get(command.job or "")
+    if job is None:
+        raise NotFound(f"no job {command.job}")
+    if job.state in jobs.ENDED:
+        raise Conflict(f"job {job.job} is {job.state} already")
+    if command.kind is OperatorAction.RESIZE_JOB:
+        least, most = job.spec.min_nodes, job.spec.max_nodes
+        if command.size is None or not least <= command.size <= most:
+            raise Conflict(f"job {job.job} runs on {least} to {most} nodes, not on {command.size}")
+
+
+def _check_node(state: FleetState, command: OperatorCommand) -> None:
+    record = state.nodes.get(command.node or "")
+    if record is None:
+        raise NotFound(f"no node {command.node}")
+    if command.kind is OperatorAction.READMIT:
+        if record.state is NodeState.LOST:
+            raise Conflict(f"{record.node} is lost: it comes back by itself when its agent is heard")
+        if record.state in (NodeState.HEALTHY, NodeState.SUSPECT) and not _excluded(state, record.node):
+            raise Conflict(f"{record.node} is {record.state} and in service")
+    elif command.kind in (OperatorAction.HOLD, OperatorAction.DRAIN) and record.state in _OUT:
+        raise Conflict(f"{record.node} is out already ({record.state}): readmit it, or mark it for repair")
+
+
+def _excluded(state: FleetState, node: str) -> bool:
+    return any(node in state.jobs[name].excluded for name in state.live_nodes[node].jobs)
+
+
+def check_probe(state: FleetState, request: ProbeRequested) -> None:
+    """Raises NotFound or Conflict for a probe that cannot be run."""
+    if len(set(request.nodes)) < 2 or len(set(request.nodes)) != len(request.nodes):
+        raise Conflict("a probe needs two or more different nodes")
+    for node in request.nodes:
+        if node not in state.nodes:
+            raise NotFound(f"no node {node}")
+        if node not in state.reachable:
+            raise Conflict(f"{node} is out of reach")
+
+
+# --- orders ------------------------------------------------------------------------------------------------------
+
+
+def command(turn: Turn, order: OperatorCommand) -> None:
+    """Carries out an order that ``check_command`` let pass."""
+    because = f": {order.reason}" if order.reason else ""
+    sentence = f"{order.actor} ordered {order.kind.replace('_', ' ')}{because}"
+    data = {"actor": order.actor, "reason": order.reason}
+    turn.audit(f"operator.{order.kind}", sentence, node=order.node, job=order.job, data=data)
+    if order.kind is OperatorAction.RESET_BREAKER:
+        turn.state.fleet.breaker, turn.state.fleet.evictions = "", []
+        turn.fleet_changed()
+    elif order.job is not None and order.kind is OperatorAction.STOP_JOB:
+        jobs.stop(turn, turn.state.jobs[order.job], order.actor, order.reason)
+    elif order.job is not None and order.kind is OperatorAction.RESIZE_JOB and order.size is not None:
+        jobs.resize(turn, turn.state.jobs[order.job], order.size, order.actor)
+    elif order.node is not None:
+        _NODE_ORDERS[order.kind](turn, order.node, sentence)
+
+
+def probe(turn: Turn, request: ProbeRequested) -> None:
+    """Runs a probe that judges nobody."""
+    start_probe(turn, request.nodes, candidate=None)
+
+
+def _hold(turn: Turn, node: str, sentence: str) -> None:
+    set_state(turn, node, NodeState.HELD, sentence)
+
+
+def _drain(turn: Turn, node: str, sentence: str) -> None:
+    set_state(turn, node, NodeState.HELD, sentence)
+    _leave(turn, node, sentence, boundary=True)
+
+
+def _repair(turn: Turn, node: str, sentence: str) -> None:
+    set_state(turn, node, NodeState.REPAIR, sentence)
+    turn.state.nodes[node].action = Action.REPAIR
+    turn.verdict(node, Decision.REPAIR, sentence, action=Action.REPAIR)
+    _leave(turn, node, sentence, boundary=True)
+
+
+def _evict(turn: Turn, node: str, sentence: str) -> None:
+    begin_quarantine(turn, node, sentence, (), action=Action.DRAIN)
+    turn.state.nodes[node].needs_operator = True
+    turn.verdict(node, Decision.EVICT, sentence, action=Action.DRAIN)
+    _leave(turn, node, sentence, boundary=False)
+
+
+def _leave(turn: Turn, node: str, sentence: str, *, boundary: bool) -> None:
+    cause = Cause(reason=GenerationReason.OPERATOR, sentence=sentence, trace=turn.trace, boundary=boundary)
+    node_left_jobs(turn, node, cause)
+
+
+def _readmit(turn: Turn, node: str, sentence: str) -> None:
+    record = turn.state.nodes[node]
+    record.needs_operator, record.condemned, record.own, record.against = False, [], {}, []
+    record.overruled, record.probe_failures = "", 0
+    for name in turn.state.live_nodes[node].jobs:
+        job = turn.state.jobs[name]
+        job.excluded.pop(node, None)
+        job.losses.pop(node, None)
+        if node in job.launchers:
+            job.launchers[node].able, job.launchers[node].why_not = True, ""
+        turn.job_changed(name)
+    turn.verdict(node, Decision.READMIT, sentence)
+    if not record.reachable:
+        set_state(turn, node, NodeState.LOST, f"{sentence}; it is out of reach and comes back when it is heard")
+    elif record.state in _OUT:
+        begin_probation(turn, node, sentence)
+    else:
+        set_state(turn, node, NodeState.HEALTHY, sentence)
+        offer_to_jobs(turn, node)
+
+
+_NODE_ORDERS: dict[OperatorAction, Callable[[Turn, str, str], None]] = {
+    OperatorAction.HOLD: _hold,
+    OperatorAction.DRAIN: _drain,
+    OperatorAction.REPAIR: _repair,
+    OperatorAction.EVICT: _evict,
+    OperatorAction.READMIT: _readmit,
+}

@@ -1,0 +1,81 @@
+"""A controller begins: the state comes back from its records, and every deadline starts anew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from controller.core.liveness import watch
+from controller.core.membership import seats_of
+from controller.core.policy import CorePolicy
+from controller.core.quarantine import PROBE_PASSED, PROBE_SKIPPED, begin_probation
+from controller.core.state import FleetRecord, FleetState, JobLive, JobRecord, NodeLive, NodeRecord, VersionRecord
+from controller.core.turn import Turn
+from everstep.vocabulary import NodeState
+
+
+def restore(
+    policy: CorePolicy,
+    fleet: FleetRecord | None = None,
+    nodes: Iterable[NodeRecord] = (),
+    jobs: Iterable[JobRecord] = (),
+    versions: Iterable[VersionRecord] = (),
+) -> FleetState:
+    """The state as it was stored; with nothing stored, a new one. Send ``ControllerStarted`` first.
+
+    ``versions``: at least each job's newest committed and newest verified one; more do no harm. Raises
+    ConfigurationError for a policy that contradicts itself.
+    """
+    state = FleetState(policy.validate())
+    state.fleet = fleet or FleetRecord()
+    for record in nodes:
+        state.nodes[record.node] = record
+        state.live_nodes[record.node] = NodeLive()
+        if record.reachable:
+            state.reachable.add(record.node)
+        if record.overruled:
+            state.overruled.add(record.node)
+    for job in jobs:
+        state.jobs[job.job] = job
+        state.live_jobs[job.job] = JobLive()
+        for node in (*job.launchers, *seats_of(job.generation), *seats_of(job.leaving)):
+            if node in state.live_nodes:
+                state.live_nodes[node].jobs[job.job] = None
+    for version in versions:
+        _restore_version(state, version)
+    return state
+
+
+def _restore_version(state: FleetState, record: VersionRecord) -> None:
+    job, live = state.jobs.get(record.job), state.live_jobs.get(record.job)
+    if job is None or live is None or (job.ceiling is not None and record.version > job.ceiling):
+        return
+    if live.committed is None or record.version > live.committed:
+        live.committed = record.version
+    if record.verified_at is not None and (live.verified is None or record.version > live.verified):
+        live.verified = record.version
+
+
+def started(turn: Turn) -> None:
+    """Nobody could reach us while we were away: all deadlines begin now."""
+    state = turn.state
+    for node, record in state.nodes.items():
+        live = state.live_nodes[node]
+        live.heard_at = turn.now
+        turn.wake(max(turn.now, record.returns_at), "node", node)
+        if record.reachable:
+            live.watched = False
+            watch(turn, node)
+        if any(not state.jobs[name].launchers[node].confirmed for name in live.jobs if _offers(state, name, node)):
+            live.rejoin_due = turn.now + turn.policy.rejoin_grace_s
+            turn.wake(live.rejoin_due, "node", node)
+        if record.state is NodeState.PROBATION and record.probe not in (PROBE_PASSED, PROBE_SKIPPED):
+            begin_probation(turn, node, record.sentence.partition(";")[0])
+    for name, job_live in state.live_jobs.items():
+        job_live.resume_due = turn.now + turn.policy.resume_deadline_s
+        job_live.fallback_at = turn.now + turn.policy.boundary_fallback_s
+        for due in (turn.now, job_live.fallback_at, job_live.resume_due):
+            turn.wake(due, "job", name)
+
+
+def _offers(state: FleetState, job: str, node: str) -> bool:
+    return node in state.jobs[job].launchers

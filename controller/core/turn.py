@@ -1,0 +1,134 @@
+"""One event's work in progress: collects effects, and which records changed, until the event is done."""
+
+from __future__ import annotations
+
+import heapq
+
+from controller.core.effects import Audit, AuditEntry, Effect, PutFleet, PutJob, PutNode, PutVerdict, Send
+from controller.core.state import FleetState
+from everstep.vocabulary import Action, Decision, Finding, Verdict
+from everstep.wire.v1.directives import AnyDirective
+
+
+class Turn:
+    """What the rules write to while they handle one event.
+
+    Args:
+        trace: of the stimulus; rules that carry out something older pass that one's trace instead.
+        entropy: hex digits for a new job's secret.
+    """
+
+    def __init__(self, state: FleetState, now: float, trace: str, entropy: str = "") -> None:
+        self.state = state
+        self.policy = state.policy
+        self.now = now
+        self.trace = trace
+        self.entropy = entropy
+        self._effects: list[Effect] = []
+        self._fleet = False
+        self._nodes: dict[str, None] = {}
+        self._jobs: dict[str, None] = {}
+
+    def fleet_changed(self) -> None:
+        self._fleet = True
+
+    def node_changed(self, node: str) -> None:
+        self._nodes[node] = None
+
+    def job_changed(self, job: str) -> None:
+        self._jobs[job] = None
+
+    def emit(self, effect: Effect) -> None:
+        self._effects.append(effect)
+
+    def send(self, node: str, body: AnyDirective) -> None:
+        """A directive for ``node``, unless nobody ever registered under that name."""
+        if node in self.state.nodes:
+            self.emit(Send(node, body))
+
+    def audit(
+        self,
+        kind: str,
+        sentence: str,
+        *,
+        node: str | None = None,
+        job: str | None = None,
+        generation: int | None = None,
+        trace: str | None = None,
+        data: dict[str, str] | None = None,
+    ) -> None:
+        self.emit(
+            Audit(
+                AuditEntry(
+                    kind=kind,
+                    sentence=sentence,
+                    at=self.now,
+                    trace=self.trace if trace is None else trace,
+                    node=node,
+                    job=job,
+                    generation=generation,
+                    data=data or {},
+                )
+            )
+        )
+
+    def verdict(
+        self,
+        node: str,
+        decision: Decision,
+        sentence: str,
+        *,
+        action: Action = Action.NONE,
+        evidence: tuple[Finding, ...] = (),
+        trace: str | None = None,
+    ) -> None:
+        """A judgement on ``node``, with a line in the log."""
+        record = self.state.nodes[node]
+        record.verdicts += 1
+        self.node_changed(node)
+        verdict = Verdict(
+            id=f"{node}-{record.verdicts}",
+            node=node,
+            decision=decision,
+            sentence=sentence,
+            action=action,
+            evidence=evidence,
+            at=self.now,
+            trace=self.trace if trace is None else trace,
+        )
+        self.emit(PutVerdict(verdict))
+        self.audit(f"verdict.{decision}", sentence, node=node, trace=verdict.trace, data={"verdict": verdict.id})
+
+    def ignore(self, why: str) -> None:
+        """Counts what a rule drops; the log is spared."""
+        self.state.ignored[why] = self.state.ignored.get(why, 0) + 1
+
+    def wake(self, due: float, kind: str, subject: str) -> None:
+        """Asks for a look at ``subject`` at ``due``."""
+        push_deadline(self.state, due, kind, subject)
+
+    def finish(self) -> list[Effect]:
+        """All effects: first the records that changed, then what was emitted, in order."""
+        state = self.state
+        puts: list[Effect] = [PutFleet(state.fleet)] if self._fleet else []
+        puts += [PutNode(node, state.nodes[node]) for node in self._nodes]
+        puts += [PutJob(job, state.jobs[job]) for job in self._jobs]
+        return puts + self._effects
+
+
+def push_deadline(state: FleetState, due: float, kind: str, subject: str) -> None:
+    """Queues a hint to look at ``subject``: ``silence`` or ``node`` of a node, ``job``, ``probe``."""
+    if (due, kind, subject) in state.queued:
+        return
+    state.queued.add((due, kind, subject))
+    state.order += 1
+    heapq.heappush(state.deadlines, (due, state.order, kind, subject))
+
+
+def pop_due(state: FleetState, now: float) -> tuple[str, str] | None:
+    """The next (kind, subject) whose time has come."""
+    if not state.deadlines or state.deadlines[0][0] > now:
+        return None
+    due, _, kind, subject = heapq.heappop(state.deadlines)
+    state.queued.discard((due, kind, subject))
+    return kind, subject

@@ -1,0 +1,380 @@
+"""A fleet to drive the decision core with: words in, effects out, invariants checked after every event."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from controller.core.effects import Audit, Effect, PutGeneration, PutVerdict, PutVersion, Send
+from controller.core.events import (
+    AgentRegistered,
+    ControllerStarted,
+    Event,
+    HeartbeatChanged,
+    NodeDisconnected,
+    NodeHeard,
+    OperatorAction,
+    OperatorCommand,
+    ReportArrived,
+    Tick,
+)
+from controller.core.fleet import check_invariants, handle, next_deadline, restore, touch
+from controller.core.policy import CorePolicy
+from controller.core.state import FleetRecord, FleetState, JobRecord, NodeRecord, VersionRecord
+from everstep.ids import Version
+from everstep.vocabulary import Action, Finding, FindingKind, JobState, NodeState, Severity
+from everstep.wire.v1.agent import Domain, Gpu, Register
+from everstep.wire.v1.training import (
+    CollectiveFailed,
+    FindingCleared,
+    FindingRaised,
+    GenerationSpec,
+    JobSpec,
+    LauncherJoined,
+    LauncherLeft,
+    ProbeFinished,
+    RankFinished,
+    RankLost,
+    RankProgress,
+    RankStalled,
+    RankUnresponsive,
+    Resumed,
+    Sealed,
+    UserError,
+)
+
+START = 1_700_000_000.0
+ENTROPY = "ab" * 32
+STEP_S = 0.05
+
+
+def xid(number: int = 79, action: Action = Action.REPAIR) -> Finding:
+    """What an agent finds when a GPU falls off the bus."""
+    return Finding(
+        kind=FindingKind.GPU_XID,
+        subject="GPU-0",
+        severity=Severity.CRITICAL,
+        message=f"XID {number}: GPU has fallen off the bus",
+        action=action,
+        xid=number,
+    )
+
+
+class CoreFleet:
+    """The core with a clock, and short words for what nodes and ranks say.
+
+    ``effects`` holds all effects so far; every event is followed by ``check_invariants``.
+    """
+
+    def __init__(self, policy: CorePolicy | None = None) -> None:
+        self.policy = policy or CorePolicy.lab()
+        self.state: FleetState = restore(self.policy)
+        self.now = START
+        self.effects: list[Effect] = []
+        self.incarnations: dict[str, int] = {}
+        self.launchers: dict[tuple[str, str], int] = {}
+        self.number = 0
+        self.traces = 0
+        self.feed(ControllerStarted())
+
+    # --- driving ---------------------------------------------------------------------------------------------
+
+    def feed(self, event: Event) -> list[Effect]:
+        """One event; its effects come back and are kept."""
+        effects = handle(self.state, event, self.now)
+        check_invariants(self.state)
+        self.effects += effects
+        return effects
+
+    def advance(self, seconds: float, *beating: str) -> list[Effect]:
+        """Lets time pass: Ticks at every deadline, and a heartbeat a second from the nodes ``beating``."""
+        before, end = len(self.effects), self.now + seconds
+        beat = self.now
+        while self.now < end:
+            if self.now >= beat:
+                for node in beating:
+                    touch(self.state, node, self.incarnations[node], self.now)
+                beat += 1.0
+            due = next_deadline(self.state)
+            self.now = min(end, beat, max(self.now + 1e-6, end if due is None else due))
+            self.feed(Tick(trace=self.trace()))
+        return self.effects[before:]
+
+    def trace(self) -> str:
+        self.traces += 1
+        return f"t{self.traces}"
+
+    def restart(self) -> list[Effect]:
+        """The controller dies and comes back with what was stored, through its wire form."""
+        nodes = [msgspec.json.decode(msgspec.json.encode(n), type=NodeRecord) for n in self.state.nodes.values()]
+        jobs = [msgspec.json.decode(msgspec.json.encode(j), type=JobRecord) for j in self.state.jobs.values()]
+        fleet = msgspec.json.decode(msgspec.json.encode(self.state.fleet), type=FleetRecord)
+        versions = [
+            msgspec.json.decode(msgspec.json.encode(e.doc), type=VersionRecord)
+            for e in self.effects
+            if isinstance(e, PutVersion)
+        ]
+        self.state = restore(self.policy, fleet, nodes, jobs, versions)
+        return self.feed(ControllerStarted(trace=self.trace()))
+
+    # --- nodes -----------------------------------------------------------------------------------------------
+
+    def register(
+        self, *nodes: str, domain: Domain | None = None, findings: tuple[Finding, ...] = (), **more: Any
+    ) -> None:
+        """Agents begin a life; a name that is known begins the next one."""
+        for node in nodes:
+            self.incarnations[node] = self.incarnations.get(node, 0) + 1
+            gpu = Gpu(index=0, uuid=f"GPU-{node}", name="virtual", pci_bus_id="0", memory_bytes=1 << 30)
+            fields = {"gpus": (gpu,), "boot_id": "boot-1"} | more
+            words = Register(
+                protocols=(1,),
+                node=node,
+                incarnation=self.incarnations[node],
+                agent_version="1",
+                vault=f"{node}:7000",
+                domain=domain or Domain(),
+                findings=findings,
+                **fields,
+            )
+            self.feed(AgentRegistered(register=words, trace=self.trace()))
+
+    def beat(self, node: str, *findings: Finding, ranks: tuple[RankProgress, ...] = ()) -> list[Effect]:
+        words = HeartbeatChanged(
+            node=node, incarnation=self.incarnations[node], findings=findings, ranks=ranks, trace=self.trace()
+        )
+        return self.feed(words)
+
+    def disconnect(self, node: str) -> list[Effect]:
+        return self.feed(NodeDisconnected(node=node, incarnation=self.incarnations[node], trace=self.trace()))
+
+    def hear(self, node: str) -> list[Effect]:
+        return self.feed(NodeHeard(node=node, incarnation=self.incarnations[node], trace=self.trace()))
+
+    def report(self, node: str, body: Any) -> list[Effect]:
+        self.number += 1
+        event = ReportArrived(
+            node=node,
+            incarnation=self.incarnations[node],
+            number=self.number,
+            body=body,
+            entropy=ENTROPY,
+            trace=self.trace(),
+        )
+        return self.feed(event)
+
+    def raise_finding(self, node: str, finding: Finding) -> list[Effect]:
+        return self.report(node, FindingRaised(finding=finding))
+
+    def clear_finding(self, node: str, key: str) -> list[Effect]:
+        return self.report(node, FindingCleared(key=key))
+
+    def probe_result(self, node: str, ok: bool = True, detail: str = "") -> list[Effect]:
+        """The node's answer to the newest probe it takes part in."""
+        name = next(name for name, probe in reversed(self.state.probes.items()) if node in probe.nodes)
+        return self.report(node, ProbeFinished(probe=name, ok=ok, detail=detail, rows=((8, 1e-4, 1e6),)))
+
+    def order(self, kind: OperatorAction, **subject: Any) -> list[Effect]:
+        return self.feed(OperatorCommand(kind=kind, actor="ada", reason="because", trace=self.trace(), **subject))
+
+    # --- jobs ------------------------------------------------------------------------------------------------
+
+    def join(self, *nodes: str, job: str = "job", generation: int = 0, again: bool = False, **spec: Any) -> None:
+        """Launchers offer their nodes; ``again``: the same launchers, after a reconnect."""
+        for node in nodes:
+            life = self.launchers.get((job, node), 0)
+            self.launchers[job, node] = life if again else life + 1
+            words = LauncherJoined(
+                job=job,
+                at=self.now,
+                spec=JobSpec(job=job, **spec) if spec or job not in self.state.jobs else self.state.jobs[job].spec,
+                launcher=self.launchers[job, node],
+                store=f"{node}:8000",
+                generation=generation,
+            )
+            self.report(node, words)
+
+    def leave(self, node: str, orderly: bool = False, job: str = "job") -> list[Effect]:
+        life = self.launchers[job, node]
+        return self.report(node, LauncherLeft(job=job, at=self.now, launcher=life, orderly=orderly))
+
+    def start(self, nodes: int = 4, spares: int = 0, **spec: Any) -> None:
+        """``nodes`` nodes n1, n2, ... with a launcher each, running and resumed in generation 1; ``spares`` more."""
+        names = [f"n{i + 1}" for i in range(nodes + spares)]
+        shape = {"min_nodes": 1, "max_nodes": nodes} | spec
+        self.register(*names)
+        for node in names:
+            self.beat(node)
+        self.join(*names[:nodes], **shape)
+        self.resume()
+        if spares:
+            self.join(*names[nodes:], **shape)
+
+    def resume(self, job: str = "job", restored: Version | None = None, step: int = 1) -> None:
+        """Every rank of the current generation finishes its first step, and says where it is."""
+        spec = self.spec(job)
+        for member in spec.roster:
+            phases = {"abort": 0.005, "rendezvous": 0.02, "restore": 0.01, "first_step": STEP_S}
+            words = Resumed(
+                job=job,
+                at=self.now,
+                generation=spec.number,
+                rank=member.rank,
+                step=step,
+                restored=restored,
+                phases_s=phases,
+            )
+            self.report(member.node, words)
+        self.progress(step, job=job)
+
+    def progress(self, step: int, job: str = "job") -> None:
+        spec = self.running(job)
+        for member in spec.roster:
+            word = RankProgress(job=job, generation=spec.number, rank=member.rank, step=step, step_s=STEP_S)
+            touch(self.state, member.node, self.incarnations[member.node], self.now, (word,))
+
+    def seal(
+        self,
+        step: int,
+        *ranks: int,
+        job: str = "job",
+        safe: bool = True,
+        digests: dict[int, str] | None = None,
+        generation: int | None = None,
+    ) -> list[Effect]:
+        """``ranks`` (default: all) seal the version after ``step``; digests by rank in one group, alike by default."""
+        spec, before = self.running(job), len(self.effects)
+        number = spec.number if generation is None else generation
+        for member in spec.roster:
+            if ranks and member.rank not in ranks:
+                continue
+            digest = "d0" if digests is None else digests.get(member.rank, "d0")
+            words = Sealed(
+                job=job,
+                at=self.now,
+                generation=number,
+                rank=member.rank,
+                version=Version(number, step),
+                bytes=100,
+                safe=safe,
+                digests={"world": digest} if digest else {},
+            )
+            self.report(member.node, words)
+        return self.effects[before:]
+
+    def lose_rank(
+        self, rank: int, job: str = "job", replacement: bool = True, generation: int | None = None
+    ) -> list[Effect]:
+        spec = self.running(job)
+        member = spec.roster[rank]
+        words = RankLost(
+            job=job,
+            at=self.now,
+            generation=spec.number if generation is None else generation,
+            rank=rank,
+            local_rank=member.local_rank,
+            detail="end of file",
+            signal=9,
+            replacement=replacement,
+        )
+        return self.report(member.node, words)
+
+    def fail_collective(self, rank: int, job: str = "job", generation: int | None = None) -> list[Effect]:
+        spec = self.running(job)
+        number = spec.number if generation is None else generation
+        words = CollectiveFailed(job=job, at=self.now, generation=number, rank=rank, step=1, detail="reset by peer")
+        return self.report(spec.roster[rank].node, words)
+
+    def stall(self, rank: int, step: int = 5, collectives: int = 10, job: str = "job") -> list[Effect]:
+        spec = self.running(job)
+        words = RankStalled(
+            job=job,
+            at=self.now,
+            generation=spec.number,
+            rank=rank,
+            step=step,
+            collectives=collectives,
+            stalled_s=1.0,
+            threshold_s=1.0,
+            stacks="Thread main: all_reduce",
+        )
+        return self.report(spec.roster[rank].node, words)
+
+    def unresponsive(self, rank: int, job: str = "job", generation: int | None = None) -> list[Effect]:
+        spec = self.running(job)
+        member = spec.roster[rank]
+        words = RankUnresponsive(
+            job=job,
+            at=self.now,
+            generation=spec.number if generation is None else generation,
+            rank=rank,
+            local_rank=member.local_rank,
+            silent_s=1.0,
+            process_state="T (stopped)",
+        )
+        return self.report(member.node, words)
+
+    def raise_user_error(self, rank: int, job: str = "job") -> list[Effect]:
+        spec = self.running(job)
+        words = UserError(
+            job=job,
+            at=self.now,
+            generation=spec.number,
+            rank=rank,
+            step=3,
+            error="ValueError: bad batch",
+            traceback="Traceback ...",
+        )
+        return self.report(spec.roster[rank].node, words)
+
+    def finish(self, *ranks: int, job: str = "job") -> None:
+        spec = self.running(job)
+        for member in spec.roster:
+            if not ranks or member.rank in ranks:
+                words = RankFinished(job=job, at=self.now, generation=spec.number, rank=member.rank, step=9)
+                self.report(member.node, words)
+
+    # --- looking ---------------------------------------------------------------------------------------------
+
+    def job(self, job: str = "job") -> JobRecord:
+        return self.state.jobs[job]
+
+    def job_state(self, job: str = "job") -> JobState:
+        return self.state.jobs[job].state
+
+    def node_state(self, node: str) -> NodeState:
+        return self.state.nodes[node].state
+
+    def spec(self, job: str = "job") -> GenerationSpec:
+        spec = self.state.jobs[job].generation
+        assert spec is not None
+        return spec
+
+    def running(self, job: str = "job") -> GenerationSpec:
+        return self.state.jobs[job].leaving or self.spec(job)
+
+    def seats(self, job: str = "job") -> list[str]:
+        return list(dict.fromkeys(member.node for member in self.spec(job).roster))
+
+
+def generations(effects: list[Effect]) -> list[GenerationSpec]:
+    """The generations opened in ``effects``."""
+    return [effect.spec for effect in effects if isinstance(effect, PutGeneration)]
+
+
+def sent(effects: list[Effect], kind: type[Any]) -> dict[str, Any]:
+    """The last directive of a kind by node, of those sent in ``effects``."""
+    return {
+        effect.node: effect.body for effect in effects if isinstance(effect, Send) and isinstance(effect.body, kind)
+    }
+
+
+def decisions(effects: list[Effect]) -> list[tuple[str, str]]:
+    """(node, decision) of the verdicts in ``effects``."""
+    return [(e.verdict.node, str(e.verdict.decision)) for e in effects if isinstance(e, PutVerdict)]
+
+
+def audits(effects: list[Effect], kind: str) -> list[str]:
+    """The sentences of one kind in the audit log."""
+    return [effect.entry.sentence for effect in effects if isinstance(effect, Audit) and effect.entry.kind == kind]
