@@ -211,7 +211,7 @@ class VaultKeeper:
     def _ready(self) -> _Ready | None:
         try:
             return msgspec.json.decode(self._ready_file.read_bytes(), type=_Ready)
-        except (OSError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             return None
 
     async def _adopt(self) -> bool:

@@ -79,7 +79,7 @@ class _Line:
         try:
             answer = await loop.run_in_executor(self._thread, self.connection.request, method, path, body, timeout_s)
             decoded = msgspec.json.decode(answer, type=kind)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             self._outcomes[self.name, "not_understood"] += 1
             raise ProtocolError(f"the answer to {path} is not understood: {error}") from error
         except EverstepError as error:

@@ -201,7 +201,7 @@ def error_of(status: int, body: bytes, url: str) -> EverstepError:
     """The error that an answer other than 200 stands for; what is no answer of ours is told by its status."""
     try:
         said = msgspec.json.decode(body, type=_ErrorAnswer).error
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         said = _ErrorBody()
     message = f"{url}: {said.message[:1000] or http.client.responses.get(status, 'no reason given')} ({status})"
     if status >= 500 or status == 429:

@@ -1,0 +1,191 @@
+"""What an agent says next, and what an answer means: values in, values out."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from agent.uplink.heartbeat import (
+    MOST_FINDINGS,
+    Conversation,
+    Inbox,
+    NodeFacts,
+    Refusal,
+    advice_for,
+    meaning_of,
+)
+from everstep.errors import (
+    AuthenticationError,
+    EverstepError,
+    MalformedMessage,
+    NotFound,
+    PermissionDenied,
+    ProtocolError,
+    StaleGeneration,
+    TooLarge,
+    Unavailable,
+    VersionMismatch,
+)
+from everstep.vocabulary import Finding, FindingKind, Severity
+from everstep.wire.v1.agent import Gpu, Heartbeat, HeartbeatAnswer, Register, Registered
+from everstep.wire.v1.directives import Directive, StopJob
+
+FACTS = NodeFacts(vault="127.0.0.1:7702", boot_id="b1")
+
+
+def a_finding(subject: str = "0000:1b:00", severity: Severity = Severity.CRITICAL) -> Finding:
+    return Finding(kind=FindingKind.GPU_XID, subject=subject, severity=severity, message="XID 79", xid=79)
+
+
+def answer(**changes: object) -> Registered:
+    fields = {"protocol": 1, "heartbeat_interval_s": 1.0, "next_directive": 1, "controller": "c", "server_at": 0.0}
+    return Registered(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+class Talk:
+    """A conversation with its arguments filled in."""
+
+    def __init__(self) -> None:
+        self.conversation = Conversation("n1", 7, "0.1.0")
+
+    def next(self, *findings: Finding, facts: NodeFacts = FACTS) -> Register | Heartbeat:
+        return self.conversation.next_message(facts, findings, (), 0, 100.0)
+
+    def register(self, *findings: Finding, facts: NodeFacts = FACTS) -> None:
+        message = self.next(*findings, facts=facts)
+        assert isinstance(message, Register)
+        self.conversation.registration_answered(message, facts, answer())
+
+    def beat(self, *findings: Finding) -> Heartbeat:
+        message = self.next(*findings)
+        assert isinstance(message, Heartbeat)
+        return message
+
+
+def test_the_first_word_is_a_registration_with_all_findings() -> None:
+    message = Talk().next(a_finding())
+    assert isinstance(message, Register)
+    assert (message.node, message.incarnation, message.vault) == ("n1", 7, "127.0.0.1:7702")
+    assert message.findings == (a_finding(),)
+    assert 1 in message.protocols
+
+
+def test_after_registering_it_beats_and_counts() -> None:
+    talk = Talk()
+    talk.register()
+    assert [talk.beat().seq, talk.beat().seq] == [1, 2]
+
+
+def test_findings_ride_along_only_when_they_are_news() -> None:
+    talk = Talk()
+    talk.register(a_finding())
+    assert talk.beat(a_finding()).findings is None
+    cleared = talk.beat()
+    assert cleared.findings == ()
+    talk.conversation.beat_answered(cleared, HeartbeatAnswer(server_at=0.0))
+    assert talk.beat().findings is None
+
+
+def test_an_unanswered_beat_leaves_its_findings_to_be_told_again() -> None:
+    talk = Talk()
+    talk.register()
+    assert talk.beat(a_finding()).findings == (a_finding(),)
+    assert talk.beat(a_finding()).findings == (a_finding(),)
+
+
+def test_resend_is_answered_by_a_registration_with_the_full_picture() -> None:
+    talk = Talk()
+    talk.register(a_finding())
+    talk.conversation.beat_answered(talk.beat(a_finding()), HeartbeatAnswer(server_at=0.0, resend=True))
+    message = talk.next(a_finding())
+    assert isinstance(message, Register)
+    assert message.findings == (a_finding(),)
+
+
+def test_a_change_of_the_node_itself_is_registered_anew() -> None:
+    talk = Talk()
+    talk.register()
+    gpu = Gpu(index=0, uuid="GPU-0", name="H100", pci_bus_id="0000:1b:00", memory_bytes=80 << 30)
+    assert isinstance(talk.next(facts=msgspec.structs.replace(FACTS, gpus=(gpu,))), Register)
+    assert isinstance(talk.next(facts=msgspec.structs.replace(FACTS, vault="127.0.0.1:9")), Register)
+
+
+@pytest.mark.parametrize(("asked", "taken"), [(0.0, 0.05), (-1.0, 0.05), (0.5, 0.5), (1e9, 60.0)])
+def test_the_interval_is_the_controllers_within_reason(asked: float, taken: float) -> None:
+    talk = Talk()
+    message = talk.next()
+    assert isinstance(message, Register)
+    talk.conversation.registration_answered(message, FACTS, answer(heartbeat_interval_s=asked))
+    assert talk.conversation.interval_s == taken
+
+
+def test_a_protocol_we_do_not_speak_is_refused() -> None:
+    talk = Talk()
+    message = talk.next()
+    assert isinstance(message, Register)
+    with pytest.raises(VersionMismatch, match="chose protocol 9"):
+        talk.conversation.registration_answered(message, FACTS, answer(protocol=9))
+    assert not talk.conversation.registered
+
+
+def test_of_too_many_findings_the_critical_ones_are_told() -> None:
+    mild = [a_finding(f"g{i}", Severity.INFO) for i in range(MOST_FINDINGS)]
+    message = Talk().next(*mild, a_finding("last"))
+    assert isinstance(message, Register)
+    assert len(message.findings) == MOST_FINDINGS
+    assert message.findings[0].subject == "last"
+
+
+@pytest.mark.parametrize(
+    ("error", "meaning", "at_registration"),
+    [
+        (NotFound("who?"), Refusal.REGISTER, Refusal.PERSON),
+        (StaleGeneration("old life"), Refusal.REGISTER, Refusal.PERSON),
+        (Unavailable("away"), Refusal.RETRY, Refusal.RETRY),
+        (ProtocolError("what?"), Refusal.RETRY, Refusal.RETRY),
+        (AuthenticationError("token"), Refusal.PERSON, Refusal.PERSON),
+        (PermissionDenied("not yours"), Refusal.PERSON, Refusal.PERSON),
+        (VersionMismatch("9"), Refusal.PERSON, Refusal.PERSON),
+        (MalformedMessage("shape"), Refusal.MESSAGE, Refusal.PERSON),
+        (TooLarge("2 MiB"), Refusal.MESSAGE, Refusal.PERSON),
+    ],
+)
+def test_each_refusal_has_a_meaning(error: EverstepError, meaning: Refusal, at_registration: Refusal) -> None:
+    assert meaning_of(error, registering=False) is meaning
+    assert meaning_of(error, registering=True) is at_registration
+    assert advice_for(error, "n1")
+
+
+def stop(job: str) -> StopJob:
+    return StopJob(job=job, ok=True, reason="done")
+
+
+def test_a_directive_that_comes_twice_is_handed_on_once() -> None:
+    inbox = Inbox()
+    directive = Directive(seq=3, body=stop("a"))
+    assert inbox.polled([directive]) == [directive]
+    assert inbox.polled([directive]) == []
+    assert inbox.take([directive]) == []
+    assert inbox.after == 3
+
+
+def test_a_directive_by_heartbeat_acknowledges_nothing() -> None:
+    inbox = Inbox()
+    assert len(inbox.take([Directive(seq=6, body=stop("b"))])) == 1
+    assert inbox.after == 0
+    late = inbox.polled([Directive(seq=6, body=stop("b")), Directive(seq=5, body=stop("a"))])
+    assert [d.seq for d in late] == [5]
+    assert inbox.after == 6
+
+
+def test_directives_are_handed_on_in_their_order() -> None:
+    assert [d.seq for d in Inbox().polled([Directive(seq=s, body=stop(str(s))) for s in (3, 1, 2)])] == [1, 2, 3]
+
+
+def test_a_controller_that_counts_from_the_start_again_is_still_heard() -> None:
+    inbox = Inbox()
+    inbox.polled([Directive(seq=1, body=stop("a")), Directive(seq=2, body=stop("b"))])
+    inbox.start_at(1)
+    assert inbox.after == 0
+    again = inbox.polled([Directive(seq=1, body=stop("a")), Directive(seq=2, body=stop("c"))])
+    assert [d.body for d in again] == [stop("c")]
