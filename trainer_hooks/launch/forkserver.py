@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -162,6 +163,8 @@ def main() -> None:
     die_with_parent(options.parent, signal.SIGTERM)
     call_process("everstep-forks")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Python 3.12 counts numpy's BLAS threads, which step aside for a fork by themselves (pthread_atfork).
+    warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
     started = time.perf_counter()
     preload(options.preload)
     control: Channel[ToForkServer] = Channel(socket.socket(fileno=options.control), ToForkServer)

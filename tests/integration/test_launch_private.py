@@ -1,0 +1,108 @@
+"""The launcher alone on a machine: its own controller and agent, a real training function, real failures."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.launched import Launched, alive, launched
+
+pytestmark = pytest.mark.slow
+
+TRAIN = """
+import os, pathlib, time, torch
+import trainer_hooks as everstep
+
+STEPS = pathlib.Path(__file__).parent / "steps"
+
+def train(run):
+    torch.manual_seed(0)
+    model = run.replicate(torch.nn.Linear(8, 8).to(run.device))
+    optimizer = torch.optim.AdamW(model.parameters())
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(until=60):
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).pow(2).sum().backward()
+        optimizer.step()
+        time.sleep(0.02)
+        with STEPS.open("a") as file:
+            file.write(f"{os.environ['RANK']} {os.environ['TORCHELASTIC_RESTART_COUNT']} {step} {os.getpid()}\\n")
+
+everstep.main(train)
+print("saved by rank", os.environ["RANK"])
+"""
+
+
+class Run:
+    """A launcher with private services, and what its ranks wrote down."""
+
+    def __init__(self, directory: Path, launcher: Launched) -> None:
+        self.directory = directory
+        self.launcher = launcher
+
+    def lines(self) -> list[tuple[int, int, int, int]]:
+        """(rank, restart count, step, pid) of every step that any rank made."""
+        path = self.directory / "steps"
+        text = path.read_text() if path.exists() else ""
+        rows = [[int(word) for word in line.split()] for line in text.splitlines(True) if line.endswith("\n")]
+        return [(rank, restarts, step, pid) for rank, restarts, step, pid in rows]
+
+    def pid_at(self, rank: int, step: int) -> int:
+        """The process of ``rank`` once it has passed ``step``."""
+
+        def there() -> int | None:
+            return next((pid for r, _, s, pid in self.lines() if r == rank and s >= step), None)
+
+        return self.launcher.eventually(there, f"rank {rank} at step {step}")
+
+    def segments(self) -> list[Path]:
+        """Segment directories in shared memory of this test's services."""
+        runs = {path.name for path in (self.directory / "state").glob("run-*")}
+        return [path for path in Path(f"/dev/shm/everstep-{os.getuid()}").glob("run-*") if path.name in runs]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    (tmp_path / "train.py").write_text(TRAIN)
+    argv = ["--nproc-per-node", "2", "--standby-delay-s", "0.1", "--state-dir", str(tmp_path / "state"), "train.py"]
+    with launched(tmp_path, *argv) as launcher:
+        yield Run(tmp_path, launcher)
+
+
+def test_a_killed_rank_is_replaced_and_the_job_ends_well(run: Run) -> None:
+    victim = run.pid_at(rank=1, step=20)
+    services = run.launcher.descendants()
+    segments = run.segments()
+    assert segments
+    os.kill(victim, signal.SIGKILL)
+    assert run.launcher.wait() == 0, run.launcher.err
+    lines = run.lines()
+    assert {pid for rank, _, _, pid in lines if rank == 1} > {victim}
+    assert {step for rank, _, step, _ in lines if rank == 0} == set(range(1, 61))
+    assert {restarts for _, restarts, _, _ in lines} == {0, 1}
+    assert sorted(run.launcher.out.splitlines()) == ["saved by rank 0", "saved by rank 1"]
+    assert not any(map(alive, services))
+    assert not any(path.exists() for path in segments)
+    assert [path.name for path in (run.directory / "state").iterdir() if path.name != ".lock"] == ["logs"]
+
+
+def test_ctrl_c_leaves_no_process_no_socket_and_no_segment(run: Run) -> None:
+    run.pid_at(rank=0, step=5)
+    services, segments = run.launcher.descendants(), run.segments()
+    os.killpg(run.launcher.pid, signal.SIGINT)
+    assert run.launcher.wait() == 130
+    assert not any(map(alive, services))
+    assert not any(path.exists() for path in segments)
+    assert not list((run.directory / "state").glob("run-*"))
+
+
+def test_a_killed_launcher_takes_its_services_and_their_memory_along(run: Run) -> None:
+    run.pid_at(rank=0, step=5)
+    services, segments = run.launcher.descendants(), run.segments()
+    run.launcher.process.kill()
+    run.launcher.eventually(lambda: not any(map(alive, services)), "the end of all children")
+    run.launcher.eventually(lambda: not any(path.exists() for path in segments), "the end of all segments")
