@@ -5,9 +5,7 @@ Started as ``python -m agent.sensors.child SOCKET_FD PAGE_FD PARENT_PID``. Whate
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import os
 import signal
 import socket
 import sys
@@ -24,6 +22,7 @@ if "ctypes.util" not in sys.modules:
     sys.modules["ctypes.util"].find_library = lambda name: None  # type: ignore[attr-defined]
 
 from agent.drivers import sysfs
+from agent.drivers.parent import end_with
 from agent.sensors.frames import DOING_BYTES, Begin, Poll
 from agent.sensors.gpu import GpuSensor
 from agent.sensors.host import HostSensor, PathSensor
@@ -34,15 +33,6 @@ from everstep.system_clock import SYSTEM_CLOCK
 
 CONTROL_CHECK_S = 0.1
 """How often a virtual machine looks at its control file between polls."""
-
-_PR_SET_PDEATHSIG = 1
-
-
-def end_with(parent: int) -> None:
-    """Asks the kernel to kill this process when ``parent`` ends; exits where that is gone already."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        raise SystemExit(0)
 
 
 class Node:

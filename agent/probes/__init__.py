@@ -1,0 +1,1 @@
+"""Active checks: an all-reduce between nodes, arithmetic on one. Only ``child`` imports torch."""
