@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Executor
-from itertools import pairwise
+from collections.abc import Callable
+from concurrent.futures import Executor, wait
+from functools import partial
+from itertools import accumulate
 
 from agent.vault.channel import Channel
 from agent.vault.findings import Findings
@@ -87,40 +89,36 @@ class Fetcher:
         length = self._ask(channel, ask, ())
         if length > MAX_TRANSFER_FRAME_BYTES:
             raise MalformedMessage(f"{ask.node} announced a manifest of {length} bytes")
-        manifest = bytearray(length)
-        self._receive(channel, ask, memoryview(manifest), [length])
+        manifest = bytearray()
+        self._receive(channel, ask, [length], lambda piece, _: manifest.extend(piece))
         return manifest
 
     def _get_ranges(self, ask: Fetch) -> int:
         length = sum(n for _, n in ask.ranges)
+        shares = split(ask.ranges, max(1, min(self._settings.streams, length // self._settings.stream_bytes)))
+        begins = [0, *accumulate(sum(n for _, n in share) for share in shares)]
         scratch = self._open(ask, length)
         try:
-            landing = scratch.landing()
+            gets = [partial(self._get, ask, share, scratch, at) for share, at in zip(shares, begins, strict=False)]
+            others = [self._streams.submit(get) for get in gets[1:]]
+            try:
+                gets[0]()
+            finally:
+                wait(others)
+            for other in others:
+                other.result()
         finally:
             scratch.close()
-        shares = split(ask.ranges, max(1, min(self._settings.streams, length // self._settings.stream_bytes)))
-        ends = [0]
-        for share in shares:
-            ends.append(ends[-1] + sum(n for _, n in share))
-        lands = [landing[start:end] for start, end in pairwise(ends)]
-        others = [
-            self._streams.submit(self._get, ask, share, land) for share, land in zip(shares[1:], lands[1:], strict=True)
-        ]
-        try:
-            self._get(ask, shares[0], lands[0])
-        finally:
-            failures = [other.exception() for other in others]
-        for failure in failures:
-            if failure is not None:
-                raise failure
         return length
 
-    def _get(self, ask: Fetch, ranges: tuple[Range, ...], landing: memoryview) -> None:
+    def _get(self, ask: Fetch, ranges: tuple[Range, ...], scratch: Scratch, at: int) -> None:
+        lengths = [n for _, n in ranges]
+
         def action(channel: Channel) -> None:
             length = self._ask(channel, ask, ranges)
-            if length != len(landing):
-                raise MalformedMessage(f"{ask.node} announced {length} bytes where {len(landing)} were asked for")
-            self._receive(channel, ask, landing, [n for _, n in ranges])
+            if length != sum(lengths):
+                raise MalformedMessage(f"{ask.node} announced {length} bytes where {sum(lengths)} were asked for")
+            self._receive(channel, ask, lengths, lambda piece, offset: scratch.write([piece], at + offset))
 
         self._peers.call(ask.job, ask.node, action)
 
@@ -132,15 +130,23 @@ class Fetcher:
         channel.patience(self._settings.io_timeout_s)
         return length
 
-    def _receive(self, channel: Channel, ask: Fetch, landing: memoryview, lengths: list[int]) -> None:
-        hasher = RangeHasher(lengths)
-        for start in range(0, len(landing), CHUNK_BYTES):
-            piece = landing[start : start + CHUNK_BYTES]
+    def _receive(
+        self, channel: Channel, ask: Fetch, lengths: list[int], land: Callable[[memoryview, int], object]
+    ) -> None:
+        """Receives and hashes piece by piece in a buffer that stays in the cache; ``land`` gets each with its offset.
+
+        Landing by write costs one copy; landing in a fresh mapping costs a page fault for each page, which is more.
+        """
+        hasher, total = RangeHasher(lengths), sum(lengths)
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, total)))
+        for start in range(0, total, CHUNK_BYTES):
+            piece = buffer[: min(CHUNK_BYTES, total - start)]
             channel.receive_into(piece)
             if not channel.status():
                 channel.answer(DataEnd)  # raises what the peer refuses for
                 raise MalformedMessage(f"{ask.node} said that the slot moved on, and then that it did not")
             hasher.update(piece)
+            land(piece, start)
         sealed = channel.answer(DataEnd).digests
         if sealed != hasher.digests():
             detail = "what arrived did not hash right"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import stat
 from collections.abc import Sequence
@@ -43,15 +42,6 @@ class Scratch:
         if end > found.st_size:
             with budget.admit(end - found.st_size, into):
                 allocate(self._descriptor, end, into)
-
-    def landing(self) -> memoryview:
-        """The bytes to land in, mapped."""
-        start = self.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        end = self.offset + self.length
-        if not self.length:
-            return memoryview(b"")
-        mapping = mmap.mmap(self._descriptor, end - start, offset=start)
-        return memoryview(mapping)[self.offset - start :]
 
     def write(self, views: Sequence[memoryview], at: int) -> int:
         """Writes the views one after another, ``at`` bytes into the landing; returns how many bytes that was."""

@@ -1,0 +1,149 @@
+"""The slot layout over plain memory."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.errors import ConfigurationError, DigestMismatch, OutOfSlotMemory
+from everstep.ids import Version
+from everstep.slots import (
+    CHUNK_BYTES,
+    PAGE,
+    SegmentView,
+    SlotHeader,
+    SlotState,
+    chunk_digests,
+    format_segment,
+    segment_bytes,
+    slot_bytes_for,
+    slot_to_fill,
+)
+
+
+def segment(slot_bytes: int = 64 * PAGE, slots: int = 4) -> SegmentView:
+    buffer = memoryview(bytearray(segment_bytes(slots, slot_bytes)))
+    format_segment(buffer, slots, slot_bytes)
+    return SegmentView(buffer)
+
+
+def filled(view: SegmentView, slot: int, version: Version, payload: bytes, manifest: bytes = b"manifest") -> None:
+    view.begin(slot, 3, version, manifest, len(payload))[:] = payload
+    view.seal(slot)
+
+
+def sealed_header(step: int) -> SlotHeader:
+    return SlotHeader(SlotState.SEALED, 0, Version(1, step), 0, 0)
+
+
+@given(manifest=st.binary(max_size=300), payload=st.binary(max_size=5000))
+def test_what_was_sealed_is_read_back(manifest: bytes, payload: bytes) -> None:
+    view = segment(slot_bytes_for(len(manifest), len(payload)))
+    filled(view, 2, Version(4, 5), payload, manifest)
+    assert list(view.sealed()) == [(2, SlotHeader(SlotState.SEALED, 3, Version(4, 5), len(manifest), len(payload)))]
+    view.check(2)
+    assert view.manifest(2) == manifest
+    assert view.payload(2) == payload
+
+
+def test_a_fill_that_was_broken_off_is_not_believed() -> None:
+    view = segment()
+    filled(view, 0, Version(1, 1), b"old")
+    view.begin(0, 3, Version(1, 2), b"", 100)
+    assert view.header(0).state is SlotState.FILLING
+    assert list(view.sealed()) == []
+
+
+def test_a_torn_header_reads_as_empty() -> None:
+    buffer = memoryview(bytearray(segment_bytes(1, PAGE)))
+    format_segment(buffer, 1, PAGE)
+    view = SegmentView(buffer)
+    filled(view, 0, Version(1, 1), b"x")
+    buffer[PAGE + 8] ^= 1
+    assert view.header(0) is None
+    with pytest.raises(DigestMismatch, match="empty or its header is torn"):
+        view.payload(0)
+
+
+def test_a_header_of_an_unknown_state_reads_as_empty() -> None:
+    buffer = memoryview(bytearray(segment_bytes(1, PAGE)))
+    format_segment(buffer, 1, PAGE)
+    raw = struct.pack("<IIQQQQ", 7, 0, 1, 1, 0, 0)
+    buffer[PAGE : PAGE + len(raw)] = raw
+    struct.pack_into("<Q", buffer, PAGE + len(raw), xxhash.xxh3_64_intdigest(raw))
+    assert SegmentView(buffer).header(0) is None
+
+
+@pytest.mark.parametrize("at", [0, CHUNK_BYTES - 1, CHUNK_BYTES, 2 * CHUNK_BYTES + 99])
+def test_one_flipped_bit_is_found_in_its_chunk_and_in_no_other(at: int) -> None:
+    view = segment(slot_bytes_for(8, 2 * CHUNK_BYTES + 100), slots=1)
+    filled(view, 0, Version(1, 1), bytes(2 * CHUNK_BYTES + 100))
+    view.payload(0)[at] ^= 4
+    bad = at // CHUNK_BYTES
+    with pytest.raises(DigestMismatch, match=f"chunk {bad} of slot 0"):
+        view.check(0)
+    for chunk in {0, 1, 2} - {bad}:
+        view.check_chunks(0, chunk * CHUNK_BYTES, 100)
+
+
+def test_a_range_outside_the_payload_is_refused_before_anything_is_hashed() -> None:
+    view = segment()
+    filled(view, 0, Version(1, 1), b"x" * 100)
+    for start, length in ((90, 11), (-1, 5), (101, 0), (0, -1), (CHUNK_BYTES, 1)):
+        with pytest.raises(IndexError, match="not within a payload of 100 bytes"):
+            view.check_chunks(0, start, length)
+
+
+def test_digests_taken_while_the_bytes_came_in_seal_as_well_as_hashing_at_the_end() -> None:
+    ours, theirs = segment(slots=1), segment(slots=1)
+    payload = b"y" * 1000
+    ours.begin(0, 3, Version(1, 1), b"m", 1000)[:] = payload
+    ours.seal(0, [xxhash.xxh3_128_digest(b"m"), *chunk_digests(memoryview(payload))])
+    filled(theirs, 0, Version(1, 1), payload, b"m")
+    assert ours.digests(0) == theirs.digests(0)
+    ours.check(0)
+
+
+def test_the_wrong_number_of_digests_seals_nothing() -> None:
+    view = segment()
+    view.begin(0, 3, Version(1, 1), b"m", 1000)
+    with pytest.raises(DigestMismatch, match="1 digests do not seal"):
+        view.seal(0, [bytes(16)])
+    with pytest.raises(DigestMismatch, match="never begun"):
+        view.seal(1)
+
+
+def test_a_slot_too_small_says_how_much_is_needed() -> None:
+    with pytest.raises(OutOfSlotMemory, match=r"need \d+ bytes, the slot has 4096"):
+        segment(PAGE).begin(0, 0, Version(1, 1), b"", PAGE)
+    with pytest.raises(OutOfSlotMemory, match="need 36864 bytes with their headers, the segment has 100"):
+        format_segment(memoryview(bytearray(100)), 4, PAGE)
+
+
+def test_slots_that_are_not_whole_pages_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="multiple of 4096"):
+        format_segment(memoryview(bytearray(1 << 16)), 1, 5000)
+
+
+def test_bytes_that_are_no_segment_are_refused() -> None:
+    for data in (b"", bytes(PAGE), b"EVRSTEP\x01" + bytes(PAGE)):
+        with pytest.raises(DigestMismatch, match=r"no segment|not a segment"):
+            SegmentView(memoryview(data))
+
+
+def test_an_unsealed_slot_is_filled_before_any_sealed_one() -> None:
+    filling = SlotHeader(SlotState.FILLING, 0, Version(9, 9), 0, 0)
+    assert slot_to_fill([sealed_header(1), filling, None], set()) == 1
+    assert slot_to_fill([sealed_header(1), None, filling], set()) == 1
+
+
+def test_the_oldest_slot_that_is_not_needed_is_filled_next() -> None:
+    headers = [sealed_header(3), sealed_header(1), sealed_header(2), sealed_header(4)]
+    assert slot_to_fill(headers, set()) == 1
+    assert slot_to_fill(headers, {Version(1, 1), Version(1, 2)}) == 0
+    with pytest.raises(OutOfSlotMemory, match="still needed"):
+        slot_to_fill(headers, {Version(1, step) for step in range(1, 5)})
