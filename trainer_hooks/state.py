@@ -25,6 +25,9 @@ from trainer_hooks.snapshot.layout import Box, Layout, Part, Sharing, Tensor, wh
 
 _WRAPPERS = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)(?=\.|$)")
 
+ALWAYS_COMPARED_BYTES = 1 << 20
+"""Buffers up to this size are compared at every step, at some 10 GB/s."""
+
 
 class TrackedTensor(msgspec.Struct, frozen=True):
     """One tensor, and the part of it that this rank holds.
@@ -70,6 +73,30 @@ class _Site(msgspec.Struct, frozen=True):
     address: int
 
 
+class _Still(msgspec.Struct):
+    """A buffer as it was, to see whether training changes it: most are constants, some are running statistics."""
+
+    buffer: torch.Tensor
+    version: int
+    value: torch.Tensor
+
+    def holds(self, now: torch.Tensor) -> bool:
+        """Whether ``now`` is the same buffer with the same bytes.
+
+        torch counts writes to a tensor, but batch normalization's kernels write past the count, and DDP writes what is
+        there already. So the bytes are compared: always where they are few, else when a write was counted.
+        """
+        if now is not self.buffer:
+            return False
+        if now.device.type != "cpu":  # a comparison would wait for the GPU: small buffers count as changing there
+            return now._version == self.version and now.nbytes > ALWAYS_COMPARED_BYTES
+        if now._version != self.version or now.nbytes <= ALWAYS_COMPARED_BYTES:
+            if not torch.equal(now, self.value):
+                return False
+            self.version = now._version
+        return True
+
+
 class TrackedState:
     """The tracked objects of one training function.
 
@@ -88,7 +115,7 @@ class TrackedState:
         self._fqns = {id(p): name for name, _, _, p in self._parameters()}
         self._sites: list[_Site] = []
         self._sizes: list[tuple[Any, int]] = []
-        self._still: list[tuple[torch.Tensor, int]] = []
+        self._still: list[_Still] = []
         self._changing: set[str] = set()
         self.settle()
 
@@ -110,7 +137,7 @@ class TrackedState:
 
     def settle(self) -> None:
         """Takes the buffers as they are now for unchanged: those that training changes from here on are found out."""
-        self._settled = {name: (b, b._version) for name, _, _, b in self._buffers()}
+        self._settled = {name: _Still(b, b._version, b.detach().clone()) for name, _, _, b in self._buffers()}
 
     def tensors(self) -> list[TrackedTensor]:
         """All tensors now, in an order that is the same on every rank. Tied ones once, under their first name.
@@ -144,7 +171,7 @@ class TrackedState:
             bool(self._sites)
             and all(len(container) == size for container, size in self._sizes)
             and all(s.place.get(s.key) is s.tensor and s.memory.data_ptr() == s.address for s in self._sites)
-            and all(buffer._version == version for buffer, version in self._still)
+            and all(still.holds(still.buffer) for still in self._still)
         )
 
     def _reshard(self) -> None:
@@ -173,18 +200,16 @@ class TrackedState:
             found[identity] = TrackedTensor(name, tuple(tensor.shape), box, local, sharing, parameter, place, key)
 
     def _sharing_of(self, name: str, buffer: torch.Tensor) -> Sharing:
-        """A buffer that DDP broadcasts is rank 0's; one that training was seen to change is each rank's own."""
-        if name.partition(".")[0] in self._broadcast:
-            return Sharing.FIRST
+        """A constant is equal everywhere. What training was seen to change is rank 0's under DDP, which broadcasts it
+        before each forward pass, and each rank's own elsewhere."""
         if isinstance(buffer, DTensor):
             return Sharing.EQUAL
-        then, version = self._settled.get(name, (buffer, buffer._version))
-        if buffer is not then or buffer._version != version:
-            self._changing.add(name)
-        if name in self._changing:
-            return Sharing.OWN
-        self._still.append((buffer, buffer._version))
-        return Sharing.EQUAL
+        still = self._settled.get(name)
+        if name not in self._changing and still is not None and still.holds(buffer):
+            self._still.append(still)
+            return Sharing.EQUAL
+        self._changing.add(name)
+        return Sharing.FIRST if name.partition(".")[0] in self._broadcast else Sharing.OWN
 
     def _parameters(self) -> Iterator[tuple[str, Mapping[str, Any], str, torch.Tensor]]:
         for top, prefix, module in self._all_modules():

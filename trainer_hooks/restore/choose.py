@@ -54,7 +54,8 @@ def choose(rule: RestoreRule, slots: Sequence[SlotInfo], manifest_of: ManifestOf
         gap = missing(holders, manifest_of)
         if not gap:
             newer = f"; not {' and not '.join(gaps)}" if gaps else ""
-            return Choice(version, tuple(sorted(holders, key=msgspec.structs.astuple)), f"{version} is the newest whole version{newer}")
+            ordered = tuple(sorted(holders, key=msgspec.structs.astuple))
+            return Choice(version, ordered, f"{version} is the newest whole version{newer}")
         gaps.append(f"{version}: {gap}")
     if rule.floor is None:
         return Choice(None, (), f"no version is whole, and none was committed: from scratch ({'; '.join(gaps)})")

@@ -39,7 +39,8 @@ class Piece(msgspec.Struct, frozen=True, order=True):
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What one rank stores, and the groups whose digests it takes part in: name to indices in its layout."""
+    """What one rank stores, exclusive pieces first, and the groups whose digests it takes part in: name to indices in
+    its layout."""
 
     pieces: tuple[Piece, ...]
     groups: dict[str, tuple[int, ...]]
@@ -70,7 +71,10 @@ def divide(layouts: Sequence[Layout], nodes: Sequence[str], replicas: int) -> li
     for holders in sorted(by_holders):
         _divide_among(by_holders[holders], nodes, replicas, pieces)
     return [
-        Share(tuple(sorted(mine)), {name: tuple(indices) for name, indices in sorted(group.items())})
+        Share(
+            tuple(sorted(mine, key=lambda p: (not p.exclusive, p))),
+            {name: tuple(indices) for name, indices in sorted(group.items())},
+        )
         for mine, group in zip(pieces, groups, strict=True)
     ]
 
@@ -142,10 +146,9 @@ def manifest_for(rank: int, layouts: Sequence[Layout], share: Share, blob_capaci
     """
     catalog, index_of = _catalog(layouts)
     parts = layouts[rank].parts
-    ordered = [p for p in share.pieces if p.exclusive] + [p for p in share.pieces if not p.exclusive]
     at, blob_at, exclusive_end = 0, None, 0
     stored: list[Stored] = []
-    for piece in ordered:
+    for piece in share.pieces:
         if not piece.exclusive and blob_at is None:
             blob_at, at = at, _aligned(at + BLOB_PREFIX + blob_capacity)
             exclusive_end = at if stored else 0

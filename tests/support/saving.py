@@ -1,0 +1,189 @@
+"""Ranks that train, snapshot and restore: one stage is one generation, in processes of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from everstep.wire.v1.training import FindingRaised, GenerationSpec, Sealed
+from trainer_hooks.replicate import replicate
+from trainer_hooks.restore import restore
+from trainer_hooks.snapshot.snapshotter import Snapshotter
+from trainer_hooks.state import TrackedState
+from trainer_hooks.vault_client import VaultClient
+
+BATCH = 12
+WIDTH = 10
+
+
+class Uneven(nn.Module):
+    """Sizes that divide neither by 3 nor by 4, a parameter shorter than the world, and a tied one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 30)
+        self.second = nn.Linear(30, WIDTH)
+        self.few = nn.Linear(WIDTH, 2)
+        self.tied = nn.Linear(WIDTH, 30, bias=False)
+        self.tied.weight = self.first.weight
+        self.register_buffer("constant", torch.arange(7.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x) + self.tied(x))
+        return self.few(torch.tanh(self.second(hidden)))
+
+
+class Counting(Uneven):
+    """With a buffer that every forward pass changes, by the rank's own data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(x))
+
+
+class Wide(nn.Module):
+    """About 25 MB with its AdamW moments: 8 x Linear(512, 512)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+        self.head = nn.Linear(512, 2)
+        self.stem = nn.Linear(WIDTH, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.layers(torch.tanh(self.stem(x)))))
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    return replicate(model, exact=True, equal_already=False)
+
+
+def fsdp2(model: nn.Module) -> nn.Module:
+    return fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {"ddp": ddp, "fsdp2": fsdp2}
+MODELS: dict[str, type[nn.Module]] = {"uneven": Uneven, "counting": Counting, "wide": Wide}
+
+
+class Training:
+    """One rank's model, optimizer and schedule, and a step whose data are a function of the step."""
+
+    def __init__(self, model: str, layout: str) -> None:
+        torch.manual_seed(3)
+        self.model = LAYOUTS[layout](MODELS[model]())
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=40)
+        self.tracked = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+
+    def compute(self, step: int) -> float:
+        """Forward and backward of this rank's part of the global batch; the loss over all of it."""
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randn(BATCH, WIDTH, generator=generator), torch.randn(BATCH, 2, generator=generator)
+        rank, world = dist.get_rank(), dist.get_world_size()
+        loss = (self.model(x[rank::world]) - y[rank::world]).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return total.item() / world
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.schedule.step()
+
+    def fingerprint(self) -> str:
+        """Of all parameters, moments and buffers in full, to the bit; the same in every layout. A collective."""
+        digest = hashlib.sha256()
+        module = self.model.module if isinstance(self.model, nn.parallel.DistributedDataParallel) else self.model
+        tensors = [*module.parameters(), *module.buffers()]
+        for parameter in module.parameters():
+            state = self.optimizer.state.get(parameter, {})
+            tensors += [state[key] for key in sorted(state)]
+        for tensor in tensors:
+            full = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+            digest.update(full.contiguous().numpy().tobytes())
+        digest.update(repr(self.schedule.state_dict()).encode())
+        return digest.hexdigest()
+
+
+def stage(
+    spec: GenerationSpec, rank: int, vault_socket: str, model: str, layout: str, until: int, save: bool = True
+) -> dict[str, Any]:
+    """Restores, trains to step ``until`` with a snapshot of every step, and says what came of it."""
+    host, port = spec.store.split(":")
+    base = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
+    store = dist.PrefixStore(f"g{spec.number}", base)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=spec.world_size)
+    vault = VaultClient(vault_socket)
+    try:
+        return _train(spec, rank, vault, store, Training(model, layout), until, save)
+    finally:
+        vault.close()
+        dist.destroy_process_group()
+
+
+def _train(
+    spec: GenerationSpec, rank: int, vault: VaultClient, store: dist.Store, training: Training, until: int, save: bool
+) -> dict[str, Any]:
+    member = spec.roster[rank]
+    findings: list[FindingRaised] = []
+    state = TrackedState(training.tracked)
+    result = restore(vault, state, spec, member, store, on_finding=findings.append)
+    restored_as = training.fingerprint()
+    sealed: list[Sealed] = []
+    heard = threading.Condition()
+
+    def hear(report: Sealed) -> None:
+        with heard:
+            sealed.append(report)
+            heard.notify_all()
+
+    snapshotter = Snapshotter(vault, state, spec, member, store, hear, restored=result.version)
+    losses, blocked = [], []
+    for step in range(result.step + 1, until + 1):
+        losses.append(training.compute(step))
+        began = time.perf_counter()
+        snapshotter.wait()
+        waited = time.perf_counter() - began
+        training.update()
+        began = time.perf_counter()
+        if save:
+            snapshotter.begin(step)
+        blocked.append(waited + time.perf_counter() - began)
+    snapshotter.wait()
+    with heard:
+        assert heard.wait_for(lambda: not save or not losses or _is_sealed(sealed, until), 20), sealed
+    snapshotter.close(finish=True)
+    return {
+        "restored": result,
+        "restored_as": restored_as,
+        "losses": losses,
+        "fingerprint": training.fingerprint(),
+        "sealed": sealed,
+        "findings": findings,
+        "blocked": blocked,
+    }
+
+
+def _is_sealed(reports: list[Sealed], step: int) -> bool:
+    return bool(reports) and reports[-1].version.step == step
+
+
+def scratch_directory_is_clean(directory: Path) -> bool:
+    """Whether no rank left its scratch file behind."""
+    return not list(directory.rglob("scratch-*"))

@@ -1,0 +1,127 @@
+"""Four real ranks, real vaults, gloo: what was snapshotted comes back to the bit, on as many ranks and on fewer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from everstep.ids import Version
+from everstep.wire.v1.training import GenerationSpec, JobSpec, RestoreRule
+from tests.support.forked import ForkPool
+from tests.support.generations import JOB, generation
+from tests.support.saving import scratch_directory_is_clean, stage
+from tests.support.vaults import Vaults, vaults
+
+NODES = ("n1", "n2", "n3", "n4")
+
+
+class Fleet:
+    """Four nodes with a vault each, and a rendezvous store."""
+
+    def __init__(self, forks: ForkPool, fleet: Vaults) -> None:
+        self.forks = forks
+        self.vaults = fleet
+        self.by_node = {node: fleet.start(node) for node in NODES}
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def spec(self, number: int, nodes: Sequence[str], rule: RestoreRule | None = None) -> GenerationSpec:
+        plain = generation(
+            number,
+            ranks=[(node, 0) for node in nodes],
+            store=f"127.0.0.1:{self.store.port}",
+            restore=rule or RestoreRule(),
+            spec=JobSpec(job=JOB, max_nodes=4),
+        )
+        ring = {node: (nodes[(i + 1) % len(nodes)],) for i, node in enumerate(nodes)}
+        return GenerationSpec(
+            **{f: getattr(plain, f) for f in plain.__struct_fields__ if f not in ("holders", "replica_nodes")},
+            holders=self.vaults.holders(),
+            replica_nodes=ring,
+        )
+
+    def run(
+        self,
+        number: int,
+        until: int,
+        *,
+        nodes: Sequence[str] = NODES,
+        model: str = "uneven",
+        layout: str = "ddp",
+        rule: RestoreRule | None = None,
+        save: bool = True,
+    ) -> list[dict[str, Any]]:
+        """One generation on ``nodes``; what each rank says."""
+        spec = self.spec(number, nodes, rule)
+        alive = [self.by_node[node] for node in self.by_node if self.by_node[node].process.poll() is None]
+        self.vaults.configure(*alive, generation=number)
+        ranks = [
+            self.forks.start(
+                stage, spec, rank, str(self.by_node[node].run_dir / "vault.sock"), model, layout, until, save
+            )
+            for rank, node in enumerate(nodes)
+        ]
+        return [rank.result() for rank in ranks]
+
+
+@pytest.fixture
+def fleet(forks: ForkPool) -> Iterator[Fleet]:
+    with vaults() as running:
+        yield Fleet(forks, running)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["uneven", "counting"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_a_run_that_is_restored_on_as_many_ranks_goes_on_to_the_bit(fleet: Fleet, layout: str, model: str) -> None:
+    uninterrupted = fleet.run(1, 8, layout=layout, model=model, rule=RestoreRule(scratch=True), save=False)
+    first = fleet.run(2, 5, layout=layout, model=model)
+    second = fleet.run(3, 8, layout=layout, model=model)
+    for whole, before, after in zip(uninterrupted, first, second, strict=True):
+        assert after["restored"].version == Version(2, 5)
+        if (layout, model) != ("ddp", "counting"):  # there rank 0's running statistics are the truth
+            assert after["restored_as"] == before["fingerprint"]
+        assert before["losses"] + after["losses"] == whole["losses"]
+        assert after["fingerprint"] == whole["fingerprint"]
+    assert scratch_directory_is_clean(fleet.vaults.segments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_four_ranks_become_three_and_four_again_with_nothing_lost(fleet: Fleet, layout: str) -> None:
+    four = fleet.run(1, 3, layout=layout)
+    three = fleet.run(2, 5, layout=layout, nodes=NODES[:3])
+    again = fleet.run(3, 6, layout=layout)
+    assert {r["restored_as"] for r in three} == {r["fingerprint"] for r in four}
+    assert {r["restored_as"] for r in again} == {r["fingerprint"] for r in three}
+    assert again[0]["restored"].version == Version(2, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_the_state_survives_a_node_that_is_gone_with_its_memory(fleet: Fleet, layout: str) -> None:
+    four = fleet.run(1, 3, layout=layout)
+    assert all(r["sealed"][-1].safe for r in four)
+    fleet.by_node["n2"].kill()
+    three = fleet.run(2, 4, layout=layout, nodes=("n1", "n3", "n4"))
+    assert {r["restored_as"] for r in three} == {r["fingerprint"] for r in four}
+
+
+@pytest.mark.slow
+def test_replicas_agree_on_their_digests_and_shards_have_none(fleet: Fleet) -> None:
+    replicated = fleet.run(1, 2, layout="ddp")
+    digests = [[dict(s.digests) for s in r["sealed"]] for r in replicated]
+    assert digests[0] == digests[1] == digests[2] == digests[3]
+    assert set(digests[0][0]) == {"replicated"}
+    assert digests[0][0] != digests[0][1]
+    sharded = fleet.run(2, 4, layout="fsdp2")
+    assert all(s.digests == {} for r in sharded for s in r["sealed"])
+
+
+@pytest.mark.slow
+def test_without_a_committed_version_and_without_slots_training_starts_from_scratch(fleet: Fleet) -> None:
+    ranks = fleet.run(1, 1)
+    assert [r["restored"].version for r in ranks] == [None] * 4
+    assert [r["restored"].step for r in ranks] == [0] * 4
