@@ -32,16 +32,18 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit() and int(value) > limit:
             raise TooLarge(f"a body of {int(value)} bytes is over the limit of {limit}: send less at a time")
-    body = b""
+    parts: list[bytes] = []
+    size = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
-        body += message.get("body", b"")
-        if len(body) > limit:
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > limit:
             raise TooLarge(f"the body is over the limit of {limit} bytes: send less at a time")
         if not message.get("more_body", False):
-            return body
+            return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:

@@ -1,0 +1,256 @@
+"""Controllers for tests: one inside the test's own process, one as a process of its own; and what an agent says."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.testclient import TestClient
+from starlette.types import Receive, Scope, Send
+
+from controller.app import Controller
+from controller.config import ControllerSettings
+from controller.core.policy import CorePolicy
+from controller.remediation.base import Remediation
+from controller.remediation.dry_run import DryRun
+from controller.store.database import open_database
+from everstep.clock import Clock
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep.tokens import TokenRole, mint
+from everstep.wire.v1.agent import (
+    DirectivesAnswer,
+    Heartbeat,
+    HeartbeatAnswer,
+    Numbered,
+    Register,
+    Registered,
+    Reports,
+    ReportsAnswer,
+)
+from everstep.wire.v1.training import AnyReport, JobSpec, LauncherJoined
+
+SECRET = b"a secret of the tests, 32 bytes."
+
+
+def bearer(role: TokenRole, subject: str, secret: bytes = SECRET) -> dict[str, str]:
+    """The header that a holder of this token sends."""
+    return {"Authorization": f"Bearer {mint(secret, role, subject)}"}
+
+
+OPERATOR = bearer(TokenRole.OPERATOR, "olga")
+VIEWER = bearer(TokenRole.VIEWER, "vera")
+
+
+def registration(node: str, incarnation: int = 1, **fields: Any) -> Register:
+    """What the node's agent says first."""
+    said = {"protocols": (1,), "agent_version": "test", "vault": "127.0.0.1:7000", **fields}
+    return Register(node=node, incarnation=incarnation, **said)
+
+
+def joined(job: str, at: float, *, nodes: int = 1, launcher: int = 1, **spec: Any) -> LauncherJoined:
+    """A launcher's offer of its node."""
+    wanted = JobSpec(job=job, min_nodes=1, max_nodes=nodes, join_wait_s=60.0, **spec)
+    return LauncherJoined(job=job, at=at, spec=wanted, launcher=launcher, store="127.0.0.1:29500")
+
+
+class InProcess:
+    """A controller as an ASGI application whose lifespan starts and stops it; give it to ``TestClient``."""
+
+    def __init__(
+        self,
+        database: str,
+        *,
+        policy: CorePolicy | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+        remediation: Remediation | None = None,
+    ) -> None:
+        self.settings = ControllerSettings(
+            secret_file="unused", policy=policy or CorePolicy.lab(), name="test", database=database
+        )
+        self.clock = clock
+        self.remediation = remediation or DryRun()
+        self.controller: Controller | None = None
+
+    async def start(self) -> Controller:
+        engine = open_database(self.settings.database)
+        self.controller = await Controller.start(
+            self.settings, SECRET, engine, self.clock, lambda _failed: self.remediation
+        )
+        return self.controller
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            assert self.controller is not None
+            await self.controller.app(scope, receive, send)
+            return
+        await receive()
+        await self.start()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        assert self.controller is not None
+        await self.controller.stop()
+        await send({"type": "lifespan.shutdown.complete"})
+
+
+class Speaker:
+    """One agent's requests through a TestClient; answers decoded, refusals raised as ``Refused``."""
+
+    def __init__(self, client: TestClient, node: str, incarnation: int = 1) -> None:
+        self.client = client
+        self.node = node
+        self.incarnation = incarnation
+        self.headers = bearer(TokenRole.AGENT, node)
+        self.number = 0
+        self.seq = 0
+        self.after = 0
+
+    def register(self, **fields: Any) -> Registered:
+        said = registration(self.node, self.incarnation, **fields)
+        answer = self._post("register", said, Registered)
+        self.after = answer.next_directive - 1
+        return answer
+
+    def beat(self, **fields: Any) -> HeartbeatAnswer:
+        self.seq += 1
+        beat = Heartbeat(incarnation=self.incarnation, seq=self.seq, sent_at=0.0, **fields)
+        return self._post("heartbeat", beat, HeartbeatAnswer)
+
+    def report(self, *bodies: AnyReport, first: int | None = None) -> ReportsAnswer:
+        start = self.number + 1 if first is None else first
+        numbered = tuple(Numbered(number=start + i, body=body) for i, body in enumerate(bodies))
+        self.number = max(self.number, start + len(bodies) - 1)
+        return self._post("reports", Reports(incarnation=self.incarnation, reports=numbered), ReportsAnswer)
+
+    def directives(self, wait_s: float = 0.0) -> DirectivesAnswer:
+        path = f"/v1/agents/{self.node}/directives?incarnation={self.incarnation}&after={self.after}&wait_s={wait_s}"
+        answer = _decoded(self.client.get(path, headers=self.headers), DirectivesAnswer)
+        if answer.directives:
+            self.after = answer.directives[-1].seq
+        return answer
+
+    def _post(self, verb: str, body: Any, kind: type[Any]) -> Any:
+        path = f"/v1/agents/{self.node}/{verb}"
+        return _decoded(self.client.post(path, content=msgspec.json.encode(body), headers=self.headers), kind)
+
+
+class Refused(Exception):
+    """The controller's refusal."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(f"{status} {code}: {message}")
+        self.status, self.code, self.message = status, code, message
+
+
+def _decoded(response: Any, kind: type[Any]) -> Any:
+    if response.status_code >= 400:
+        error = response.json()["error"]
+        raise Refused(response.status_code, error["code"], error["message"])
+    return msgspec.json.decode(response.content, type=kind)
+
+
+def get(client: TestClient, path: str, kind: type[Any], headers: dict[str, str] = VIEWER) -> Any:
+    """An operator route's answer."""
+    return _decoded(client.get(path, headers=headers), kind)
+
+
+def post(client: TestClient, path: str, body: Any, kind: type[Any], headers: dict[str, str] = OPERATOR) -> Any:
+    """An operator route's answer to an order."""
+    return _decoded(client.post(path, content=msgspec.json.encode(body), headers=headers), kind)
+
+
+class ControllerProcess:
+    """A controller as a process: start, kill, start again at the same address over the same database."""
+
+    def __init__(self, directory: Path, *, database: str | None = None, arguments: tuple[str, ...] = ()) -> None:
+        self.directory = directory
+        self.secret_file = directory / "secret"
+        self.secret_file.write_bytes(SECRET)
+        self.secret_file.chmod(0o600)
+        self.ready_file = directory / "ready.json"
+        self.database = database or f"sqlite:///{directory / 'controller.db'}"
+        self.arguments = arguments
+        self.listen = "127.0.0.1:0"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, deadline_s: float = 30.0) -> ControllerProcess:
+        self.ready_file.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "controller.main", "serve", "--listen", self.listen, "--preset", "lab"]
+        command += ["--database", self.database, "--secret-file", str(self.secret_file)]
+        command += ["--ready-file", str(self.ready_file), "--die-with-parent", *self.arguments]
+        with (self.directory / "controller.log").open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        end = time.perf_counter() + deadline_s
+        while not self.ready_file.exists():
+            if self.process.poll() is not None or time.perf_counter() > end:
+                raise AssertionError(f"the controller did not start:\n{self.log()}")
+            time.sleep(0.005)
+        self.listen = str(json.loads(self.ready_file.read_text())["address"])
+        return self
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.listen}"
+
+    def log(self) -> str:
+        return (self.directory / "controller.log").read_text()
+
+    def kill(self) -> None:
+        """SIGKILL, and wait."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(10)
+
+    def terminate(self) -> int:
+        """SIGTERM, and the exit status."""
+        assert self.process is not None
+        self.process.terminate()
+        return self.process.wait(10)
+
+    def end(self) -> None:
+        """Whatever state it is in, it is gone afterwards."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(10)
+
+    def connection(self, timeout_s: float = 35.0) -> http.client.HTTPConnection:
+        host, _, port = self.listen.rpartition(":")
+        return http.client.HTTPConnection(host, int(port), timeout=timeout_s)
+
+    def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] = OPERATOR) -> tuple[int, bytes]:
+        """One request on a connection of its own."""
+        connection = self.connection()
+        try:
+            connection.request(method, path, None if body is None else msgspec.json.encode(body), headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+
+@contextmanager
+def controller_process(directory: Path, **options: Any) -> Iterator[ControllerProcess]:
+    """A started controller process, gone at the end."""
+    process = ControllerProcess(directory, **options)
+    try:
+        yield process.start()
+    finally:
+        process.end()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this id exists."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,21 @@
+"""Fixtures of the controller's shell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.postgres import postgres, postgres_server
+
+__all__ = ["database", "postgres", "postgres_server"]
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of an empty database, of each supported kind in turn."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path / 'controller.db'}"
+    else:
+        yield request.getfixturevalue("postgres")

@@ -1,0 +1,373 @@
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from everstep.tokens import TokenRole, mint, verify
+from everstep.vocabulary import Action, Finding, FindingKind, Severity
+from everstep.wire.v1 import operator as op
+from everstep.wire.v1.agent import DirectivesAnswer, Heartbeat, Numbered, Registered, Reports, ReportsAnswer
+from everstep.wire.v1.directives import NewGeneration
+from everstep.wire.v1.training import FindingRaised
+from tests.support.controllers import (
+    SECRET,
+    VIEWER,
+    ControllerProcess,
+    bearer,
+    controller_process,
+    is_alive,
+    joined,
+    registration,
+)
+
+N1 = bearer(TokenRole.AGENT, "n1")
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[ControllerProcess]:
+    with controller_process(tmp_path) as process:
+        yield process
+
+
+def register(process: ControllerProcess, node: str = "n1") -> Registered:
+    path, headers = f"/v1/agents/{node}/register", bearer(TokenRole.AGENT, node)
+    status, body = process.ask("POST", path, registration(node), headers)
+    assert status == 200, body
+    return msgspec.json.decode(body, type=Registered)
+
+
+def events(process: ControllerProcess, kind: str) -> list[op.Event]:
+    found: list[op.Event] = []
+    after = 0
+    while True:
+        _, body = process.ask("GET", f"/v1/events?after={after}&limit=1000", None, VIEWER)
+        page = msgspec.json.decode(body, type=op.EventList)
+        if not page.events:
+            return [event for event in found if event.kind == kind]
+        found += page.events
+        after = page.next_after
+
+
+def wait_for(condition: object, what: str, deadline_s: float = 20.0) -> None:
+    assert callable(condition)
+    end = time.perf_counter() + deadline_s
+    while not condition():
+        assert time.perf_counter() < end, f"waited {deadline_s} s for {what}"
+        time.sleep(0.01)
+
+
+class Poll(threading.Thread):
+    """A held long poll; ``directives`` once it is answered."""
+
+    def __init__(self, process: ControllerProcess, after: int) -> None:
+        super().__init__(daemon=True)
+        self.connection = process.connection()
+        self.connection.connect()
+        self.path = f"/v1/agents/n1/directives?incarnation=1&after={after}&wait_s=30"
+        self.answer: DirectivesAnswer | None = None
+        self.status: int | None = None
+
+    def run(self) -> None:
+        try:
+            self.connection.request("GET", self.path, headers=N1)
+            response = self.connection.getresponse()
+            self.status = response.status
+            self.answer = msgspec.json.decode(response.read(), type=DirectivesAnswer)
+        except (OSError, http.client.HTTPException):
+            pass  # the test closed it, or ended the controller
+        finally:
+            self.connection.close()
+
+    def hang_up(self) -> None:
+        connected = self.connection.sock
+        if connected is not None:
+            with suppress(OSError):
+                connected.shutdown(socket.SHUT_RDWR)
+
+
+def connected(process: ControllerProcess) -> int:
+    return msgspec.json.decode(process.ask("GET", "/v1/status", None, VIEWER)[1], type=op.FleetStatus).connected
+
+
+@contextmanager
+def held_poll(process: ControllerProcess) -> Iterator[Poll]:
+    """A poll that the controller holds; hung up at the end."""
+    poll = Poll(process, register(process).next_directive - 1)
+    poll.start()
+    try:
+        wait_for(lambda: connected(process) == 1, "the poll to be held")
+        yield poll
+    finally:
+        poll.hang_up()
+        poll.join(20)
+
+
+def finding(number: int) -> FindingRaised:
+    return FindingRaised(
+        finding=Finding(
+            kind=FindingKind.HOST_DISK,
+            subject=f"/{number}",
+            severity=Severity.WARNING,
+            message=f"report {number}",
+            action=Action.NONE,
+        )
+    )
+
+
+def test_the_ready_file_names_the_process_and_where_it_serves(process: ControllerProcess) -> None:
+    ready = json.loads(process.ready_file.read_text())
+    assert process.process is not None
+    assert ready["pid"] == process.process.pid
+    assert process.ready_file.stat().st_mode & 0o077 == 0
+    assert process.ask("GET", "/healthz", headers={}) == (200, b'{"ok":true,"role":"controller"}')
+    assert process.ask("GET", "/readyz", headers={})[0] == 200
+    assert process.ask("GET", "/metrics", headers={})[0] == 401
+    assert b"everstep_controller_connected_agents 0.0" in process.ask("GET", "/metrics", None, VIEWER)[1]
+
+
+def test_a_held_poll_is_answered_the_moment_a_directive_is_committed(process: ControllerProcess) -> None:
+    reports = Reports(incarnation=1, reports=(Numbered(number=1, body=joined("j", 1.0)),))
+    with held_poll(process) as poll:
+        assert process.ask("POST", "/v1/agents/n1/reports", reports, N1)[0] == 200
+        poll.join(20)
+    assert poll.answer is not None
+    assert [type(one.body) for one in poll.answer.directives] == [NewGeneration]
+
+
+def test_a_connection_that_breaks_while_its_poll_is_held_is_told_to_the_core(process: ControllerProcess) -> None:
+    with held_poll(process) as poll:
+        poll.hang_up()
+        wait_for(lambda: events(process, "node.disconnected"), "the disconnection in the audit log")
+    assert [event.node for event in events(process, "node.disconnected")] == ["n1"]
+
+
+def test_a_poll_that_ends_with_its_time_is_no_disconnection(process: ControllerProcess) -> None:
+    register(process)
+    for _ in range(3):
+        path = "/v1/agents/n1/directives?incarnation=1&after=0&wait_s=0.02"
+        assert process.ask("GET", path, None, N1) == (200, b'{"directives":[]}')
+    assert events(process, "node.disconnected") == []
+
+
+def test_sigterm_ends_held_polls_and_streams_in_order(process: ControllerProcess) -> None:
+    with held_poll(process) as poll, closing(process.connection()) as stream:
+        stream.request("GET", "/v1/events/stream?after=0", headers=VIEWER)
+        response = stream.getresponse()
+        assert response.readline() == b"retry: 500\n"
+        assert process.terminate() == 0
+        poll.join(20)
+        response.read()  # to its end
+    assert (poll.status, poll.answer) == (200, DirectivesAnswer())
+    assert not process.ready_file.exists()
+    assert "node.disconnected" not in process.log()
+
+
+def test_the_event_stream_begins_after_the_last_event_seen_and_goes_on(process: ControllerProcess) -> None:
+    register(process)
+
+    def next_event(response: http.client.HTTPResponse) -> op.Event:
+        while not (line := response.readline()).startswith(b"data: "):
+            assert line
+        return msgspec.json.decode(line[6:], type=op.Event)
+
+    with closing(process.connection()) as stream:
+        stream.request("GET", "/v1/events/stream", headers={**VIEWER, "Last-Event-ID": "0"})
+        response = stream.getresponse()
+        seen = [next_event(response)]
+        while seen[-1].kind != "node.registered":
+            seen.append(next_event(response))
+        register(process, "n2")
+        seen.append(next_event(response))
+    assert (seen[-1].kind, seen[-1].node) == ("node.registered", "n2")
+    assert [event.id for event in seen] == list(range(1, len(seen) + 1))
+
+
+def test_whatever_was_acknowledged_before_a_kill_is_there_exactly_once_after_it(tmp_path: Path) -> None:
+    """Reports are posted all the while; the controller is killed three times in the middle of it and restarted."""
+    with controller_process(tmp_path) as process:
+        register(process)
+        acknowledged: list[int] = []
+        over = threading.Event()
+
+        def post() -> None:
+            number, per_request = 1, 7
+            while not over.is_set():
+                batch = tuple(Numbered(number=n, body=finding(n)) for n in range(number, number + per_request))
+                try:
+                    status, body = process.ask(
+                        "POST", "/v1/agents/n1/reports", Reports(incarnation=1, reports=batch), N1
+                    )
+                except (OSError, http.client.HTTPException):
+                    over.wait(0.005)
+                    continue  # the agent's way: the same reports again, to whoever answers next
+                if status == 200:
+                    through = msgspec.json.decode(body, type=ReportsAnswer).through
+                    acknowledged.append(through)
+                    number = through + 1
+
+        thread = threading.Thread(target=post)
+        thread.start()
+        try:
+            for _ in range(3):
+                before = len(acknowledged)
+                wait_for(lambda before=before: len(acknowledged) > before + 20, "reports to be acknowledged")
+                process.kill()
+                process.start()
+            before = len(acknowledged)
+            wait_for(lambda: len(acknowledged) > before, "reports after the last restart")
+        finally:
+            over.set()
+            thread.join(20)
+        raised = [event.sentence for event in events(process, "finding")]
+        wanted = [f"report {number} (n1)" for number in range(1, acknowledged[-1] + 1)]
+        assert raised[: len(wanted)] == wanted
+        assert len(raised) == len(set(raised))
+        assert process.ask("GET", "/v1/status", None, VIEWER)[0] == 200
+
+
+def test_a_second_controller_over_the_same_database_fences_the_first_off(tmp_path: Path) -> None:
+    first_home, second_home = tmp_path / "first", tmp_path / "second"
+    first_home.mkdir()
+    second_home.mkdir()
+    with controller_process(first_home) as first, controller_process(second_home, database=first.database) as second:
+        headers, body = bearer(TokenRole.AGENT, "n1"), registration("n1")
+        status, answer = first.ask("POST", "/v1/agents/n1/register", body, headers)
+        assert (status, json.loads(answer)["error"]["code"]) == (503, "unavailable")
+        assert first.process is not None
+        assert first.process.wait(20) == 70
+        assert "another controller took the database over" in first.log()
+        assert "start the controller again" in first.log()
+        assert second.ask("POST", "/v1/agents/n1/register", body, headers)[0] == 200
+
+
+def test_a_controller_that_should_die_with_its_parent_does(tmp_path: Path) -> None:
+    secret, ready = tmp_path / "secret", tmp_path / "ready.json"
+    secret.write_bytes(SECRET)
+    secret.chmod(0o600)
+    command = [sys.executable, "-m", "controller.main", "serve", "--listen", "127.0.0.1:0", "--die-with-parent"]
+    command += [
+        "--database",
+        f"sqlite:///{tmp_path / 'c.db'}",
+        "--secret-file",
+        str(secret),
+        "--ready-file",
+        str(ready),
+    ]
+    script = (
+        f"import subprocess, time; subprocess.Popen({command!r})\n"
+        f"import pathlib\nwhile not pathlib.Path({str(ready)!r}).exists(): time.sleep(0.01)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
+    pids: list[int] = []
+
+    def seen() -> bool:
+        if not pids and ready.exists():
+            pids.append(json.loads(ready.read_text())["pid"])
+        return bool(pids) or parent.poll() is not None
+
+    wait_for(seen, "the controller to serve")
+    assert parent.wait(20) == 0
+    wait_for(lambda: not pids or not is_alive(pids[0]), "the controller to follow its parent")
+    assert not ready.exists()
+
+
+def test_a_database_over_postgresql_serves_and_survives_a_kill(tmp_path: Path, postgres: str) -> None:
+    with controller_process(tmp_path, database=postgres) as process:
+        register(process)
+        reports = Reports(incarnation=1, reports=(Numbered(number=1, body=joined("j", 1.0)),))
+        assert process.ask("POST", "/v1/agents/n1/reports", reports, N1)[0] == 200
+        process.kill()
+        process.start()
+        jobs = msgspec.json.decode(process.ask("GET", "/v1/jobs", None, VIEWER)[1], type=op.JobList).jobs
+        assert [(job.job, job.generation) for job in jobs] == [("j", 1)]
+
+
+def test_a_database_that_goes_away_ends_the_controller_with_a_word_and_nothing_acknowledged(
+    tmp_path: Path, postgres: str, postgres_server: str
+) -> None:
+    import psycopg
+    from sqlalchemy.engine import make_url
+
+    with controller_process(tmp_path, database=postgres) as process:
+        register(process)
+        plain = make_url(postgres_server).set(drivername="postgresql").render_as_string(hide_password=False)
+        with psycopg.connect(plain, autocommit=True) as connection:
+            name = make_url(postgres).database
+            connection.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s AND pid <> pg_backend_pid()",
+                (name,),
+            )
+        status, _ = process.ask("POST", "/v1/agents/n2/register", registration("n2"), bearer(TokenRole.AGENT, "n2"))
+        assert status == 503
+        assert process.process is not None
+        assert process.process.wait(20) == 70
+        assert "the server went away" in process.log()
+        process.start()
+        nodes = msgspec.json.decode(process.ask("GET", "/v1/nodes", None, VIEWER)[1], type=op.NodeList).nodes
+        assert [one.node for one in nodes] == ["n1"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "controller.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ}, check=False)
+
+
+def test_what_an_operator_must_mend_is_said_in_one_line_with_status_2(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    secret.chmod(0o644)
+    refused = run("serve", "--secret-file", str(secret), "--database", f"sqlite:///{tmp_path / 'c.db'}")
+    assert refused.returncode == 2
+    assert f"`chmod 600 {secret}`" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    secret.chmod(0o600)
+    gone = run("serve", "--secret-file", str(secret), "--database", "postgresql://nobody@127.0.0.1:1/none")
+    assert gone.returncode == 2
+    assert "start PostgreSQL" in gone.stderr
+
+
+def test_an_address_in_use_is_said(process: ControllerProcess, tmp_path: Path) -> None:
+    other = tmp_path / "other.db"
+    arguments = ("--secret-file", str(process.secret_file), "--database", f"sqlite:///{other}")
+    refused = run("serve", "--listen", process.listen, *arguments)
+    assert refused.returncode == 2
+    assert f"cannot listen on {process.listen}" in refused.stderr
+
+
+def test_the_token_command_prints_a_token_that_verifies(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    secret.chmod(0o600)
+    printed = run("token", "--role", "agent", "--subject", "n1", "--secret-file", str(secret)).stdout.strip()
+    assert printed == mint(SECRET, TokenRole.AGENT, "n1")
+    assert verify(SECRET, printed).subject == "n1"
+
+
+def test_the_log_is_one_json_object_a_line_and_holds_no_token(process: ControllerProcess) -> None:
+    register(process)
+    process.ask("GET", "/v1/status", None, {"Authorization": "Bearer operator:eve:wrong"})
+    assert process.terminate() == 0
+    lines = [json.loads(line) for line in process.log().splitlines()]
+    assert any(line.get("node") == "n1" for line in lines)
+    assert "Bearer" not in process.log()
+    assert "wrong" not in process.log()
+
+
+def test_beats_go_on_while_polls_are_held(process: ControllerProcess) -> None:
+    with held_poll(process):
+        for seq in range(1, 4):
+            beat = Heartbeat(incarnation=1, seq=seq, sent_at=0.0, findings=() if seq == 1 else None)
+            status, body = process.ask("POST", "/v1/agents/n1/heartbeat", beat, N1)
+            assert (status, "directives" in json.loads(body)) == (200, False)

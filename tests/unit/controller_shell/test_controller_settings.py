@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+from controller.config import ControllerSettings, load_settings, read_secret
+from controller.core.policy import CorePolicy
+from everstep.errors import ConfigurationError
+
+GIVEN = {"secret_file": "secret"}
+
+
+def test_an_explicit_argument_wins_over_file_environment_and_preset(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text("listen = '127.0.0.1:3'\ngroup_commit = 3\n[policy]\nversion_window = 7\n")
+    environment = {
+        "EVERSTEP_CONTROLLER_LISTEN": "127.0.0.1:2",
+        "EVERSTEP_CONTROLLER_GROUP_COMMIT": "2",
+        "EVERSTEP_CONTROLLER_QUEUE_LIMIT": "22",
+        "EVERSTEP_CONTROLLER_POLICY_VERSION_WINDOW": "5",
+        "EVERSTEP_CONTROLLER_POLICY_DEAD_AFTER_S": "9.5",
+    }
+    given = {**GIVEN, "listen": "127.0.0.1:4"}
+    settings = load_settings(given, preset="lab", file=file, environment=environment)
+    assert (settings.listen, settings.group_commit, settings.queue_limit) == ("127.0.0.1:4", 3, 22)
+    assert (settings.policy.version_window, settings.policy.dead_after_s) == (7, 9.5)
+    assert settings.policy.growth_interval_s == CorePolicy.lab().growth_interval_s
+
+
+def test_what_a_platform_puts_into_the_environment_is_not_taken_for_a_setting() -> None:
+    environment = {"EVERSTEP_CONTROLLER_PORT": "tcp://10.0.0.1:7700", "EVERSTEP_CONTROLLER": "http://c:7700"}
+    assert load_settings(GIVEN, environment=environment) == ControllerSettings(secret_file="secret")
+
+
+@pytest.mark.parametrize("preset", ["lab", "production"])
+def test_every_preset_is_free_of_contradictions(preset: str) -> None:
+    assert load_settings(GIVEN, preset=preset, environment={}).secret_file == "secret"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"secret_file": ""}, "openssl rand"),
+        ({"listen": "7700"}, "expected host:port"),
+        ({"listen": "127.0.0.1:99999"}, "expected host:port"),
+        ({"tls_key": "k"}, "give both or none"),
+        ({"heartbeat_interval_s": 4.0}, "one late beat must not make a suspect"),
+        ({"long_poll_max_s": 0}, "long_poll_max_s"),
+        ({"group_commit": 0}, "at least 1"),
+        ({"commit_timeout_s": 0}, "commit_timeout_s must be positive"),
+        ({"remediation": "webhook"}, "give all or none"),
+        ({"remediation": "email"}, "a setting is wrong: .*email"),
+        ({"remediation": "webhook", "webhook_url": "ftp://x", "webhook_secret_file": "f"}, "http or https"),
+        ({"grup_commit": 3}, "unknown field `grup_commit`"),
+        ({"group_commit": "many"}, "group_commit"),
+    ],
+)
+def test_a_contradiction_or_a_typo_is_refused_with_its_mend(given: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        load_settings({**GIVEN, **given}, environment={})
+
+
+def test_a_settings_file_with_a_typo_or_none_at_all_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        load_settings(GIVEN, file=file, environment={})
+    file.write_text("listen = ")
+    with pytest.raises(ConfigurationError, match="is not TOML"):
+        load_settings(GIVEN, file=file, environment={})
+    file.write_text("[policy]\ndead_after = 3\n")
+    with pytest.raises(ConfigurationError, match="dead_after"):
+        load_settings(GIVEN, file=file, environment={})
+
+
+def test_an_unknown_preset_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="production or lab"):
+        load_settings(GIVEN, preset="labs", environment={})
+
+
+def test_every_setting_says_what_it_is_for() -> None:
+    tree = ast.parse(inspect.getsource(ControllerSettings)).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    undocumented = [
+        statement.target.id
+        for statement, following in zip(tree.body, tree.body[1:], strict=False)
+        if isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
+        and not (isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant))
+    ]
+    assert undocumented == []
+
+
+def test_a_secret_that_others_can_read_is_refused_with_the_command_to_run(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("0123456789abcdef\n")
+    file.chmod(0o644)
+    with pytest.raises(ConfigurationError, match=f"chmod 600 {file}"):
+        read_secret(str(file))
+    file.chmod(0o600)
+    assert read_secret(str(file)) == b"0123456789abcdef"
+
+
+def test_a_missing_or_short_secret_says_how_to_make_one(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    with pytest.raises(ConfigurationError, match="openssl rand"):
+        read_secret(str(file))
+    file.write_text("short")
+    file.chmod(0o600)
+    with pytest.raises(ConfigurationError, match="openssl rand"):
+        read_secret(str(file))

@@ -1,0 +1,274 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Engine, text
+from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
+
+from controller.store.database import open_database
+from controller.store.migrate import head
+from controller.store.records import (
+    AuditRow,
+    Batch,
+    GenerationRow,
+    OutboxRow,
+    RecoveryRow,
+    VerdictRow,
+    VersionRow,
+)
+from controller.store.repository import VERSIONS_KEPT, Reader, Superseded, Writer
+from controller.store.tables import HEAD, metadata
+from everstep.errors import ConfigurationError
+
+
+@pytest.fixture
+def engine(database: str) -> Iterator[Engine]:
+    engine = open_database(database)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def writer(engine: Engine) -> Iterator[Writer]:
+    writer = Writer(engine)
+    writer.take_over()
+    yield writer
+    writer.close()
+
+
+def audit(number: int, **fields: str) -> AuditRow:
+    return AuditRow(id=number, at=float(number), kind="test", sentence=f"event {number}", **fields)  # type: ignore[arg-type]
+
+
+def generation(number: int) -> GenerationRow:
+    return GenerationRow(job="j", number=number, reason="formed", trace="t", issued_at=float(number), doc="{}")
+
+
+def version(step: int, *, verified: bool = False) -> VersionRow:
+    return VersionRow(job="j", generation=1, step=step, committed_at=1.0, verified_at=2.0 if verified else None)
+
+
+def by_place(*rows: VersionRow) -> dict[tuple[str, int, int], VersionRow]:
+    return {(row.job, row.generation, row.step): row for row in rows}
+
+
+def test_everything_that_was_committed_is_loaded_by_the_next_controller(engine: Engine, writer: Writer) -> None:
+    writer.commit(
+        Batch(
+            fleet='{"probes":3}',
+            nodes={"n1": '{"node":"n1"}', "n2": '{"node":"n2"}'},
+            jobs={"j": '{"job":"j"}'},
+            audit=[audit(1), audit(2)],
+            outbox=[OutboxRow(node="n1", seq=2, body="{}"), OutboxRow(node="n1", seq=1, body="{}")],
+            marks={("n1", 7): 12},
+            versions=by_place(version(4, verified=True), version(5)),
+        )
+    )
+    writer.close()
+    second = Writer(engine)
+    loaded = second.take_over()
+    second.close()
+    assert loaded.epoch == 2
+    assert loaded.fleet == '{"probes":3}'
+    assert loaded.nodes == {"n1": '{"node":"n1"}', "n2": '{"node":"n2"}'}
+    assert loaded.jobs == {"j": '{"job":"j"}'}
+    assert [row.seq for row in loaded.outbox] == [1, 2]
+    assert loaded.marks == {("n1", 7): 12}
+    assert (loaded.newest_audit, loaded.newest_at) == (2, 2.0)
+    assert {row.step for row in loaded.versions} == {4, 5}
+
+
+def test_documents_replace_what_was_there(writer: Writer, engine: Engine) -> None:
+    writer.commit(Batch(nodes={"n1": "1"}, fleet="a"))
+    writer.commit(Batch(nodes={"n1": "2"}, fleet="b"))
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT node, doc FROM nodes")).all() == [("n1", "2")]
+        assert connection.execute(text("SELECT doc FROM fleet")).scalars().all() == ["b"]
+
+
+def test_two_rosters_cannot_share_a_number_and_nothing_of_the_attempt_is_kept(writer: Writer, engine: Engine) -> None:
+    writer.commit(Batch(generations=[generation(1)]))
+    with pytest.raises(IntegrityError):
+        writer.commit(Batch(nodes={"n1": "x"}, audit=[audit(1)], generations=[generation(1)]))
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT count(*) FROM nodes")).scalar() == 0
+        assert connection.execute(text("SELECT count(*) FROM audit")).scalar() == 0
+
+
+@pytest.mark.parametrize("change", ["UPDATE audit SET sentence = 'nothing happened'", "DELETE FROM audit"])
+def test_the_audit_log_cannot_be_rewritten(writer: Writer, engine: Engine, change: str) -> None:
+    writer.commit(Batch(audit=[audit(1)]))
+    with engine.connect() as connection, pytest.raises(DBAPIError, match="append-only"), connection.begin():
+        connection.execute(text(change))
+
+
+def test_a_controller_that_was_superseded_writes_nothing_more(writer: Writer, engine: Engine) -> None:
+    second = Writer(engine)
+    second.take_over()
+    with pytest.raises(Superseded, match="one controller per database"):
+        writer.commit(Batch(nodes={"n1": "late"}))
+    second.commit(Batch(nodes={"n2": "on time"}))
+    second.close()
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT node FROM nodes")).scalars().all() == ["n2"]
+
+
+def test_acknowledged_directives_are_deleted_and_others_kept(writer: Writer, engine: Engine) -> None:
+    writer.commit(Batch(outbox=[OutboxRow(node=node, seq=seq, body="{}") for node in "ab" for seq in (1, 2, 3)]))
+    writer.commit(Batch(pruned={"a": 2}))
+    with engine.connect() as connection:
+        rows = connection.execute(text("SELECT node, seq FROM outbox ORDER BY node, seq")).all()
+    assert rows == [("a", 3), ("b", 1), ("b", 2), ("b", 3)]
+
+
+def test_marks_of_earlier_lives_are_forgotten(writer: Writer, engine: Engine) -> None:
+    writer.commit(Batch(marks={("n1", 1): 50, ("n2", 1): 5}))
+    writer.commit(Batch(marks={("n1", 2): 3}))
+    with engine.connect() as connection:
+        rows = connection.execute(text("SELECT node, incarnation, through FROM report_marks ORDER BY node")).all()
+    assert rows == [("n1", 2, 3), ("n2", 1, 5)]
+
+
+def test_a_verification_adds_to_the_committed_version(writer: Writer, engine: Engine) -> None:
+    writer.commit(Batch(versions=by_place(version(1))))
+    writer.commit(Batch(versions=by_place(version(1, verified=True))))
+    assert Reader(engine).versions("j", limit=9) == [version(1, verified=True)]
+
+
+def test_old_versions_are_pruned_but_never_the_newest_verified_one(writer: Writer, engine: Engine) -> None:
+    writer.commit(Batch(versions=by_place(version(0), version(1, verified=True))))
+    for start in range(2, VERSIONS_KEPT + 800, 400):
+        writer.commit(Batch(versions=by_place(*(version(step) for step in range(start, start + 400)))))
+    steps = [row.step for row in Reader(engine).versions("j", limit=10 * VERSIONS_KEPT)]
+    assert 0 not in steps
+    assert 1 in steps
+    assert len(steps) < VERSIONS_KEPT + 500
+
+
+def test_events_are_found_by_place_trace_node_and_job(writer: Writer, engine: Engine) -> None:
+    rows = [audit(1, node="a", trace="t1"), audit(2, node="b", trace="t1", job="j"), audit(3, trace="t2", job="j")]
+    writer.commit(Batch(audit=rows))
+    reader = Reader(engine)
+    assert reader.events(after=0, limit=9) == rows
+    assert [row.id for row in reader.events(after=1, limit=1)] == [2]
+    assert [row.id for row in reader.events(after=0, limit=2, newest=True)] == [2, 3]
+    assert [row.id for row in reader.events(after=0, limit=9, trace="t1")] == [1, 2]
+    assert [row.id for row in reader.events(after=0, limit=9, node="b")] == [2]
+    assert [row.id for row in reader.events(after=0, limit=9, job="j", trace="t2")] == [3]
+
+
+def test_verdicts_recoveries_and_generations_are_read_back(writer: Writer, engine: Engine) -> None:
+    verdicts = [
+        VerdictRow(id=f"n1-{i}", node="n1", decision="evict", at=float(i), trace="t", doc=f'"{i}"') for i in (1, 2)
+    ]
+    recoveries = [RecoveryRow(job="j", generation=i, doc=f'"r{i}"') for i in (1, 2, 3)]
+    writer.commit(
+        Batch(verdicts=verdicts, recoveries=recoveries, generations=[generation(1), generation(2), generation(3)])
+    )
+    reader = Reader(engine)
+    assert reader.verdict("n1-2") == '"2"'
+    assert reader.verdict("n9-1") is None
+    assert reader.verdicts("n1", limit=9) == ['"2"', '"1"']
+    assert reader.recoveries("j", limit=2) == ['"r2"', '"r3"']
+    assert [row.number for row in reader.generations(job="j", limit=2)] == [2, 3]
+
+
+def test_opening_again_keeps_what_is_there(database: str) -> None:
+    for round_ in range(2):
+        engine = open_database(database)
+        writer = Writer(engine)
+        loaded = writer.take_over()
+        writer.commit(Batch(nodes={f"n{round_}": "x"}))
+        writer.close()
+        engine.dispose()
+    assert list(loaded.nodes) == ["n0"]
+
+
+def test_the_tables_here_are_those_of_the_newest_migration(engine: Engine) -> None:
+    from alembic.autogenerate import compare_metadata
+    from alembic.migration import MigrationContext
+
+    assert head() == HEAD
+    with engine.connect() as connection:
+        found = compare_metadata(MigrationContext.configure(connection), metadata)
+    assert found == []
+
+
+def test_a_schema_of_a_newer_release_is_refused(database: str) -> None:
+    engine = open_database(database)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    engine.dispose()
+    with pytest.raises(ConfigurationError, match="schema 9999.*upgrade everstep"):
+        open_database(database)
+
+
+def test_an_empty_database_is_refused_where_migrations_are_run_apart(database: str) -> None:
+    with pytest.raises(ConfigurationError, match="schema none.*--migrate"):
+        open_database(database, migrate=False)
+    open_database(database).dispose()
+    open_database(database, migrate=False).dispose()
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("nonsense", "use sqlite:///PATH or postgresql"),
+        ("mysql://u:hidden@h/d", "kind 'mysql' are not supported"),
+        ("sqlite://", "forgets everything"),
+        ("sqlite:////nonexistent/dir/x.db", "mkdir -p /nonexistent/dir"),
+        ("postgresql://u:hidden@127.0.0.1:1/d", "nothing listens there: start PostgreSQL"),
+        ("postgresql://u:hidden@host.invalid/d", "does not resolve"),
+        ("postgresql:///d?host=/nonexistent", "nothing listens on that socket"),
+    ],
+)
+def test_a_database_that_is_not_there_is_named_with_the_mend_and_without_its_password(url: str, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says) as refused:
+        open_database(url)
+    assert "hidden" not in str(refused.value)
+
+
+def test_a_postgresql_without_the_database_or_the_right_to_create_says_so(postgres: str) -> None:
+    missing = postgres.replace("everstep_", "absent_")
+    with pytest.raises(ConfigurationError, match="no such database: `createdb"):
+        open_database(missing)
+    engine = open_database(postgres)
+    with engine.begin() as connection:
+        connection.execute(text("CREATE ROLE pauper LOGIN"))
+        connection.execute(text("REVOKE ALL ON ALL TABLES IN SCHEMA public FROM PUBLIC"))
+    engine.dispose()
+    with pytest.raises(ConfigurationError, match="may not do this: `GRANT"):
+        open_database(postgres.replace("postgres:@", "pauper@").replace("postgres@", "pauper@"))
+
+
+def test_the_sqlite_file_can_be_read_by_its_owner_only(tmp_path: Path) -> None:
+    path = tmp_path / "c.db"
+    engine = open_database(f"sqlite:///{path}")
+    writer = Writer(engine)
+    writer.take_over()
+    assert {file.name: file.stat().st_mode & 0o077 for file in tmp_path.iterdir()} == {
+        "c.db": 0,
+        "c.db-wal": 0,
+        "c.db-shm": 0,
+    }
+    writer.close()
+    engine.dispose()
+
+
+def test_a_full_disk_loses_nothing_that_was_committed(tmp_path: Path) -> None:
+    engine = open_database(f"sqlite:///{tmp_path / 'c.db'}")
+    writer = Writer(engine)
+    writer.take_over()
+    writer.commit(Batch(nodes={"n1": "kept"}))
+    pages = writer._connection.exec_driver_sql("PRAGMA page_count").scalar()
+    writer._connection.exec_driver_sql(f"PRAGMA max_page_count={pages}")
+    writer._connection.rollback()
+    with pytest.raises(OperationalError, match="disk is full"):
+        writer.commit(Batch(nodes={"n1": "lost", "n2": "x" * 200_000}))
+    writer.close()
+    second = Writer(engine)
+    assert second.take_over().nodes == {"n1": "kept"}
+    second.close()
+    engine.dispose()
