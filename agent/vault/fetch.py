@@ -12,7 +12,7 @@ from agent.vault.findings import Findings
 from agent.vault.peers import Peers
 from agent.vault.reading import Library, Range, RangeHasher
 from agent.vault.scratch import Scratch
-from agent.vault.segments import SegmentStore
+from agent.vault.segments import MOST_SLOT_BYTES, SegmentStore
 from agent.vault.settings import VaultSettings
 from agent.vault.statistics import Tally
 from everstep.errors import DigestMismatch, MalformedMessage, NotFound
@@ -158,7 +158,7 @@ def _check_ranges(ranges: tuple[Range, ...]) -> None:
     if len(ranges) > MAX_RANGES:
         raise MalformedMessage(f"{len(ranges)} ranges in one fetch; at most {MAX_RANGES}: join neighbours")
     for offset, length in ranges:
-        if not (0 <= offset < 1 << 62 and 0 <= length < 1 << 62):
+        if not (0 <= offset < MOST_SLOT_BYTES and 0 <= length < MOST_SLOT_BYTES):
             raise MalformedMessage(f"({offset}, {length}) is no byte range")
 
 

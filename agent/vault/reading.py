@@ -14,8 +14,6 @@ from everstep.ids import Version
 from everstep.slots import CHUNK_BYTES, SlotHeader
 
 Range = tuple[int, int]
-MOST_VIEWS = 512
-"""Ranges gathered into one system call; Linux takes 1,024."""
 
 
 class Reading:

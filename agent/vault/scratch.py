@@ -10,6 +10,9 @@ from pathlib import Path, PurePath
 from agent.vault.memory import Budget, allocate
 from everstep.errors import OutOfSlotMemory, PermissionDenied
 
+MOST_VECTORS = 512
+"""Views written by one system call; Linux takes 1,024."""
+
 _SEGMENT_NAMES = ("own-", "replica-", ".")
 
 
@@ -48,7 +51,7 @@ class Scratch:
         left = [v for v in views if v]
         begin = at
         while left:
-            written = os.pwritev(self._descriptor, left, self.offset + at)
+            written = os.pwritev(self._descriptor, left[:MOST_VECTORS], self.offset + at)
             at += written
             while left and written >= len(left[0]):
                 written -= len(left.pop(0))

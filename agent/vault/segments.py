@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 Kind = Literal["own", "replica"]
 _FILE = re.compile(r"^(own|replica)-(0|[1-9][0-9]{0,6})$")
 MOST_SLOTS = 64
+MOST_SLOT_BYTES = 1 << 48
 MOST_LOCAL_RANKS = 64
 
 
@@ -239,7 +240,7 @@ class SegmentStore:
 def _check_sizes(key: SegmentKey, slot_bytes: int, slots: int) -> None:
     if not 1 <= slots <= MOST_SLOTS:
         raise ConfigurationError(f"a segment has 1 to {MOST_SLOTS} slots, not {slots}")
-    if not 1 <= slot_bytes < 1 << 48:
+    if not 1 <= slot_bytes < MOST_SLOT_BYTES:
         raise ConfigurationError(f"slot_bytes must be positive and under 2^48, not {slot_bytes}")
     if key.kind == "own" and not 0 <= key.number < MOST_LOCAL_RANKS:
         raise ConfigurationError(f"a local rank is 0 to {MOST_LOCAL_RANKS - 1}, not {key.number}")

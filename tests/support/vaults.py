@@ -149,6 +149,7 @@ class Vaults:
         self.base = base
         self.segments = segments
         self.all: list[VaultProcess] = []
+        self.supervisors: dict[str, VaultClient] = {}
 
     def start(self, node: str, *options: str) -> VaultProcess:
         vault = VaultProcess(self.base, self.segments, node, *(options or ("--scrub-interval", "0")))
@@ -166,6 +167,7 @@ class Vaults:
             said = {"job": JOB, "generation": generation, "secret": SECRET, "holders": self.holders(), **fields}
             answer = client.ask(local.Configure, **said)
             assert isinstance(answer, local.Done), answer
+        self.supervisors |= clients
         return clients
 
 

@@ -21,7 +21,6 @@ from tests.support.vaults import (
     RankMemory,
     VaultClient,
     Vaults,
-    map_segment,
     noise,
     process_gone,
     shared_memory_left,
@@ -283,9 +282,7 @@ def test_two_vaults_never_share_a_directory(fleet: Vaults) -> None:
         (["--streams", "99"], "--streams must be 1 to 16"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_with_what_to_do(
-    tmp_path: Path, options: list[str], words: str
-) -> None:
+def test_settings_that_cannot_work_are_refused_with_what_to_do(tmp_path: Path, options: list[str], words: str) -> None:
     usual = ["--node", "n1", "--run-dir", str(tmp_path / "run"), "--segment-dir", str(tmp_path / "segments")]
     assert words in start_refused(*usual, *options)
 

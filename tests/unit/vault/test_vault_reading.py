@@ -1,0 +1,188 @@
+"""Ranges of a slot for whoever asks: over the wire, from this node, and never wrong bytes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from everstep.ids import Version
+from everstep.slots import CHUNK_BYTES, slot_bytes_for
+from everstep.vocabulary import FindingKind
+from everstep.wire.v1 import local
+from tests.support.vaults import JOB, RankMemory, Vaults, noise, vaults
+
+V = Version(1, 1)
+SIZE = 3 * CHUNK_BYTES + 1000
+PAYLOAD = noise(SIZE)
+
+
+@pytest.fixture
+def fleet() -> Iterator[Vaults]:
+    with vaults() as running:
+        running.start("n1"), running.start("n2")
+        running.configure()
+        yield running
+
+
+@pytest.fixture
+def owner(fleet: Vaults) -> RankMemory:
+    """Rank 3 on n2, with one sealed slot of a few chunks."""
+    rank = RankMemory(fleet.all[1].client(), rank=3, slot_bytes=slot_bytes_for(64, SIZE))
+    rank.fill(0, V, PAYLOAD)
+    return rank
+
+
+def scratch(fleet: Vaults, node: int = 0) -> Path:
+    return fleet.all[node].segment_dir / "scratch-of-rank"
+
+
+def fetch(fleet: Vaults, ranges: tuple[tuple[int, int], ...], by: int = 0, **fields: object) -> local.FromVault:
+    said = {"job": JOB, "node": "n2", "rank": 3, "version": V, "ranges": ranges, "into": str(scratch(fleet, by))}
+    return fleet.all[by].client().ask(local.Fetch, **(said | fields))
+
+
+RANGES = (
+    ((0, SIZE),),
+    ((5, 10), (0, 5), (CHUNK_BYTES - 3, 6), (SIZE - 1, 1), (7, 0)),
+    ((2 * CHUNK_BYTES, CHUNK_BYTES), (0, CHUNK_BYTES), (100, 2 * CHUNK_BYTES)),
+    tuple((at, 3) for at in range(0, 30_000, 10)),
+    ((0, 0),),
+)
+
+
+@pytest.mark.parametrize("by", [0, 1], ids=["from another node", "from this node"])
+@pytest.mark.parametrize("ranges", RANGES, ids=["all", "scattered", "chunks", "many", "none"])
+def test_ranges_land_one_after_another(
+    fleet: Vaults, owner: RankMemory, ranges: tuple[tuple[int, int], ...], by: int
+) -> None:
+    answer = fetch(fleet, ranges, by, into_offset=4097)
+    expected = b"".join(PAYLOAD[at : at + count] for at, count in ranges)
+    assert isinstance(answer, local.Fetched), answer
+    assert answer.bytes == len(expected)
+    landed = scratch(fleet, by).read_bytes()
+    assert landed[4097 : 4097 + len(expected)] == expected
+    assert not landed[:4097].strip(b"\0")
+
+
+def test_a_large_fetch_comes_over_several_connections(fleet: Vaults) -> None:
+    size = 12 * CHUNK_BYTES + 77
+    rank = RankMemory(fleet.all[1].client(), rank=3, slot_bytes=slot_bytes_for(64, size))
+    payload = noise(CHUNK_BYTES, seed=3) * 12 + noise(77)
+    rank.fill(0, V, payload)
+    ranges = ((size - 9, 9), (0, size - 9))
+    assert fetch(fleet, ranges).bytes == size
+    assert scratch(fleet).read_bytes() == payload[-9:] + payload[:-9]
+    assert fleet.all[0].client().ask(local.Statistics).levels["peer_connections"] == 2
+
+
+@pytest.mark.parametrize("by", [0, 1], ids=["from another node", "from this node"])
+def test_without_ranges_the_manifest_lands(fleet: Vaults, owner: RankMemory, by: int) -> None:
+    assert fetch(fleet, (), by).bytes == len(b"what is where")
+    assert scratch(fleet, by).read_bytes() == b"what is where"
+
+
+def test_a_copy_serves_as_well_as_the_original(fleet: Vaults, owner: RankMemory) -> None:
+    assert owner.sealed(0, V, ["n1"]).nodes == ("n1",)
+    fleet.all[1].kill()
+    assert fetch(fleet, ((10, 100),), node="n1").bytes == 100
+    assert scratch(fleet).read_bytes() == PAYLOAD[10:110]
+
+
+@pytest.mark.parametrize("by", [0, 1], ids=["from another node", "from this node"])
+def test_what_is_not_there_is_not_found(fleet: Vaults, owner: RankMemory, by: int) -> None:
+    assert fetch(fleet, ((0, 1),), by, version=Version(1, 2)).code == "not_found"
+    assert fetch(fleet, ((0, 1),), by, rank=4).code == "not_found"
+    owner.view.begin(0, 3, Version(1, 5), b"", 10)
+    assert fetch(fleet, ((0, 1),), by).code == "not_found"
+
+
+@pytest.mark.parametrize("by", [0, 1], ids=["from another node", "from this node"])
+@pytest.mark.parametrize("bad", [(SIZE, 1), (0, SIZE + 1), (-1, 2), (1, -1), (1 << 61, 1 << 61)])
+def test_ranges_outside_the_payload_are_refused(
+    fleet: Vaults, owner: RankMemory, by: int, bad: tuple[int, int]
+) -> None:
+    assert fetch(fleet, ((0, 4), bad), by).code == "malformed"
+    assert fetch(fleet, ((0, 4),), by).bytes == 4
+
+
+@pytest.mark.parametrize("by", [0, 1], ids=["from another node", "from this node"])
+def test_a_rotten_chunk_is_never_served_and_its_slot_is_given_up(fleet: Vaults, owner: RankMemory, by: int) -> None:
+    owner.view.payload(0)[2 * CHUNK_BYTES + 1] ^= 128
+    assert fetch(fleet, ((0, CHUNK_BYTES),), by).bytes == CHUNK_BYTES
+    refused = fetch(fleet, ((0, 3 * CHUNK_BYTES),), by)
+    assert isinstance(refused, local.Failed)
+    assert refused.code == "digest_mismatch"
+    found = fleet.supervisors["n2"].finding().finding.finding
+    assert (found.kind, found.subject) == (FindingKind.SLOT_CORRUPT, "job/rank3/1:1")
+    assert "chunk 2" in found.message
+    assert owner.view.header(0) is None
+    assert fetch(fleet, ((0, CHUNK_BYTES),), by).code == "not_found"
+
+
+def test_a_rotten_original_is_passed_over_for_a_good_copy_on_the_same_node(fleet: Vaults, owner: RankMemory) -> None:
+    assert owner.sealed(0, V, ["n1"]).nodes == ("n1",)
+    twin = RankMemory(fleet.all[0].client(), rank=3, slot_bytes=slot_bytes_for(64, SIZE))
+    twin.fill(0, V, PAYLOAD)
+    twin.view.payload(0)[0] ^= 1
+    assert fetch(fleet, ((0, 100),), node="n1").bytes == 100
+    assert scratch(fleet).read_bytes() == PAYLOAD[:100]
+    assert twin.view.header(0) is None
+
+
+def test_bytes_land_nowhere_but_in_plain_files_below_the_segment_directory(fleet: Vaults, owner: RankMemory) -> None:
+    home = fleet.all[0].segment_dir
+    outside = fleet.base / "precious"
+    outside.write_bytes(b"untouched")
+    (home / "link").symlink_to(outside)
+    (home / "folder").symlink_to(fleet.base)
+    os.mkfifo(home / "pipe")
+    RankMemory(fleet.all[0].client(), rank=0)
+    for into in (
+        str(outside),
+        "/etc/passwd",
+        f"{home}/../precious",
+        f"{home}/link",
+        f"{home}/folder/precious",
+        f"{home}/pipe",
+        str(home),
+        f"{home}/{JOB}",
+        f"{home}/{JOB}/own-0",
+        f"{home}/.vault.lock",
+        "precious",
+        "",
+    ):
+        refused = fetch(fleet, ((0, 9),), into=into)
+        assert isinstance(refused, local.Failed), into
+        assert refused.code == "forbidden", into
+    assert outside.read_bytes() == b"untouched"
+    assert fetch(fleet, ((0, 9),), into_offset=-1).code == "forbidden"
+
+
+def test_a_landing_that_has_no_room_is_refused_with_the_arithmetic(fleet: Vaults, owner: RankMemory) -> None:
+    refused = fetch(fleet, ((0, 9),), into_offset=1 << 50)
+    assert isinstance(refused, local.Failed)
+    assert refused.code == "slot_memory"
+    assert "free" in refused.message
+
+
+def test_a_node_that_does_not_answer_is_unavailable(fleet: Vaults, owner: RankMemory) -> None:
+    fleet.all[1].kill()
+    assert fetch(fleet, ((0, 9),)).code == "unavailable"
+    assert fetch(fleet, ((0, 9),), node="n7").code == "not_found"
+
+
+def test_the_inventory_names_every_nodes_slots_and_leaves_out_who_does_not_answer(
+    fleet: Vaults, owner: RankMemory
+) -> None:
+    assert owner.sealed(0, V, ["n1"]).nodes == ("n1",)
+    client = fleet.all[0].client()
+    answer = client.ask(local.Inventory, job=JOB, nodes=("n1", "n2", "n9"))
+    assert [(s.node, s.rank, s.replica) for s in answer.slots] == [("n1", 3, True), ("n2", 3, False)]
+    assert len({s.manifest_digest for s in answer.slots}) == 1
+    fleet.all[1].process.send_signal(signal.SIGSTOP)
+    answer = client.ask(local.Inventory, job=JOB, nodes=("n2",), timeout_s=0.2)
+    assert [s.node for s in answer.slots] == ["n1"]

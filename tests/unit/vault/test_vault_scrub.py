@@ -1,0 +1,134 @@
+"""A bit that flips in memory at rest is found, told, and the slot given up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agent.vault.findings import Findings
+from agent.vault.scrub import Scrubber
+from agent.vault.segments import SegmentKey, SegmentStore
+from agent.vault.statistics import Tally
+from everstep.clock import ManualClock
+from everstep.ids import Version
+from everstep.slots import CHUNK_BYTES, SegmentView, slot_bytes_for
+from everstep.vocabulary import Action, FindingKind, Mode, Severity
+from everstep.wire.v1 import local
+from everstep.wire.v1.training import FindingRaised
+from tests.support.vaults import JOB, RankMemory, Vaults, map_segment, noise, vaults
+
+SIZE = CHUNK_BYTES + 100
+
+
+class Bench:
+    """A store with one own segment of four slots, and a scrubber that runs when told to."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(mode=0o700)
+        self.store = SegmentStore(directory, "n1", None)
+        self.segment = self.store.open(SegmentKey(JOB, "own", 0), slot_bytes_for(16, SIZE), 4)
+        self.rank: SegmentView = map_segment(self.segment.path)
+        self.told: list[FindingRaised] = []
+        self.tally = Tally()
+        clock = ManualClock()
+        findings = Findings("n1", clock, self.tally, self.told.append)
+        self.scrubber = Scrubber(self.store, findings, self.tally, clock, interval_s=1.0, bytes_per_s=1e12)
+
+    def fill(self, slot: int, version: Version) -> None:
+        self.rank.begin(slot, 2, version, b"manifest", SIZE)[:] = noise(SIZE)
+        self.rank.seal(slot)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path / "segments")
+
+
+@pytest.fixture
+def fleet() -> Iterator[Vaults]:
+    with vaults() as running:
+        yield running
+
+
+def test_good_slots_are_hashed_and_left_alone(bench: Bench) -> None:
+    bench.fill(0, Version(1, 1))
+    bench.fill(1, Version(1, 2))
+    bench.rank.begin(2, 2, Version(1, 3), b"", 50)
+    bench.scrubber.round()
+    counters, _ = bench.tally.read()
+    assert (counters["scrubbed_slots"], counters["corrupt_slots"], bench.told) == (2, 0, [])
+    assert counters["scrubbed_bytes"] == 2 * (SIZE + len(b"manifest"))
+    assert len(list(bench.rank.sealed())) == 2
+
+
+@pytest.mark.parametrize(("at", "words"), [(3, "chunk 0"), (CHUNK_BYTES + 9, "chunk 1")])
+def test_a_flipped_bit_is_found_and_told_once(bench: Bench, at: int, words: str) -> None:
+    bench.fill(1, Version(4, 5))
+    bench.rank.payload(1)[at] ^= 16
+    bench.scrubber.round()
+    bench.scrubber.round()
+    (raised,) = bench.told
+    finding = raised.finding
+    assert raised.job == JOB
+    assert (finding.kind, finding.severity) == (FindingKind.SLOT_CORRUPT, Severity.WARNING)
+    assert finding.subject == "job/rank2/4:5"
+    assert words in finding.message
+    assert (finding.action, finding.mode) == (Action.NONE, Mode.OBSERVE)
+    assert finding.trace
+    assert bench.rank.header(1) is None
+    assert bench.tally.read()[0]["corrupt_slots"] == 1
+
+
+def test_a_flipped_bit_in_the_manifest_is_found_too(bench: Bench) -> None:
+    bench.fill(0, Version(1, 1))
+    image = bytearray(bench.segment.path.read_bytes())
+    at = image.index(b"manifest")
+    with bench.segment.path.open("r+b") as file:
+        file.seek(at)
+        file.write(b"n")
+    bench.scrubber.round()
+    assert "manifest" in bench.told[0].finding.message
+
+
+def test_a_slot_that_is_filled_again_and_again_is_never_misjudged(bench: Bench) -> None:
+    done = threading.Event()
+
+    def train() -> None:
+        for step in range(60):
+            slot = step % 4
+            payload = bench.rank.begin(slot, 2, Version(1, step), b"manifest", SIZE)
+            payload[:] = bytes([step]) * SIZE
+            bench.rank.seal(slot)
+        done.set()
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    while not done.is_set():
+        bench.scrubber.round()
+    trainer.join()
+    assert bench.told == []
+    assert len(list(bench.rank.sealed())) == 4
+
+
+def test_a_job_that_is_forgotten_while_it_is_hashed_is_no_finding(bench: Bench) -> None:
+    bench.fill(0, Version(1, 1))
+    bench.store.forget(JOB)
+    bench.scrubber.round()
+    assert bench.told == []
+
+
+def test_the_supervisor_hears_of_it_even_when_it_connects_later(fleet: Vaults) -> None:
+    vault = fleet.start("n1", "--scrub-interval", "0.02")
+    rank = RankMemory(vault.client(), rank=2)
+    rank.fill(0, Version(1, 1), b"x" * 1000)
+    rank.view.payload(0)[7] ^= 1
+    client = vault.client()
+    while client.ask(local.Inventory, job=JOB).slots:
+        pass
+    assert client.findings == []
+    supervisor = vault.client()
+    supervisor.post(local.Statistics)
+    assert supervisor.finding().finding.finding.subject == "job/rank2/1:1"
