@@ -21,6 +21,7 @@ import msgspec
 from agent.local_jobs import LocalJobs
 from everstep.errors import EverstepError, MalformedMessage, PermissionDenied
 from everstep.framing import FrameDecoder, encode_frame
+from everstep.wire.v1.directives import KillRank
 from everstep.wire.v1.local import MAX_FRAME_BYTES, FromAgent, Goodbye, Hello, ToAgent, Welcome
 from everstep.wire.version import negotiate
 
@@ -102,7 +103,7 @@ class _Connection(asyncio.Protocol):
         self._pid = 0
         self._pidfd = -1
         self._paused = False
-        self._unsent: dict[type, FromAgent] = {}
+        self._unsent: dict[tuple[type, int], FromAgent] = {}
         self._cut = ""
 
     # --- what asyncio calls --------------------------------------------------------------------------------------
@@ -157,7 +158,9 @@ class _Connection(asyncio.Protocol):
         if self._transport is None or self._transport.is_closing():
             return
         if self._paused:
-            self._unsent[type(message)] = message
+            key = (type(message), message.local_rank if isinstance(message, KillRank) else 0)
+            self._unsent.pop(key, None)
+            self._unsent[key] = message
         else:
             self._transport.write(encode_frame(message))
 
@@ -184,6 +187,11 @@ class _Connection(asyncio.Protocol):
         """Closes without telling the jobs: it is the agent that goes, not the process."""
         self._hello = None
         self.close()
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What waits in our own memory for the peer to read."""
+        return self._transport.get_write_buffer_size() if self._transport is not None else 0
 
     # --- inside --------------------------------------------------------------------------------------------------
 
