@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 
 import msgspec
 
@@ -76,6 +77,10 @@ def wait_for_local_rank() -> int:
     assignment = current_assignment()
     if assignment is None:
         raise RuntimeError("this process was not started by everstep-launch: there is no local rank to wait for")
+    if assignment.local_rank is None and "torch" in sys.modules:
+        from trainer_hooks.launch.warm import warm_up
+
+        warm_up()
     control = _control()
     if control is not None:
         _announce(control)

@@ -269,6 +269,31 @@ def test_a_scripts_exception_is_shown_from_the_script_on_and_its_status_passed_o
         assert launcher.wait() == 7
 
 
+def test_what_lies_in_the_current_directory_shadows_nothing_of_ours(agent: FakeAgent, tmp_path: Path) -> None:
+    for name in ("numpy", "torch", "xxhash"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')")
+    scripts = tmp_path / "scripts"
+    scripts.mkdir()
+    (scripts / "beside.py").write_text("NAME = 'beside the script'")
+    (scripts / "plain.py").write_text("import torch, beside; print(torch.ones(1).item(), beside.NAME)")
+    with launched(tmp_path, "--agent-socket", str(agent.path), "scripts/plain.py") as launcher:
+        assert launcher.wait() == 0, launcher.err
+        assert launcher.out == "1.0 beside the script\n"
+
+
+def test_a_launcher_under_nohup_survives_its_terminal(agent: FakeAgent, script: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited by the launcher
+    try:
+        with start(agent, script) as launcher:
+            worker = holder(launcher, script.parent, 0)
+            os.killpg(launcher.pid, signal.SIGHUP)
+            os.kill(worker, signal.SIGKILL)
+            holder(launcher, script.parent, 0, not_in=(worker,))
+            assert launcher.process.poll() is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_wrong_command_line_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with launched(tmp_path, "--no-python", "x") as launcher:
         assert launcher.wait() == 2

@@ -54,7 +54,8 @@ class ForkServerLink:
         """Starts the server; orders may follow at once and wait until it has imported what it should."""
         assert self._channel is None, "one server at a time"
         ours, theirs = pair()
-        command = [sys.executable, "-m", "trainer_hooks.launch.forkserver"]
+        # -P: what is imported here must not be found in the current directory, whatever lies there.
+        command = [sys.executable, "-P", "-m", "trainer_hooks.launch.forkserver"]
         command += ["--control", str(theirs.fileno()), "--parent", str(os.getpid())]
         if self._modules is not None:
             command += ["--preload", *self._modules]

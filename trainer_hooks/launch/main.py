@@ -54,6 +54,8 @@ async def _run(options: LaunchOptions) -> Outcome:
         work.cancel()
 
     for number in ENDING_SIGNALS:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            continue  # as nohup asked for
         loop.add_signal_handler(number, end, number)
     try:
         return await work

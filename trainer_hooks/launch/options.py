@@ -149,7 +149,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
             "is what makes a replacement fast; name a Python script or a module (-m)"
         )
     low, high = _nnodes(given.nnodes)
-    socket = None if given.standalone else (given.agent_socket or _found_socket(environ))
+    found = None if given.standalone else (given.agent_socket or _found_socket(environ))
+    socket = os.path.abspath(found) if found is not None else None  # scripts may change their directory
     if given.standalone and (low, high) != (1, 1):
         raise ConfigurationError("--standalone is for one node; leave out --nnodes or --standalone")
     return LaunchOptions(

@@ -218,14 +218,17 @@ class Service:
         return f"the private {self._name} {what}; the end of {self._log_file}:\n{shown}"
 
 
+# -P below: "agent" and "controller" are names that a user's own directory may have too.
+
+
 def _controller_command(run_dir: Path, listen: str) -> list[str]:
-    command = [sys.executable, "-m", "controller.main", "serve", "--listen", listen]
+    command = [sys.executable, "-P", "-m", "controller.main", "serve", "--listen", listen]
     command += ["--database", f"sqlite:///{run_dir / 'controller.db'}", "--secret-file", str(run_dir / "secret")]
     return [*command, "--preset", "lab", "--ready-file", str(run_dir / "controller.json"), "--die-with-parent"]
 
 
 def _agent_command(run_dir: Path, controller: str) -> list[str]:
-    command = [sys.executable, "-m", "agent.main", "--node", NODE, "--controller", f"http://{controller}"]
+    command = [sys.executable, "-P", "-m", "agent.main", "--node", NODE, "--controller", f"http://{controller}"]
     command += ["--token-file", str(run_dir / "agent.token"), "--run-dir", str(run_dir / "agent")]
     command += ["--segment-dir", str(_segment_dir(run_dir)), "--vault-listen", "127.0.0.1:0"]
     return [*command, "--metrics-listen", "127.0.0.1:0", "--stop-vault", "--die-with-parent"]

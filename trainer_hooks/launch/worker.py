@@ -27,9 +27,10 @@ def run(descriptors: tuple[int, ...], *, script: str, module: bool, arguments: l
     sys.argv = [script, *arguments]
     try:
         if module:
+            sys.path.insert(0, os.getcwd())
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = os.path.dirname(os.path.realpath(script))
+            sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
             runpy.run_path(script, run_name="__main__")
     except SystemExit:
         raise
