@@ -15,7 +15,7 @@ from everstep.ids import Version
 from everstep.wire.v1.training import GenerationSpec, RestoreRule, Sealed
 
 NOTHING = Version(0, 0)
-"""A ceiling below every version: generations count from 1."""
+"""A ceiling below every version (generations count from 1): nothing that is stored may be restored."""
 
 
 class Vote(msgspec.Struct, frozen=True):
@@ -132,9 +132,13 @@ def note_restored(turn: Turn, job: JobRecord, restored: Version) -> None:
 
 
 def restore_rule(turn: Turn, job: JobRecord) -> RestoreRule:
-    """Not older than what was committed, not newer than what is known clean after corruption."""
-    committed = turn.state.live_jobs[job.job].committed
-    return RestoreRule(floor=committed, ceiling=job.ceiling, scratch=committed is None)
+    """Not older than what was committed, not newer than what is known clean after corruption.
+
+    A job's first generation starts anew. A later one without a commit may still find its own steps whole.
+    """
+    if job.ceiling == NOTHING or job.last_number == 0:
+        return RestoreRule(scratch=True)
+    return RestoreRule(floor=turn.state.live_jobs[job.job].committed, ceiling=job.ceiling)
 
 
 def roll_back(turn: Turn, job: JobRecord) -> str:

@@ -42,29 +42,49 @@ def _digests_differ(turn: Turn, job: JobRecord, spec: GenerationSpec, report: Se
     if liars:
         ranks = ", ".join(str(rank) for rank in sorted(vote.liars))
         what = f"the digest of rank {ranks} on {', '.join(liars)} differs from the majority at version {report.version}"
-        _convict(turn, job, liars, what)
+        settled = _convict(turn, job, liars, what)
     else:
         what = f"digests of version {report.version} differ without a majority among {', '.join(tied)}"
-        if not _second_opinion(turn, job, tied, what) and _too_many_ties(turn, job):
-            jobs.fail(turn, job, f"{what}, for the {len(job.ties)}. time: nobody can tell which state is right")
-            return
+        settled = _second_opinion(turn, job, tied, what)
+    if not settled and _too_many(turn, job):
+        jobs.fail(turn, job, f"{what}; wrong for the {len(job.ties)}. time, and whoever computes wrongly is still in")
+        return
     cause = Cause(reason=GenerationReason.CORRUPTION, sentence=f"{what}; {back}", trace=turn.trace)
     regroup(turn, job, cause)
 
 
-def _convict(turn: Turn, job: JobRecord, nodes: list[str], what: str) -> None:
-    """One confirmed mismatch convicts: every known liar lied again. Out at once, since what it computes is wrong."""
+def _convict(turn: Turn, job: JobRecord, nodes: list[str], what: str) -> bool:
+    """One confirmed mismatch convicts: every known liar lied again. Out at once, since what it computes is wrong.
+
+    False where minimum or budget kept one of them in.
+    """
+    settled = True
     for node in nodes:
         finding = _finding(turn, node, what, Severity.CRITICAL)
         if not serving(turn, node):
             continue
-        if evict(turn, node, finding, f"{node}: {what}", needs_operator=True):
-            cause = Cause(
-                reason=GenerationReason.NODE_EVICTED,
-                sentence=f"{node} computes wrongly in job {job.job}",
-                trace=turn.trace,
-            )
-            _leave_others(turn, job, node, cause)
+        if not evict(turn, node, finding, f"{node}: {what}", needs_operator=True):
+            settled = False
+            continue
+        cause = Cause(
+            reason=GenerationReason.NODE_EVICTED,
+            sentence=f"{node} computes wrongly in job {job.job}",
+            trace=turn.trace,
+        )
+        _leave_others(turn, job, node, cause)
+        _clear_names(turn, node)
+    return settled
+
+
+def _clear_names(turn: Turn, liar: str) -> None:
+    """Who was tied with the liar needs no other explanation."""
+    for node in turn.state.nodes[liar].against:
+        other = turn.state.nodes.get(node)
+        if other is not None and liar in other.against:
+            other.against = []
+            other.own = {k: f for k, f in other.own.items() if f.kind is not FindingKind.DIGEST_MISMATCH}
+            turn.node_changed(node)
+    turn.state.nodes[liar].against = []
 
 
 def _leave_others(turn: Turn, job: JobRecord, node: str, cause: Cause) -> None:
@@ -76,7 +96,12 @@ def _leave_others(turn: Turn, job: JobRecord, node: str, cause: Cause) -> None:
 
 
 def _second_opinion(turn: Turn, job: JobRecord, tied: list[str], what: str) -> bool:
-    """Suspicion on all of a tie. Who was tied before, with others than now, is in both, and convicted."""
+    """Suspicion on all of a tie; True where one of them is convicted and out.
+
+    Ranks of one node that differ convict it. Who was tied before, with others than now, is in both ties.
+    """
+    if len(tied) == 1:
+        return _convict(turn, job, tied, f"ranks of {tied[0]} differ among themselves")
     convicted = []
     for node in tied:
         record = turn.state.nodes[node]
@@ -85,8 +110,7 @@ def _second_opinion(turn: Turn, job: JobRecord, tied: list[str], what: str) -> b
             convicted.append(node)
         record.against = others
     if len(convicted) == 1:
-        _convict(turn, job, convicted, f"{what}; {convicted[0]} was in such a tie before, with others")
-        return True
+        return _convict(turn, job, convicted, f"{what}; {convicted[0]} was in such a tie before, with others")
     for node in tied:
         finding = _finding(turn, node, what, Severity.WARNING)
         words = f"{what}; {node} is under suspicion and stays, until a second opinion"
@@ -94,7 +118,7 @@ def _second_opinion(turn: Turn, job: JobRecord, tied: list[str], what: str) -> b
     return False
 
 
-def _too_many_ties(turn: Turn, job: JobRecord) -> bool:
+def _too_many(turn: Turn, job: JobRecord) -> bool:
     job.ties = [*(at for at in job.ties if at > turn.now - turn.policy.flap_window_s), turn.now]
     turn.job_changed(job.job)
     return len(job.ties) >= turn.policy.tie_count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from controller.core.membership import jobs_seated_on, next_seats
 from controller.core.quarantine import begin_quarantine
+from controller.core.state import FleetState
 from controller.core.turn import Turn
 from everstep.vocabulary import Action, Decision, Finding, JobState, NodeState
 
@@ -19,7 +20,7 @@ def evict(turn: Turn, node: str, finding: Finding, sentence: str, *, needs_opera
 
     The caller regroups the jobs that have seats on it.
     """
-    needed = needed_by(turn, node)
+    needed = needed_by(turn.state, node)
     held = needed or _over_budget(turn)
     if held:
         if needed:
@@ -47,12 +48,12 @@ def _cure(finding: Finding) -> Action:
     return Action.strongest(Action.DRAIN if finding.action is Action.NONE else finding.action)
 
 
-def needed_by(turn: Turn, node: str) -> str:
+def needed_by(state: FleetState, node: str) -> str:
     """Which job would fall below its minimum without the node, in words; empty where every job can spare it."""
-    for job in jobs_seated_on(turn.state, node):
+    for job in jobs_seated_on(state, node):
         if job.state is not JobState.RUNNING:
             continue
-        left = next_seats(turn.state, job, without={node})
+        left = next_seats(state, job, without={node})
         if len(left) < job.spec.min_nodes:
             return f"job {job.job} needs {job.spec.min_nodes} nodes and {len(left)} would be left"
     return ""

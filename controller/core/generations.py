@@ -17,7 +17,7 @@ from controller.core.membership import (
     store_node,
 )
 from controller.core.placement import place_replicas
-from controller.core.signals import send_generation
+from controller.core.signals import send_generation, send_kill
 from controller.core.state import JobLive, JobRecord
 from controller.core.turn import Turn
 from everstep.vocabulary import GenerationReason, JobState
@@ -85,14 +85,14 @@ def _spec(turn: Turn, job: JobRecord, cause: Cause, seats: list[str], boundary: 
     number = job.last_number + 1
     before = seats_of(job.generation)
     change = describe_change(before, seats, most_nodes(job))
-    when = "" if boundary is None else f" after step {boundary}"
+    when = "" if boundary is None else f"after step {boundary} "
     nodes = turn.state.nodes
     leader = store_node(seats, job.generation)
     return GenerationSpec(
         job=job.job,
         number=number,
         reason=cause.reason,
-        sentence=f"{cause.sentence}; generation {number} {change}{when}",
+        sentence=f"{cause.sentence}; {when}generation {number} {change}",
         trace=cause.trace,
         roster=roster_of(seats, job.spec.nproc_per_node),
         store=job.launchers[leader].store,
@@ -150,10 +150,11 @@ def forget_running(live: JobLive) -> None:
 
 def _pause(turn: Turn, job: JobRecord, cause: Cause, seats: list[str]) -> None:
     live = turn.state.live_jobs[job.job]
-    live.pending, job.leaving = None, None
-    live.stalls, live.witnesses = {}, set()
     if job.state is JobState.PAUSED:
         return
+    _end_those_outside(turn, job, cause, seats)
+    live.pending, job.leaving = None, None
+    live.stalls, live.witnesses = {}, set()
     left = ", ".join(seats) or "none"
     sentence = (
         f"{cause.sentence}; able to go on: {left}; the job needs {job.spec.min_nodes} "
@@ -162,6 +163,14 @@ def _pause(turn: Turn, job: JobRecord, cause: Cause, seats: list[str]) -> None:
     job.state, job.since, job.sentence, job.trace = JobState.PAUSED, turn.now, sentence, cause.trace
     turn.job_changed(job.job)
     turn.audit("job.paused", sentence, job=job.job, generation=job.last_number, trace=cause.trace)
+
+
+def _end_those_outside(turn: Turn, job: JobRecord, cause: Cause, seats: list[str]) -> None:
+    """No generation will tell ranks on a node that had to go to leave the running one: they are killed instead."""
+    running = job.leaving or job.generation
+    for member in running.roster if running else ():
+        if member.node not in seats and member.node in turn.state.reachable and running:
+            send_kill(turn, job, member, running.number, cause.sentence, cause.trace)
 
 
 # --- boundaries --------------------------------------------------------------------------------------------------

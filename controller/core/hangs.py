@@ -106,8 +106,12 @@ def settle(turn: Turn, job: JobRecord) -> None:
         )
         regroup_blind(turn, job, named_nobody, GenerationReason.RANK_HUNG)
         return
-    sentence = f"rank {member.rank} on {member.node} is the one that {len(live.stalls)} stalled rank(s) wait for"
+    sentence = f"rank {member.rank} on {member.node} is the one that {_ranks(len(live.stalls))} wait for"
     _replace(turn, job, spec, member, sentence, pending.trace)
+
+
+def _ranks(count: int) -> str:
+    return "a stalled rank" if count == 1 else f"{count} stalled ranks"
 
 
 def name_stuck(

@@ -44,7 +44,6 @@ def _create(turn: Turn, report: LauncherJoined) -> JobRecord:
     job = JobRecord(job=report.job, spec=report.spec, secret=turn.entropy, created_at=turn.now, since=turn.now)
     job.sentence = "waits for its launchers"
     job.last_number = report.generation
-    job.ceiling = NOTHING if report.generation == 0 else None
     turn.state.jobs[job.job] = job
     turn.state.live_jobs[job.job] = JobLive()
     turn.audit("job.created", f"job {job.job} asked for by its first launcher", job=job.job)
@@ -105,7 +104,6 @@ def _catch_up(turn: Turn, job: JobRecord, node: str, report: LauncherJoined, *, 
     if report.generation > job.last_number:
         sentence = f"ranks on {node} are in generation {report.generation}, the records end at {job.last_number}"
         job.last_number = report.generation
-        job.ceiling = None
         turn.audit("job.records_behind", sentence, node=node, job=job.job)
     if job.state is JobState.FORMING:
         consider_forming(turn, job)

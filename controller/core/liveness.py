@@ -7,7 +7,7 @@ from controller.core.jobs import offer_to_jobs
 from controller.core.losses import lose_doubtful, node_left_jobs, remove_launcher, running_spec
 from controller.core.membership import jobs_seated_on
 from controller.core.quarantine import begin_probation, check_probation, check_quarantine, set_state
-from controller.core.state import FleetState, JobRecord
+from controller.core.state import JobRecord
 from controller.core.turn import Turn
 from everstep.vocabulary import GenerationReason, JobState, NodeState
 
@@ -68,23 +68,31 @@ def disconnected(turn: Turn, node: str) -> None:
     if record.state is NodeState.HEALTHY:
         set_state(turn, node, NodeState.SUSPECT, f"{sentence}; {turn.policy.disconnect_grace_s:g} s to come back")
     turn.audit("node.disconnected", sentence, node=node)
+    turn.wake(turn.now + turn.policy.collective_settle_s, "node", node)
     turn.wake(turn.now + turn.policy.disconnect_grace_s + turn.state.slack_s, "node", node)
     _ask_witnesses(turn, node)
 
 
 def _ask_witnesses(turn: Turn, node: str) -> None:
+    """Jobs in which somebody else says that a rank is missing need not wait for the end of grace."""
     for job in jobs_seated_on(turn.state, node):
-        if job.state is JobState.RUNNING and (witness := _witness(turn.state, job)):
+        if job.state is JobState.RUNNING and (witness := _witness(turn, job, node)):
             lose_doubtful(turn, job, witness)
 
 
-def _witness(state: FleetState, job: JobRecord) -> str:
-    """What in the job itself says that somebody is missing; empty when all seems to run."""
-    live, spec = state.live_jobs[job.job], running_spec(job)
+def _witness(turn: Turn, job: JobRecord, node: str) -> str:
+    """What in the job says that ``node`` is missing; empty when all seems to run.
+
+    A generation that has not resumed is a witness too, but only after a moment: it may just be starting.
+    """
+    live, spec = turn.state.live_jobs[job.job], running_spec(job)
     if live.witnesses:
         return f"a collective of rank {min(live.witnesses)} failed"
     if live.stalls:
         return f"rank {min(live.stalls)} stands still"
+    gone_at = turn.state.live_nodes[node].gone_at
+    if gone_at is None or turn.now < gone_at + turn.policy.collective_settle_s:
+        return ""
     if job.resumed_at is None and job.leaving is None and spec is not None:
         return f"generation {spec.number} has not resumed"
     return ""
@@ -136,6 +144,7 @@ def check_node(turn: Turn, node: str) -> None:
     if live.gone_at is not None and record.reachable:
         due = live.gone_at + turn.policy.disconnect_grace_s + turn.state.slack_s
         if turn.now < due:
+            _ask_witnesses(turn, node)
             turn.wake(due, "node", node)
         elif not _believe(turn, node):
             turn.wake(turn.now + CORRELATED_RETRY_S, "node", node)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from controller.core import jobs
 from controller.core.events import OperatorAction, OperatorCommand, ProbeRequested
+from controller.core.eviction import needed_by
 from controller.core.generations import Cause
 from controller.core.jobs import offer_to_jobs
 from controller.core.losses import node_left_jobs
@@ -57,6 +58,8 @@ def _check_node(state: FleetState, command: OperatorCommand) -> None:
             raise Conflict(f"{record.node} is {record.state} and in service")
     elif command.kind in (OperatorAction.HOLD, OperatorAction.DRAIN) and record.state in _OUT:
         raise Conflict(f"{record.node} is out already ({record.state}): readmit it, or mark it for repair")
+    if command.kind in (OperatorAction.DRAIN, OperatorAction.REPAIR) and (why := needed_by(state, record.node)):
+        raise Conflict(f"{why}: add a node or stop the job first, or evict {record.node} and let the job pause")
 
 
 def _excluded(state: FleetState, node: str) -> bool:

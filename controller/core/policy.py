@@ -59,8 +59,8 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     flap_window_s: float = 600.0
     """Seconds that rank losses, blind regroupings and undecided votes are remembered for."""
     tie_count: int = 3
-    """Undecided digest votes of a job inside ``flap_window_s`` after which it is stopped: nobody can tell which of
-    its states is right."""
+    """Digest votes of a job inside ``flap_window_s`` that ended without the liar's eviction (no majority, or held by
+    the budget) after which the job is stopped: it would only compute the same wrong steps again."""
     notice_interval_s: float = 0.2
     """Least seconds between version notices of a job. Vaults reclaim by them; a slot or two more is all they cost."""
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from controller.core.jobs import offer_to_jobs
+from controller.core.membership import jobs_seated_on
 from controller.core.probes import overdue, start_probe, take_result
 from controller.core.state import Probe
 from controller.core.turn import Turn
-from everstep.vocabulary import Action, Decision, Finding, FindingKind, NodeState, Severity
+from everstep.vocabulary import Action, Decision, Finding, FindingKind, JobState, NodeState, Severity
 from everstep.wire.v1.training import ProbeFinished
 
 PROBE_PASSED = "passed"
 PROBE_SKIPPED = "skipped"
-PARTNERS_CONSIDERED = 256
+PARTNERS_CONSIDERED = 32
 """How many nodes are looked at for a probe's partner: a bound on the work, whatever the fleet's size."""
 
 
@@ -82,7 +83,7 @@ def _partner(turn: Turn, node: str) -> str | None:
     choice: dict[str, bool] = {}
     for other, record in list(state.nodes.items())[:PARTNERS_CONSIDERED]:
         if other != node and record.state is NodeState.HEALTHY and other in state.reachable:
-            choice[other] = bool(state.live_nodes[other].jobs)
+            choice[other] = any(job.state is JobState.RUNNING for job in jobs_seated_on(state, other))
     ordered = sorted(choice, key=lambda other: choice[other])
     return ordered[state.nodes[node].probe_failures % len(ordered)] if ordered else None
 

@@ -98,7 +98,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     committed after it. ``losses``: per node, wall seconds of rank losses
     inside the flap window; ``leaving``: the running generation while a boundary to ``generation`` is announced and
     not reached. ``excluded``: nodes that this job does without, and why. ``former``: nodes of earlier
-    rosters whose vaults may still hold slots. ``ties``: times of undecided votes. ``finished``: ranks of the running
+    rosters whose vaults may still hold slots. ``ties``: times of unsettled votes. ``finished``: ranks of the running
     generation whose training function returned.
     """
 

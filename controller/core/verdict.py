@@ -72,7 +72,10 @@ def take_picture(turn: Turn, node: str, findings: Iterable[Finding]) -> None:
 
 
 def take_finding(turn: Turn, node: str, finding: Finding) -> None:
-    """One urgent finding."""
+    """One urgent finding. What heals itself is judged each time it happens, and not kept."""
+    if finding.kind in SELF_HEALING:
+        judge(turn, node, finding)
+        return
     record = turn.state.nodes[node]
     before = record.findings.get(finding.key)
     record.findings[finding.key] = finding
@@ -169,7 +172,7 @@ def convict(turn: Turn, node: str, finding: Finding) -> None:
     if evict(turn, node, finding, sentence):
         cause = Cause(
             reason=GenerationReason.NODE_EVICTED,
-            sentence=f"{sentence}; {node} is evicted",
+            sentence=f"{node} is evicted ({finding.message})",
             trace=finding.trace or turn.trace,
             boundary=True,
         )
@@ -186,6 +189,6 @@ def reconsider(turn: Turn) -> None:
             record.overruled = ""
             turn.node_changed(node)
             state.overruled.discard(node)
-        elif not state.fleet.breaker and not needed_by(turn, node):
+        elif not state.fleet.breaker and not needed_by(state, node):
             state.overruled.discard(node)
             convict(turn, node, finding)

@@ -87,6 +87,10 @@ class CoreFleet:
         self.effects += effects
         return effects
 
+    def touch(self, node: str, *ranks: RankProgress) -> bool:
+        """A heartbeat that says nothing new but the progress of ``ranks``."""
+        return touch(self.state, node, self.incarnations[node], self.now, ranks)
+
     def advance(self, seconds: float, *beating: str) -> list[Effect]:
         """Lets time pass: Ticks at every deadline, and a heartbeat a second from the nodes ``beating``."""
         before, end = len(self.effects), self.now + seconds
@@ -94,7 +98,7 @@ class CoreFleet:
         while self.now < end:
             if self.now >= beat:
                 for node in beating:
-                    touch(self.state, node, self.incarnations[node], self.now)
+                    self.touch(node)
                 beat += 1.0
             due = next_deadline(self.state)
             self.now = min(end, beat, max(self.now + 1e-6, end if due is None else due))
@@ -232,7 +236,7 @@ class CoreFleet:
         spec = self.running(job)
         for member in spec.roster:
             word = RankProgress(job=job, generation=spec.number, rank=member.rank, step=step, step_s=STEP_S)
-            touch(self.state, member.node, self.incarnations[member.node], self.now, (word,))
+            self.touch(member.node, word)
 
     def seal(
         self,

@@ -1,0 +1,29 @@
+"""Every transcript beside this file still ends in the decisions it records.
+
+EVERSTEP_REWRITE=1 writes them as they are today; the difference is for review.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.scenarios.transcript import rewritten
+
+TRANSCRIPTS = sorted(Path(__file__).parent.glob("*.txt"))
+
+
+@pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
+def test_decisions_are_as_recorded(path: Path) -> None:
+    recorded = path.read_text()
+    today = rewritten(recorded)
+    if os.environ.get("EVERSTEP_REWRITE") == "1":
+        path.write_text(today)
+        return
+    assert today == recorded
+
+
+def test_there_are_transcripts() -> None:
+    assert len(TRANSCRIPTS) >= 10

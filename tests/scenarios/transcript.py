@@ -1,0 +1,191 @@
+"""Transcripts: prose that says what is proved, commands, and the decisions they lead to.
+
+A line that begins with ``>`` is a command, the lines below it are what the core decided; ``> quietly ...`` leaves
+these out. Everything before the first command is prose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from controller.core.effects import Audit, Effect, PutGeneration, PutVerdict, PutVersion, Send
+from controller.core.events import OperatorAction
+from everstep.errors import EverstepError
+from everstep.ids import Version
+from everstep.wire.v1.agent import Domain
+from everstep.wire.v1.directives import KillRank, NewGeneration, RunProbe, StopJob, VersionNotice
+from tests.support.core_fleet import CoreFleet, xid
+
+Words = list[str]
+Options = dict[str, str]
+
+
+def rewritten(text: str) -> str:
+    """The transcript with the decisions as they are today."""
+    fleet, out = CoreFleet(), []
+    prose, commands = _parse(text)
+    for command in commands:
+        before = len(fleet.effects)
+        quiet, words, options = _split(command)
+        refusal = _run(fleet, words, options)
+        lines = [] if quiet else [*refusal, *describe(fleet.effects[before:])]
+        out.append("\n".join([f"> {command}", *(lines or ([] if quiet else ["nothing"]))]))
+    return prose + "\n" + "\n\n".join(out) + "\n"
+
+
+def _run(fleet: CoreFleet, words: Words, options: Options) -> Words:
+    try:
+        COMMANDS[words[0]](fleet, words[1:], options)
+    except EverstepError as error:
+        return [f"refused ({error.code}): {error}"]
+    return []
+
+
+def _parse(text: str) -> tuple[str, Words]:
+    head = text.index("\n> ") + 1
+    return text[:head].rstrip() + "\n", [line[2:] for line in text[head:].splitlines() if line.startswith("> ")]
+
+
+def _split(command: str) -> tuple[bool, Words, Options]:
+    words = command.split()
+    quiet = words[0] == "quietly"
+    words = words[1:] if quiet else words
+    options = dict(word.split("=", 1) for word in words if "=" in word)
+    return quiet, [word for word in words if "=" not in word], options
+
+
+# --- what was decided --------------------------------------------------------------------------------------------
+
+
+def describe(effects: list[Effect]) -> Iterator[str]:
+    """One line per decision; one per directive, with all who are sent it."""
+    sends: dict[str, Words] = {}
+    for effect in effects:
+        if isinstance(effect, PutGeneration):
+            yield f"generation {effect.spec.number} ({effect.spec.reason}): {effect.spec.sentence}"
+            yield f"  restore {_rule(effect)}; store on {effect.spec.store_node}; copies {_copies(effect)}"
+        elif isinstance(effect, PutVerdict):
+            yield f"verdict {effect.verdict.id} ({effect.verdict.decision}): {effect.verdict.sentence}"
+        elif isinstance(effect, PutVersion):
+            clean = ", verified" if effect.doc.verified_at is not None else ""
+            yield f"version {effect.doc.version} committed{clean}"
+        elif isinstance(effect, Audit) and not effect.entry.kind.startswith(("generation", "verdict")):
+            yield f"{effect.entry.kind}: {effect.entry.sentence}"
+        elif isinstance(effect, Send):
+            sends.setdefault(_directive(effect), []).append(effect.node)
+    for directive, nodes in sends.items():
+        yield f"to {' '.join(nodes)}: {directive}"
+
+
+def _rule(effect: PutGeneration) -> str:
+    rule = effect.spec.restore
+    bounds = [f"from {rule.floor}" if rule.floor else "", f"up to {rule.ceiling}" if rule.ceiling else ""]
+    return "nothing" if rule.scratch else " ".join(filter(None, bounds)) or "the newest whole version"
+
+
+def _copies(effect: PutGeneration) -> str:
+    return " ".join(f"{node}->{'+'.join(to) or '-'}" for node, to in effect.spec.replica_nodes.items())
+
+
+def _directive(effect: Send) -> str:
+    body = effect.body
+    match body:
+        case NewGeneration():
+            return f"new generation {body.spec.number} of {body.spec.job}"
+        case KillRank():
+            return f"kill rank {body.rank} of generation {body.generation}"
+        case StopJob():
+            return f"stop {body.job}, {'well' if body.ok else 'failed'}: {body.reason}"
+        case VersionNotice():
+            return f"committed {body.committed}, verified {body.verified}"
+        case RunProbe():
+            return f"run {body.probe} among {' '.join(body.nodes)}"
+
+
+# --- commands ----------------------------------------------------------------------------------------------------
+
+
+def _start(fleet: CoreFleet, words: Words, options: Options) -> None:
+    shape = {key: int(value) for key, value in options.items()}
+    fleet.start(int(words[0]), shape.pop("spares", 0), **shape)
+
+
+def _register(fleet: CoreFleet, words: Words, options: Options) -> None:
+    domain = Domain(**{key: value for key, value in options.items() if key in ("rack", "switch", "power")})
+    fleet.register(*words, domain=domain, **{key: value for key, value in options.items() if key == "boot_id"})
+
+
+def _join(fleet: CoreFleet, words: Words, options: Options) -> None:
+    fleet.join(*words, **{key: int(value) for key, value in options.items()})
+
+
+def _wait(fleet: CoreFleet, words: Words, options: Options) -> None:
+    """``wait 3 n1 n2``: three seconds, with heartbeats of n1 and n2; ``wait 3 but n4``: of all others."""
+    beating = words[1:]
+    if beating[:1] == ["but"]:
+        beating = [node for node in fleet.state.nodes if node not in beating]
+    fleet.advance(float(words[0]), *beating)
+
+
+def _lose_rank(fleet: CoreFleet, words: Words, options: Options) -> None:
+    generation = int(options["generation"]) if "generation" in options else None
+    fleet.lose_rank(int(words[0]), replacement=options.get("replacement") != "no", generation=generation)
+
+
+def _fail_collective(fleet: CoreFleet, words: Words, options: Options) -> None:
+    generation = int(options["generation"]) if "generation" in options else None
+    for rank in words:
+        fleet.fail_collective(int(rank), generation=generation)
+
+
+def _seal(fleet: CoreFleet, words: Words, options: Options) -> None:
+    """``seal 5 digests=a,a,b``: the version after step 5 by all ranks, with a digest for each."""
+    digests = dict(enumerate(options["digests"].split(","))) if "digests" in options else None
+    fleet.seal(int(words[0]), *map(int, words[1:]), digests=digests)
+
+
+def _resume(fleet: CoreFleet, words: Words, options: Options) -> None:
+    restored = None
+    if "restored" in options:
+        generation, step = options["restored"].split(":")
+        restored = Version(int(generation), int(step))
+    fleet.resume(restored=restored, step=int(options.get("step", "1")))
+
+
+def _stall(fleet: CoreFleet, words: Words, options: Options) -> None:
+    for rank in words:
+        fleet.stall(int(rank), int(options.get("step", "5")), int(options.get("collectives", "10")))
+
+
+def _order(fleet: CoreFleet, words: Words, options: Options) -> None:
+    subject: dict[str, object] = {}
+    if len(words) > 1:
+        subject = {"node": words[1]} if words[1].startswith("n") else {"job": words[1]}
+    fleet.order(OperatorAction(words[0]), **subject, **{key: int(value) for key, value in options.items()})
+
+
+COMMANDS: dict[str, Callable[[CoreFleet, Words, Options], object]] = {
+    "start": _start,
+    "register": _register,
+    "join": _join,
+    "rejoin": lambda fleet, words, options: fleet.join(*words, again=True, generation=int(options["generation"])),
+    "leave": lambda fleet, words, _: fleet.leave(words[0], orderly="orderly" in words),
+    "beat": lambda fleet, words, _: [fleet.beat(node) for node in words],
+    "wait": _wait,
+    "disconnect": lambda fleet, words, _: fleet.disconnect(words[0]),
+    "hear": lambda fleet, words, _: fleet.hear(words[0]),
+    "lose-rank": _lose_rank,
+    "fail-collective": _fail_collective,
+    "stall": _stall,
+    "unresponsive": lambda fleet, words, _: fleet.unresponsive(int(words[0])),
+    "seal": _seal,
+    "resume": _resume,
+    "progress": lambda fleet, words, _: fleet.progress(int(words[0])),
+    "xid": lambda fleet, words, _: fleet.raise_finding(words[0], xid()),
+    "clear-xid": lambda fleet, words, _: fleet.clear_finding(words[0], xid().key),
+    "probe": lambda fleet, words, _: fleet.probe_result(words[0], words[1] == "ok", " ".join(words[2:])),
+    "operator": _order,
+    "user-error": lambda fleet, words, _: fleet.raise_user_error(int(words[0])),
+    "finish": lambda fleet, words, _: fleet.finish(*map(int, words)),
+    "restart": lambda fleet, words, _: fleet.restart(),
+}
