@@ -36,7 +36,9 @@ DECIDED = ("generation", "verdict.", "job.")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.demo", description="A real training run on this machine, through six kinds of fault."
+    )
     parser.add_argument("--fast", action="store_true", help="a smaller model and fewer steps: under ninety seconds")
     parser.add_argument("--layout", choices=["ddp", "fsdp2"], default="ddp", help="replicas that vote, or shards")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="where report.html and summary.json go")
@@ -54,7 +56,7 @@ def training(options: argparse.Namespace) -> list[str]:
 
 def launcher(world: World, options: argparse.Namespace, node: Node) -> list[str]:
     """The command that joins ``node`` to the job."""
-    flags = ["--nnodes", "3:4", "--nproc-per-node", "1", "--job", JOB, "--standbys", "1", "--die-with-parent"]
+    flags = ["--nnodes", "3:4", "--nproc-per-node", "1", "--job", JOB, "--standbys", "1"]
     flags += ["--hang-threshold-s", "1.0", "--join-wait-s", "30", "--agent-socket", str(node.agent_socket)]
     return ["-m", "trainer_hooks.launch", *flags, *training(options)]
 
@@ -65,8 +67,8 @@ def uninterrupted(world: World, options: argparse.Namespace, console: Console) -
     folder.mkdir(exist_ok=True)
     for old in folder.glob("*.jsonl"):
         old.unlink()
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--master-port", "0", *training(options)]
-    environment = {"DEMO_STEPS": str(folder), "DEMO_NODE": "reference", "OMP_NUM_THREADS": "1"}
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--standalone", *training(options)]
+    environment = {"DEMO_STEPS": str(folder.resolve()), "DEMO_NODE": "reference", "OMP_NUM_THREADS": "1"}
     process = world.start("uninterrupted", [*command], {**environment, "GLOO_SOCKET_IFNAME": "lo"})
     with console.status(f"first the same {options.steps} steps with nothing happening to them ...") as status:
         while process.poll() is None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from everstep.slots import SegmentView
 from everstep.system_clock import SYSTEM_CLOCK
-from examples.demo.stage import JOB, Stage, pause
+from examples.demo.stage import JOB, Stage, pause, seen_at
 from examples.demo.story import FaultRecord, Run
 from examples.demo.world import Node
 
@@ -23,18 +23,18 @@ def rank_killed(stage: Stage) -> None:
     """SIGKILL to one rank: the warm standby of its launcher takes its place."""
     node = stage.node_of(3)
     record = FaultRecord("rank_killed", f"SIGKILL to the rank on {node.name}", node.name)
-    after = stage.begin(record)
+    stage.begin(record)
     os.kill(node.rank_pid(JOB), signal.SIGKILL)
-    stage.follow(record, after, {"rank.lost"}, node.name)
+    stage.follow(record, {"rank.lost"}, node.name)
 
 
 def rank_hangs(stage: Stage) -> None:
     """SIGSTOP to one rank: it is alive, silent, and everybody waits for it."""
     node = stage.node_of(1)
     record = FaultRecord("rank_hangs", f"SIGSTOP to the rank on {node.name}", node.name)
-    after = stage.begin(record)
+    stage.begin(record)
     os.kill(node.rank_pid(JOB), signal.SIGSTOP)
-    stage.follow(record, after, {"rank.hung"}, node.name)
+    stage.follow(record, {"rank.hung"}, node.name)
 
 
 def slot_rots(stage: Stage) -> None:
@@ -42,16 +42,16 @@ def slot_rots(stage: Stage) -> None:
     holder, stuck = stage.node_of(0), stage.node_of(2)
     title = f"one bit flipped in every stored slot on {holder.name}, while the rank on {stuck.name} hangs"
     record = FaultRecord("slot_corrupt", title, holder.name)
-    after = stage.begin(record)
+    stage.begin(record)
     os.kill(stuck.rank_pid(JOB), signal.SIGSTOP)
     flip_in_slots(stage.world.shared_memory / holder.name / JOB / "own-0")
-    stage.follow(record, after, {"rank.hung"}, stuck.name)
+    stage.follow(record, {"rank.hung"}, stuck.name)
     found = stage.expect(
-        after,
+        record.injected_at,
         f"{title}: found by its hash",
         lambda event: "vault.slot_corrupt" in event.sentence or b"vault.slot_corrupt" in bytes(event.detail),
     )
-    record.found_at, record.sentence = found.at, found.sentence
+    record.found_at, record.sentence = seen_at(found), found.sentence
 
 
 def flip_in_slots(path: Path) -> None:
@@ -67,19 +67,19 @@ def node_killed(stage: Stage) -> None:
     """SIGKILL to everything a node runs: the spare takes its place, its share comes from the others' vaults."""
     node = stage.node_of(2)
     record = FaultRecord("node_killed", f"SIGKILL to all of {node.name}: agent, vault, launcher, rank", node.name)
-    after = stage.begin(record)
+    stage.begin(record)
     node.kill()
-    stage.follow(record, after, {"node.lost", "node.silent", "node.disconnected", "rank.lost", "generation"})
+    stage.follow(record, {"node.lost", "node.silent", "node.disconnected", "rank.lost", "generation"})
 
 
 def xid_79(stage: Stage) -> None:
     """XID 79 in the kernel log of a virtual GPU: the node is drained before it dies, and evicted."""
     node = stage.node_of(1)
     record = FaultRecord("xid_79", f"XID 79 in the kernel log of {node.name}", node.name, expected_eviction=node.name)
-    after = stage.begin(record)
+    stage.begin(record)
     with node.kernel_log.open("a") as log:
         log.write("NVRM: Xid (PCI:0000:1b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.\n")
-    stage.follow(record, after, {"finding.raised", "verdict.evict"}, node.name)
+    stage.follow(record, {"finding", "verdict.evict"}, node.name)
 
 
 def parameter_flips(stage: Stage) -> None:
@@ -87,9 +87,9 @@ def parameter_flips(stage: Stage) -> None:
     node = stage.node_of(3)
     title = f"one bit flipped in the parameters on {node.name}"
     record = FaultRecord("parameter_corrupt", title, node.name, expected_eviction=node.name)
-    after = stage.begin(record)
+    stage.begin(record)
     os.kill(node.rank_pid(JOB), signal.SIGUSR1)
-    stage.follow(record, after, {"verdict.evict"}, node.name)
+    stage.follow(record, {"verdict.evict"}, node.name)
 
 
 def controller_killed(stage: Stage) -> None:
@@ -99,7 +99,7 @@ def controller_killed(stage: Stage) -> None:
     assert stage.watch.job is not None
     before = stage.watch.job.summary
     record = FaultRecord("controller_killed", "SIGKILL to the controller", "controller")
-    after = stage.begin(record)
+    stage.begin(record)
     world.controller.kill()
     world.controller.wait()
     record.found_at = SYSTEM_CLOCK.wall()
@@ -108,19 +108,18 @@ def controller_killed(stage: Stage) -> None:
     world.start_controller()
     record.decided_at = SYSTEM_CLOCK.wall()
     stage.say("restored", f"the controller is back, {record.decided_at - restarted_at:.2f} s after its restart")
-    stage.finish(record, after)
+    stage.finish(record)
     run = Run.read(world.steps)
     around = [step.at for step in run.finished if record.injected_at - 1 < step.at < record.decided_at + 1]
     longest = max((later - earlier for earlier, later in itertools.pairwise(around)), default=0.0)
     record.sentence = f"away {record.decided_at - record.injected_at:.1f} s; the longest step took {longest:.2f} s"
     if longest > LONGEST_STEP_PAUSE_S:
         record.problem = f"a step waited {longest:.2f} s for the controller"
-    known = after + 1
     stage.watch.wait(
         lambda: stage.watch.job is not None and stage.watch.job.summary.step > before.step, "its job is known"
     )
     if stage.watch.job is None or stage.watch.job.summary.generation != before.generation:
-        record.problem = f"generation {before.generation} was not the same after the restart (event {known})"
+        record.problem = f"generation {before.generation} was not the same after the restart"
 
 
 def comes_back_and_grows(stage: Stage, *nodes: Node) -> None:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import NodeState
 from everstep.wire.v1.operator import Event
@@ -56,46 +58,45 @@ class Stage:
         member = next(member for member in self.watch.job.roster if member.rank == rank)
         return self.world.nodes[member.node]
 
-    def begin(self, record: FaultRecord) -> int:
-        """Notes the moment before a fault; returns the newest event's id."""
+    def begin(self, record: FaultRecord) -> None:
+        """Notes the moment before a fault."""
         record.step = self.step()
         self.view.title = record.title
         self.say("done", record.title)
         self.faults.append(record)
-        newest = self.watch.events[-1].id if self.watch.events else 0
         record.injected_at = SYSTEM_CLOCK.wall()
-        return newest
 
-    def expect(self, after: int, what: str, match: Callable[[Event], bool]) -> Event:
-        """The first event after ``after`` that matches."""
+    def expect(self, since: float, what: str, match: Callable[[Event], bool]) -> Event:
+        """The first event since the wall time ``since`` that matches."""
 
         def found() -> Event | None:
-            return next((event for event in list(self.watch.events) if event.id > after and match(event)), None)
+            return next((event for event in list(self.watch.events) if event.at >= since and match(event)), None)
 
         self.watch.wait(lambda: found() is not None, what, PATIENCE_S)
         event = found()
         assert event is not None
         return event
 
-    def follow(self, record: FaultRecord, after: int, kinds: set[str], node: str = "") -> None:
+    def follow(self, record: FaultRecord, kinds: set[str], node: str = "") -> None:
         """Follows a fault that ends in a new generation: found, decided, first step of all."""
 
         def tells(event: Event) -> bool:
             return event.kind in kinds and event.node in {node, ""}
 
-        found = self.expect(after, f"{record.title}: found", tells)
-        record.found_at, record.trace, record.sentence = found.at, found.trace, found.sentence
-        decided = self.expect(after, f"{record.title}: a new generation", lambda event: event.kind == "generation")
+        since = record.injected_at
+        found = self.expect(since, f"{record.title}: found", tells)
+        record.found_at, record.trace, record.sentence = seen_at(found), found.trace, found.sentence
+        decided = self.expect(since, f"{record.title}: a new generation", lambda event: event.kind == "generation")
         record.decided_at, record.generation = decided.at, decided.generation or 0
         record.sentence = decided.sentence
-        self.finish(record, after)
+        self.finish(record)
 
-    def finish(self, record: FaultRecord, after: int) -> None:
+    def finish(self, record: FaultRecord) -> None:
         """Waits for the first step of all in the record's generation, and for calm."""
         self.watch.wait(lambda: self._stepped(record) is not None, f"{record.title}: stepping again", PATIENCE_S)
         record.first_step_at = self._stepped(record)
         for event in list(self.watch.events):
-            if event.id > after and event.kind == "verdict.evict":
+            if event.at >= record.injected_at and event.kind == "verdict.evict":
                 record.evicted_node = event.node
         self.calm()
 
@@ -135,6 +136,11 @@ class Stage:
             f"the job runs on {nodes} nodes",
             PATIENCE_S,
         )
+
+
+def seen_at(event: Event) -> float:
+    """When the node saw what the event tells; where it does not say, when the controller heard."""
+    return float(msgspec.json.decode(event.detail, type=dict[str, str]).get("seen_at", event.at))
 
 
 def pause(seconds: float) -> None:

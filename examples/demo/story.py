@@ -59,32 +59,33 @@ class FaultRecord:
 
 
 @dataclass(frozen=True)
-class StepRow:
-    """One finished step of one rank: its loss over the samples it saw."""
+class Row:
+    """One line of a rank's log: its gradients of a step are in (with loss and samples), or the step is finished."""
 
+    event: str
     generation: int
     step: int
     rank: int
     world: int
     at: float
-    loss: float
-    samples: tuple[int, ...]
+    loss: float = 0.0
+    samples: tuple[int, ...] = ()
 
 
-def read_steps(folder: Path) -> Iterator[StepRow]:
-    """Rows of all step logs in ``folder``; a line cut short by a SIGKILL is skipped."""
+def read_rows(folder: Path) -> Iterator[Row]:
+    """Rows of all logs in ``folder``; a line cut short by a SIGKILL is skipped."""
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text().splitlines():
             try:
                 row = json.loads(line)
             except json.JSONDecodeError:
                 continue
-            yield StepRow(**{**row, "samples": tuple(row["samples"])})
+            yield Row(**{**row, "samples": tuple(row.get("samples", ()))})
 
 
 @dataclass(frozen=True)
-class FinishedStep:
-    """A step that every rank of its generation finished; the loss is the mean over the global batch."""
+class Step:
+    """A step in which every rank of its generation had its part; the loss is the mean over the global batch."""
 
     generation: int
     step: int
@@ -96,20 +97,29 @@ class FinishedStep:
 
 @dataclass
 class Run:
-    """The steps of a run: every one that all ranks finished, and of those the ones that stand."""
+    """The steps of a run in order of (generation, step).
 
-    finished: list[FinishedStep] = field(default_factory=list)
+    ``reduced``: all ranks' gradients were in; ``finished``: all ranks had finished it. A rank may die between the two,
+    when the others (and their vaults) have the step already.
+    """
+
+    reduced: list[Step] = field(default_factory=list)
+    finished: list[Step] = field(default_factory=list)
 
     @classmethod
     def read(cls, folder: Path) -> Run:
-        by_step: dict[tuple[int, int], list[StepRow]] = defaultdict(list)
-        for row in read_steps(folder):
-            by_step[row.generation, row.step].append(row)
-        return cls([_joined(rows) for _, rows in sorted(by_step.items()) if len(rows) == rows[0].world])
+        by_step: dict[tuple[str, int, int], list[Row]] = defaultdict(list)
+        for row in read_rows(folder):
+            by_step[row.event, row.generation, row.step].append(row)
+        steps = {key: _joined(rows) for key, rows in sorted(by_step.items()) if len(rows) == rows[0].world}
+        return cls(
+            [step for key, step in steps.items() if key[0] == "gradients"],
+            [step for key, step in steps.items() if key[0] == "finished"],
+        )
 
-    def standing(self) -> dict[int, FinishedStep]:
-        """Step number -> the finished step that stands: the one of the newest generation that computed it."""
-        return {step.step: step for step in self.finished}
+    def standing(self) -> dict[int, Step]:
+        """Step number -> what stands of it: the newest generation that computed it counts."""
+        return {step.step: step for step in self.reduced}
 
     def lost(self) -> Counter[int]:
         """How many finished steps each generation had to compute again, by the generation that did."""
@@ -121,15 +131,15 @@ class Run:
             computed[step.step] = step.generation
         return again
 
-    def first_after(self, generation: int) -> FinishedStep | None:
+    def first_after(self, generation: int) -> Step | None:
         """The first finished step of ``generation`` or a later one."""
         later = [step for step in self.finished if step.generation >= generation]
         return min(later, key=lambda step: step.at, default=None)
 
 
-def _joined(rows: list[StepRow]) -> FinishedStep:
-    count = sum(len(row.samples) for row in rows)
+def _joined(rows: list[Row]) -> Step:
+    count = max(1, sum(len(row.samples) for row in rows))
     first = rows[0]
     loss = sum(row.loss * len(row.samples) for row in rows) / count
     samples = tuple(sample for row in sorted(rows, key=lambda r: r.rank) for sample in row.samples)
-    return FinishedStep(first.generation, first.step, first.world, max(row.at for row in rows), loss, samples)
+    return Step(first.generation, first.step, first.world, max(row.at for row in rows), loss, samples)

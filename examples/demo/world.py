@@ -76,7 +76,7 @@ class Node:
             f"{self.name}-agent",
             ["-m", "agent.main", "--node", self.name, "--controller", self.world.url, "--token-file", str(token)]
             + ["--run-dir", str(self.folder), "--segment-dir", str(self.world.shared_memory / self.name)]
-            + ["--virtual", "default", "--virtual-control", str(self.control), "--kernel-log", str(self.kernel_log)]
+            + ["--virtual", "default:1", "--virtual-control", str(self.control), "--kernel-log", str(self.kernel_log)]
             + ["--rack", f"rack-{self.name}", "--die-with-parent"],
         )
 
@@ -92,7 +92,12 @@ class Node:
 
     def join(self, command: list[str]) -> None:
         """Starts the launcher with the training script."""
-        self.launcher = self.world.start(f"{self.name}-train", [*command])
+        environment = {
+            "DEMO_STEPS": str(self.world.steps.resolve()),
+            "DEMO_NODE": self.name,
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        self.launcher = self.world.start(f"{self.name}-train", command, environment)
 
     def rank_pid(self, job: str, local_rank: int = 0) -> int:
         """The process that is this node's rank now: the one whose step log is newest."""
