@@ -90,8 +90,10 @@ class _Line:
         return decoded
 
     def close(self) -> None:
+        """Ends the request under way, the connection and the thread; at most a connection's time-out later."""
         self.connection.close()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.submit(self.connection.release)
+        self._thread.shutdown()
 
 
 class Uplink:

@@ -65,7 +65,7 @@ class Controllers:
 
 
 class Connection:
-    """Requests one after another over one connection. Belongs to one thread, but for ``interrupt`` and ``close``.
+    """Requests one after another over one connection. Belongs to one thread, but for the interrupts and ``close``.
 
     Args:
         controllers: where to connect; told when the current one does not answer.
@@ -126,9 +126,13 @@ class Connection:
             self.interrupt()
 
     def close(self) -> None:
-        """From any thread: ends the connection for good."""
+        """From any thread: no more requests, and the one under way fails now. Its thread then calls ``release``."""
         self._closed = True
         self.interrupt()
+
+    def release(self) -> None:
+        """Closes what is open."""
+        self._drop()
 
     def _connect(self) -> http.client.HTTPConnection:
         if self._closed:
@@ -142,11 +146,13 @@ class Connection:
             )
         else:
             connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=self._connect_timeout_s)
+        self._http = connection
         connection.connect()  # sets TCP_NODELAY
+        if self._closed:
+            raise ConnectionAbortedError("the agent is ending")
         connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
             connection.sock.setsockopt(socket.IPPROTO_TCP, option, value)
-        self._http = connection
         return connection
 
     def _exchange(
