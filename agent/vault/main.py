@@ -12,11 +12,11 @@ import fcntl
 import logging
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from agent.lifecycle import die_with_parent, private_directory, write_atomically
+from agent.log_format import log_to_stderr
 from agent.vault.segments import SegmentStore
 from agent.vault.service import Vault
 from agent.vault.settings import VaultSettings
@@ -37,11 +37,10 @@ def parse(arguments: Sequence[str] | None = None) -> VaultSettings:
     parser.add_argument("--die-with-parent", action="store_true", help="end, and unlink everything, with the parent")
     parser.add_argument("--scrub-interval", type=float, default=1.0, help="seconds between rounds of hashing; 0: none")
     parser.add_argument("--streams", type=int, default=2, help="connections that carry one large payload")
+    parser.add_argument("--log-format", default="text", choices=("text", "json"), help="json: one object a line")
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     given = parser.parse_args(arguments)
-    logging.basicConfig(
-        level=given.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    log_to_stderr(given.log_format, given.log_level)
     return VaultSettings(
         node=given.node,
         run_dir=given.run_dir.absolute(),

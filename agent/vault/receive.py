@@ -66,12 +66,27 @@ class Receiver:
         with self._lane(key):
             need = slot_bytes_for(len(put.manifest), put.payload_bytes)
             segment = self._store.open(key, max(put.slot_bytes, need), put.slots)
+            self._still_wanted(job)
             if _holds(segment, put):
                 return None
             incoming = Incoming(job, sender, put, segment, self._free_slot(segment, job))
             with self._lock:
                 self._incoming[incoming.id] = incoming
             return incoming
+
+    def _still_wanted(self, job: str) -> None:
+        """Making a segment takes a while; a job that ended meanwhile must not leave it behind."""
+        try:
+            self._book.facts(job)
+        except NotFound:
+            self._store.forget(job)
+            raise
+
+    def forget(self, job: str) -> None:
+        """The job is over; its transfers find no segment to seal in."""
+        with self._lock:
+            for key in [k for k in self._lanes if k.job == job]:
+                del self._lanes[key]
 
     def _lane(self, key: SegmentKey) -> threading.Lock:
         with self._lock:
@@ -159,8 +174,8 @@ class Receiver:
                 raise Conflict("the segment was replaced or forgotten while the slot was filled; send it again")
             if incoming.writers or len(incoming.done) != len(incoming.digests) - 1:
                 raise Conflict(f"{len(incoming.done)} of {len(incoming.digests) - 1} chunks have come")
-            _discard_others(incoming)
             incoming.segment.view.seal(incoming.slot, incoming.digests)
+            _discard_others(incoming)
             with self._lock:
                 del self._incoming[incoming.id]
         self._tally.add("received_slots")

@@ -7,6 +7,7 @@ written, so that a name always shows a whole segment. Other files there are scra
 
 from __future__ import annotations
 
+import errno
 import logging
 import mmap
 import os
@@ -54,15 +55,26 @@ class Segment:
         self.path = path
         writable = key.kind == "replica"
         self.mapping = _map(path, writable)
+        self._file = path.stat()
         self.view = SegmentView(memoryview(self.mapping))
 
     def discard(self, slot: int, header: SlotHeader) -> bool:
         """Marks the slot empty if it still is what ``header`` says. Own segments are mapped writable for this alone."""
-        view = self.view if self.key.kind == "replica" else SegmentView(memoryview(_map(self.path, True)))
+        try:
+            view = self.view if self.key.kind == "replica" else self._writable()
+        except FileNotFoundError:
+            return False
         if view.header(slot) != header:
             return False
         view.discard(slot)
         return True
+
+    def _writable(self) -> SegmentView:
+        """Raises FileNotFoundError where the path does not name this file any more."""
+        view = SegmentView(memoryview(_map(self.path, True)))
+        if not os.path.samestat(self.path.stat(), self._file):
+            raise FileNotFoundError(errno.ENOENT, "the segment was replaced", str(self.path))
+        return view
 
     def info(self, node: str, slot: int, header: SlotHeader) -> SlotInfo:
         """How the inventory names a sealed slot."""

@@ -41,6 +41,9 @@ from everstep.wire.v1.transfer import (
 
 log = logging.getLogger(__name__)
 
+ACCEPT_AGAIN_S = 0.05
+"""After a connection that could not be taken, for want of file descriptors as a rule."""
+
 _OUT_OF_STEP = (Unavailable, MalformedMessage, AuthenticationError)
 """After these, what the peer sends next cannot be told apart from bulk bytes, or is not wanted."""
 
@@ -62,6 +65,7 @@ class TransferServer:
         self._tally = tally
         self._answers = Answers(store, library, receiver, tally)
         self._lock = threading.Lock()
+        self._stopping = threading.Event()
         self._connections: dict[Channel, threading.Thread] = {}
         self._listener = _listen(*settings.listen_address)
         self._accepting = threading.Thread(target=self._accept, name="transfer-accept", daemon=True)
@@ -76,6 +80,7 @@ class TransferServer:
 
     def stop(self) -> None:
         """Ends the listener and all connections, and waits for their threads."""
+        self._stopping.set()
         try:
             self._listener.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -94,12 +99,14 @@ class TransferServer:
         return len(self._connections)
 
     def _accept(self) -> None:
-        while True:
+        while not self._stopping.is_set():
             try:
                 sock, address = self._listener.accept()
-            except OSError:
-                return  # the listener was shut down
-            channel = Channel(sock, f"{address[0]}:{address[1]}", self._settings.io_timeout_s)
+                channel = Channel(sock, f"{address[0]}:{address[1]}", self._settings.io_timeout_s)
+            except OSError as error:
+                if not self._stopping.wait(ACCEPT_AGAIN_S):
+                    log.warning("cannot take a connection: %s", error, extra={"node": self._settings.node})
+                continue
             if len(self._connections) >= self._settings.max_connections:
                 self._tally.refuse(Unavailable.code)
                 channel.close()

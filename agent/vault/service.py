@@ -72,8 +72,8 @@ class Vault:
         sender = Sender(settings, self._peers, findings, self._tally, self._streams)
         self._replicator = Replicator(settings.node, store, self._book, sender, self._tally, self._threads)
         self._fetcher = Fetcher(settings, store, library, self._peers, findings, self._tally, self._streams)
-        receiver = Receiver(store, self._book, findings, self._tally)
-        self.transfers = TransferServer(settings, store, self._book, library, receiver, self._tally)
+        self._receiver = Receiver(store, self._book, findings, self._tally)
+        self.transfers = TransferServer(settings, store, self._book, library, self._receiver, self._tally)
         self._local = LocalServer(settings.socket_path, self.handle, self._tally.refuse)
         self._scrubber = Scrubber(
             store, findings, self._tally, clock, settings.scrub_interval_s, settings.scrub_bytes_per_s
@@ -135,6 +135,7 @@ class Vault:
     async def _forget(self, message: Forget) -> Done:
         self._book.forget(message.job)
         self._replicator.forget(message.job)
+        self._receiver.forget(message.job)
         self._peers.forget(message.job)
         await self._in_thread(lambda: self._store.forget(message.job))
         return Done(request=message.request)

@@ -20,6 +20,9 @@ Bulk bytes follow a frame raw, in pieces of at most CHUNK_BYTES. One status byte
 slot still was what its header had said once the piece had been read: a slot that its rank filled anew meanwhile is
 no corruption, and must not be taken for it. Any request may be answered with ``Refused``.
 
+A ``Put`` speaks for a generation and is refused when that is over. Reads do not: what is sealed and hashes right is
+as true for a rank that slept, and the version says what it is.
+
 The challenge keeps strangers out; the bytes are neither encrypted nor signed one by one. Against an attacker on the
 path between two nodes, run the vaults on a network of their own or inside a tunnel.
 """

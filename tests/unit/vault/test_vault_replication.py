@@ -119,7 +119,9 @@ def test_what_waits_behind_a_slow_peer_is_superseded_by_what_is_newer(fleet: Vau
     for slot in range(4):
         rank.fill(slot, Version(1, slot), b"x" * 1000)
     fleet.all[1].process.send_signal(signal.SIGSTOP)
-    requests = [rank.post_sealed(slot, Version(1, slot), ["n2"]) for slot in range(4)]
+    requests = [rank.post_sealed(0, Version(1, 0), ["n2"])]
+    until(lambda: statistics(clients["n1"]).levels["peer_connections"], "the first copy is under way")
+    requests += [rank.post_sealed(slot, Version(1, slot), ["n2"]) for slot in range(1, 4)]
     assert rank.client.wait(requests[1]).failed == {"n2": "superseded by 1:2"}
     assert rank.client.wait(requests[2]).failed == {"n2": "superseded by 1:3"}
     fleet.all[1].process.send_signal(signal.SIGCONT)
