@@ -106,3 +106,21 @@ def test_a_killed_launcher_takes_its_services_and_their_memory_along(run: Run) -
     run.launcher.process.kill()
     run.launcher.eventually(lambda: not any(map(alive, services)), "the end of all children")
     run.launcher.eventually(lambda: not any(path.exists() for path in segments), "the end of all segments")
+
+
+def test_a_private_controller_that_dies_is_back_for_the_next_failure(run: Run) -> None:
+    run.pid_at(rank=0, step=5)
+    (controller,) = [pid for pid in run.launcher.descendants() if b"controller.main" in cmdline(pid)]
+    os.kill(controller, signal.SIGKILL)
+    victim = run.pid_at(rank=0, step=15)
+    os.kill(victim, signal.SIGKILL)
+    assert run.launcher.wait() == 0, run.launcher.err
+    assert "the private controller ended with status -9; starting it again" in run.launcher.err
+    assert {step for rank, _, step, _ in run.lines() if rank == 1} == set(range(1, 61))
+
+
+def cmdline(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""

@@ -132,6 +132,18 @@ def test_workers_that_ignore_sigterm_are_killed_after_the_grace(agent: FakeAgent
         assert not any(map(alive, below))
 
 
+def test_a_second_ctrl_c_waits_for_nobody(agent: FakeAgent, script: Path) -> None:
+    script.write_text("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + HOOKED)
+    with start(agent, script, "--grace-s", "3600") as launcher:
+        holder(launcher, script.parent, 0)
+        below = launcher.descendants()
+        launcher.process.send_signal(signal.SIGINT)
+        agent.heard(Goodbye)
+        launcher.process.send_signal(signal.SIGINT)
+        assert launcher.wait() == 130
+        assert not any(map(alive, below))
+
+
 def test_a_finished_job_lets_the_script_go_on_to_its_end(agent: FakeAgent, script: Path) -> None:
     with start(agent, script) as launcher:
         holder(launcher, script.parent, 0)

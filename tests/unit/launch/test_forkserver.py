@@ -157,6 +157,25 @@ def test_children_have_torch_and_no_cuda_context(forks: ForkPool) -> None:
     assert forks.start(torch_state).result() == (False, 3)
 
 
+def devices() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def compute_on_a_device() -> float:
+    import torch
+
+    return float(torch.ones(8, device="cuda").sum())
+
+
+@pytest.mark.gpu
+def test_children_may_each_use_cuda(forks: ForkPool) -> None:
+    if forks.start(devices).result() == 0:
+        pytest.skip("no CUDA device here")
+    assert [child.result() for child in [forks.start(compute_on_a_device) for _ in range(2)]] == [8.0, 8.0]
+
+
 def test_children_draw_different_random_numbers(forks: ForkPool) -> None:
     assert forks.start(draw).result() != forks.start(draw).result()
 
