@@ -110,6 +110,7 @@ class Assessor:
             event = read_xid(line)
             if event is not None:
                 self._dirty |= self.xids.take(event, now.wall, now.monotonic)
+                continue
             for rule, pattern in self._patterns:
                 if (match := pattern.search(line)) is not None:
                     self._say(rule, match.groupdict().get("subject") or rule.id, line, now)
@@ -176,15 +177,14 @@ class Assessor:
 
     def _sensing(self, poll: Poll) -> SensorState:
         expected = self._expected if self._expected is not None else (poll.pci_gpus or 0)
-        seen = sum(not gpu.lost for gpu in poll.gpus) if not poll.nvml_error else 0
-        lost = sum(gpu.lost for gpu in poll.gpus)
-        missing = 0 if poll.nvml_error and not poll.gpus else max(0, expected - seen - lost)
+        readable = sum(not gpu.error for gpu in poll.gpus)
+        missing = max(0, expected - len(poll.gpus)) if poll.gpus else 0
         faults = [f"{sensor}: {why}" for sensor, why in poll.faults]
-        details = [poll.nvml_error, f"{seen} of {expected} GPUs answer" if missing else "", *faults]
+        details = [poll.nvml_error, f"{readable} of {expected} GPUs answer" if missing else "", *faults]
         return SensorState(
             hangs=0,
             crashes=0,
-            nvml_failed=int(bool(poll.nvml_error) and not seen and expected > 0),
+            nvml_failed=int(expected > 0 and (not poll.gpus or (bool(poll.nvml_error) and not readable))),
             gpus_missing=missing,
             faults=len(faults),
             detail="; ".join(each for each in details if each),

@@ -26,10 +26,8 @@ from everstep.errors import MalformedMessage
 
 logger = logging.getLogger(__name__)
 
-LOG_PORTIONS = 4
-"""Portions of the kernel log taken in one go; between goes, the event loop's other work has its turn."""
-
 STORM_PAUSE_S = 0.01
+"""Between two portions of a kernel log that does not end, the event loop's other work has its turn."""
 
 
 class SensorProcess:
@@ -58,7 +56,7 @@ class SensorProcess:
         self._log = _kernel_log(settings, kept, boot_id)
         self._log_failed = False
         self._child: SensorChild | None = None
-        self._undead: list[SensorChild] = []
+        self._ending: list[SensorChild] = []
         self._poll = Poll(full=True, boot_id=boot_id)
         self._polled_at = 0.0
         self._hangs = self._ends = self._restarts = 0
@@ -103,6 +101,8 @@ class SensorProcess:
                 if self._log is not None:
                     tasks.create_task(self._follow(self._log))
         finally:
+            for child in self._ending:
+                await child.end()
             if self._log is not None:
                 self._log.close()
             self._keep()
@@ -119,8 +119,8 @@ class SensorProcess:
             await asyncio.sleep(backoff.delay_s(max(0, failures - 1), 1.0))
 
     async def _one_life(self) -> None:
-        self._undead = [child for child in self._undead if not child.reap()]
         child = self._child = SensorChild()
+        self._ending = [child, *(other for other in self._ending if not other.gone)]
         reason, hung = "", False
         try:
             await child.begin(self._begin())
@@ -133,8 +133,6 @@ class SensorProcess:
         finally:
             self._child = None
             how = await child.end()
-            if not child.reap():
-                self._undead.append(child)
         if not hung:
             self._ended(reason or how)
 
@@ -197,21 +195,16 @@ class SensorProcess:
                 await _readable(log.wakes)
 
     def _drain(self, log: KernelLog) -> bool:
-        """Takes some portions; True where there may be more."""
-        changed = more = False
-        for _ in range(LOG_PORTIONS):
-            lines = log.read()
-            more = bool(lines)
-            if not lines:
-                break
-            changed |= self._assessor.kernel_lines(lines, self._now())
+        """Takes one portion, a few milliseconds' work; True where there may be more."""
+        lines = log.read()
+        changed = self._assessor.kernel_lines(lines, self._now())
         if bool(log.error) != self._log_failed:
             self._log_failed = bool(log.error)
             state = SensorState(log_failed=int(self._log_failed), detail=log.error)
             changed |= self._assessor.sensor(state, self._now())
         if changed:
             self._publish(changed)
-        return more
+        return bool(lines)
 
     # --- what goes out ---
 

@@ -77,22 +77,21 @@ class SensorChild:
         except BlockingIOError:
             raise TimeoutError from None
 
+    @property
+    def gone(self) -> bool:
+        return self._process.poll() is not None
+
     async def end(self) -> str:
-        """Kills it, waits a moment for it to vanish, and says how it ended."""
+        """Kills it, waits a moment for it to vanish, and says how it ended. May be called again."""
         self._channel.close()
-        killed = self._process.poll() is None
+        killed = not self.gone
         if killed:
             self._process.kill()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + KILL_WAIT_S
-        while self._process.poll() is None and loop.time() < deadline:
+        while not self.gone and loop.time() < deadline:
             await asyncio.sleep(REAP_CHECK_S)
         self._page.close()
-        code = self._process.poll()
-        if code is None:
+        if not self.gone:
             return f"pid {self.pid} does not die: it is held in the kernel"
-        return "killed" if killed else f"exit status {code}"
-
-    def reap(self) -> bool:
-        """True once a process that did not die at once is gone."""
-        return self._process.poll() is not None
+        return "killed" if killed else f"exit status {self._process.returncode}"

@@ -96,10 +96,10 @@ def test_kernel_log_and_nvml_telling_of_the_same_event_count_once() -> None:
 
 def test_a_storm_of_lines_makes_few_updates_and_keeps_the_count() -> None:
     judge = Judge()
-    updates = sum(judge.assessor.kernel_lines([FELL_OFF], judge.now()) for _ in range(100_000))
-    assert updates <= 18
-    assert judge.assessor.xids.totals == {(BUS, 79): 100_000}
-    assert only(judge).value == 65_536
+    updates = sum(judge.assessor.kernel_lines([FELL_OFF], judge.now()) for _ in range(20_000))
+    assert updates <= 16
+    assert judge.assessor.xids.totals == {(BUS, 79): 20_000}
+    assert only(judge).value == 16_384
 
 
 def test_a_finding_stays_equal_until_something_that_matters_changes() -> None:
@@ -168,6 +168,16 @@ def test_gpus_on_the_bus_that_nvml_does_not_list_are_missed() -> None:
     judge = Judge()
     assert judge.polls(3, gpu(), pci_gpus=2) == {"gpu.lost/gpus"}
     assert judge.polls(11, gpu(), pci_gpus=1) == set()
+
+
+def test_a_gpu_that_was_lost_before_the_agent_began_is_missed_and_the_others_are_not() -> None:
+    judge = Judge()
+    assert judge.polls(3, gpu(), pci_gpus=2, nvml_error="GPU 1: handle: GPU is lost") == {"gpu.lost/gpus"}
+    assert "GPU 1: handle" in only(judge).message
+
+
+def test_a_library_that_lists_nothing_on_a_node_with_gpus_is_no_health() -> None:
+    assert Judge().polls(3, pci_gpus=8) == {"sensor.failed/nvml"}
 
 
 def test_the_sites_expected_count_goes_before_the_bus() -> None:

@@ -84,12 +84,14 @@ def test_a_mistyped_key_is_found_on_its_line(tmp_path: Path) -> None:
 
 
 def test_a_policy_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="nowhere.toml"):
+    with pytest.raises(ConfigurationError, match=r"nowhere\.toml"):
         load_policy([tmp_path / "nowhere.toml"])
 
 
 def test_a_pattern_that_is_none_is_refused(tmp_path: Path) -> None:
-    text = '[[line]]\nid="x"\nkind="host.kernel"\npattern="("\nseverity="info"\nmessage="m"\nsource="s"\nclear_after_s=1.0'
+    text = (
+        '[[line]]\nid="x"\nkind="host.kernel"\npattern="("\nseverity="info"\nmessage="m"\nsource="s"\nclear_after_s=1.0'
+    )
     with pytest.raises(ConfigurationError, match="no regular expression"):
         load_policy([site(tmp_path, text)])
 
