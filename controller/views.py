@@ -15,7 +15,7 @@ from controller.core.state import FleetState, JobLive, JobRecord, NodeRecord
 from controller.push import Outbox
 from everstep import __version__
 from everstep.errors import NotFound
-from everstep.vocabulary import JobState
+from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.training import GenerationSpec, RankProgress
 
@@ -109,9 +109,19 @@ def _progress(spec: GenerationSpec | None, live: JobLive | None) -> list[RankPro
     return [live.progress[rank] for rank in sorted(live.progress) if live.progress[rank].generation == spec.number]
 
 
-def _spares(job: JobRecord) -> list[str]:
+def _spares(state: FleetState, job: JobRecord) -> list[str]:
+    """Healthy nodes that offer themselves to the job and have no seat in it."""
     members = {member.node for member in job.generation.roster} if job.generation else set()
-    return [node for node in job.launchers if node not in members and node not in job.excluded]
+    return [
+        node
+        for node, launcher in job.launchers.items()
+        if node not in members
+        and node not in job.excluded
+        and launcher.able
+        and launcher.confirmed
+        and (record := state.nodes.get(node)) is not None
+        and record.state is NodeState.HEALTHY
+    ]
 
 
 def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
@@ -123,7 +133,7 @@ def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
         generation=spec.number if spec else 0,
         world_size=spec.world_size if spec else 0,
         nodes=len({member.node for member in spec.roster}) if spec else 0,
-        spares=len(_spares(job)),
+        spares=len(_spares(state, job)),
         step=min((one.step for one in progress), default=(live.newest_step or 0) if live else 0),
         step_s=max((one.step_s for one in progress), default=0.0),
         loss=next((one.loss for one in progress if one.loss is not None), None),
@@ -147,7 +157,7 @@ def job_detail(desk: Desk, job: str) -> op.JobDetail:
         summary=job_summary(desk.state, record),
         spec=record.spec,
         roster=spec.roster if spec else (),
-        spares=tuple(_spares(record)),
+        spares=tuple(_spares(desk.state, record)),
         store=spec.store if spec else None,
         ranks=tuple(
             op.RankStatus(rank=one.rank, node=nodes[one.rank], step=one.step, step_s=one.step_s, loss=one.loss)

@@ -181,7 +181,7 @@ def recoveries(found: Iterable[op.Recovery], now: float) -> RenderableType:
         if one.seconds is not None:
             took = duration(one.seconds)
         phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in one.phases_s.items())
-        restored = _version(one.restored) if one.restored else "scratch"
+        restored = _version(one.restored) if one.restored else "scratch" if one.resumed else "-"
         made.add_row(
             str(one.generation), str(one.reason), age(now - one.decided_at), took, restored, phases or "-", one.trace
         )

@@ -30,8 +30,8 @@ WARNING = Finding(kind=FindingKind.HOST_DISK, subject="/", severity=Severity.WAR
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[InProcess]:
-    yield InProcess(f"sqlite:///{tmp_path / 'c.db'}")
+def served(tmp_path: Path) -> InProcess:
+    return InProcess(f"sqlite:///{tmp_path / 'c.db'}")
 
 
 @pytest.fixture

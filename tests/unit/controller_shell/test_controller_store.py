@@ -201,12 +201,12 @@ def test_a_schema_of_a_newer_release_is_refused(database: str) -> None:
     with engine.begin() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     engine.dispose()
-    with pytest.raises(ConfigurationError, match="schema 9999.*upgrade everstep"):
+    with pytest.raises(ConfigurationError, match=r"schema 9999.*upgrade everstep"):
         open_database(database)
 
 
 def test_an_empty_database_is_refused_where_migrations_are_run_apart(database: str) -> None:
-    with pytest.raises(ConfigurationError, match="schema none.*--migrate"):
+    with pytest.raises(ConfigurationError, match=r"schema none.*--migrate"):
         open_database(database, migrate=False)
     open_database(database).dispose()
     open_database(database, migrate=False).dispose()

@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner, Result
+
+from everstep import __version__
+from everstep.cli import words
+from everstep.cli.main import app
+from everstep.tokens import TokenRole, mint
+from everstep.vocabulary import Action, Finding, FindingKind, Severity, Verdict
+from everstep.wire.v1 import operator as op
+from everstep.wire.v1.agent import Domain, Gpu, Heartbeat, Numbered, Reports
+from everstep.wire.v1.training import AnyReport, FindingRaised, ProbeFinished, RankLost, RankProgress, Resumed
+from tests.support.controllers import (
+    SECRET,
+    ControllerProcess,
+    bearer,
+    controller_process,
+    joined,
+    registration,
+)
+
+FELL_OFF = Finding(
+    kind=FindingKind.GPU_XID,
+    subject="gpu0",
+    severity=Severity.CRITICAL,
+    message="XID 79: GPU has fallen off the bus",
+    action=Action.REPAIR,
+    rule="xid-79",
+    source="NVIDIA XID catalogue",
+    xid=79,
+    trace="bus-79",
+)
+
+
+class Fleet:
+    """Three nodes that have lived through a rank's loss and a GPU's fall."""
+
+    def __init__(self, process: ControllerProcess) -> None:
+        self.process = process
+        self.numbers: dict[str, int] = {}
+        for node in ("n1", "n2", "n3"):
+            gpu = Gpu(index=0, uuid=f"GPU-{node}", name="H200", pci_bus_id="0000:01:00.0", memory_bytes=141 << 30)
+            self.post(node, "register", registration(node, gpus=(gpu,), domain=Domain(rack="r1")))
+            self.post(node, "heartbeat", Heartbeat(incarnation=1, seq=1, sent_at=0.0, findings=()))
+            self.report(node, joined("gpt", 1.0, nodes=2))
+        self.resumed(1)
+        self.report(
+            "n2",
+            RankLost(job="gpt", at=1.0, generation=1, rank=1, local_rank=0, detail="killed", signal=9, trace="kill-1"),
+        )
+        self.resumed(2)
+        progress = (RankProgress(job="gpt", generation=2, rank=0, step=7, step_s=0.04, loss=2.25),)
+        self.post("n1", "heartbeat", Heartbeat(incarnation=1, seq=2, sent_at=0.0, ranks=progress))
+        self.report("n1", FindingRaised(finding=FELL_OFF))
+
+    def post(self, node: str, verb: str, body: Any) -> None:
+        status, answer = self.process.ask("POST", f"/v1/agents/{node}/{verb}", body, bearer(TokenRole.AGENT, node))
+        assert status == 200, answer
+
+    def report(self, node: str, body: AnyReport) -> None:
+        number = self.numbers[node] = self.numbers.get(node, 0) + 1
+        self.post(node, "reports", Reports(incarnation=1, reports=(Numbered(number=number, body=body),)))
+
+    def resumed(self, generation: int) -> None:
+        for rank, node in enumerate(("n1", "n2")):
+            self.report(
+                node,
+                Resumed(
+                    job="gpt", at=1.0, generation=generation, rank=rank, step=1, restored=None, phases_s={"abort": 0.01}
+                ),
+            )
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with controller_process(tmp_path_factory.mktemp("cli")) as process:
+        yield Fleet(process)
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everstep.cli.main.console.width", 240)
+    monkeypatch.setattr("everstep.cli.main.complaints.width", 240)
+    for name in ("EVERSTEP_CONTROLLER", "EVERSTEP_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def token(tmp_path: Path, role: TokenRole = TokenRole.OPERATOR, secret: bytes = SECRET) -> str:
+    file = tmp_path / "token"
+    file.write_text(mint(secret, role, "olga") + "\n")
+    return str(file)
+
+
+@pytest.fixture
+def run(fleet: Fleet, tmp_path: Path) -> Any:
+    def invoke(*arguments: str) -> Result:
+        head = ["--controller", fleet.process.url, "--token-file", token(tmp_path)]
+        return CliRunner().invoke(app, [*head, *arguments])
+
+    return invoke
+
+
+def test_the_status_is_one_screen(run: Any) -> None:
+    result = run("status")
+    assert result.exit_code == 0, result.output
+    for word in ("2 healthy", "1 quarantined", "gpt", "evictions left"):
+        assert word in result.output
+
+
+def test_nodes_are_listed_with_state_and_reason(run: Any) -> None:
+    result = run("nodes")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"n1\s+quarantined\s+\d+ s", result.output)
+    assert "fallen off the bus" in result.output
+
+
+def test_a_node_is_shown_with_gpus_findings_and_verdicts(run: Any) -> None:
+    result = run("node", "show", "n1")
+    assert result.exit_code == 0, result.output
+    for word in ("GPU-n1", "141 GiB", "XID 79", "NVIDIA XID catalogue", "evict", "r1"):
+        assert word in result.output
+
+
+def test_jobs_and_a_jobs_recoveries_are_shown(run: Any) -> None:
+    assert re.search(r"gpt\s+running", run("jobs").output)
+    result = run("job", "show", "gpt")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"2\s+rank_lost.*abort 10\.0 ms.*kill-1", result.output)
+
+
+def test_a_trace_is_told_as_a_story_with_times(run: Any) -> None:
+    result = run("events", "--trace", "bus-79")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"\+0\.0 ms\s+finding\s+n1", result.output)
+    assert [word for word in ("finding", "verdict.evict", "generation") if word in result.output]
+    assert "nothing is known of trace nope" in run("events", "--trace", "nope").output
+
+
+def test_a_verdict_is_explained(run: Any) -> None:
+    result = run("verdict", "explain", "n1-1")
+    assert result.exit_code == 0, result.output
+    assert "XID 79: GPU has fallen off the bus" in result.output
+    assert "xid-79 (NVIDIA XID catalogue)" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        (("status",), op.FleetStatus),
+        (("nodes",), op.NodeList),
+        (("node", "show", "n1"), op.NodeDetail),
+        (("jobs",), op.JobList),
+        (("job", "show", "gpt"), op.JobDetail),
+        (("verdict", "explain", "n1-1"), Verdict),
+    ],
+)
+def test_every_reader_prints_json_for_scripts(run: Any, arguments: tuple[str, ...], kind: Any) -> None:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    msgspec.json.decode(result.output, type=kind)
+
+
+def test_events_in_json_are_one_a_line(run: Any) -> None:
+    lines = run("events", "--json", "--limit", "3").output.splitlines()
+    assert [msgspec.json.decode(line, type=op.Event).kind for line in lines]
+    assert len(lines) == 3
+
+
+def test_an_order_is_answered_with_its_trace(run: Any) -> None:
+    result = run("node", "hold", "n3", "--reason", "cable change")
+    assert result.exit_code == 0, result.output
+    assert "olga ordered hold: cable change" in result.output
+    trace = re.search(r"events --trace (\w+)", result.output)
+    assert trace is not None
+    assert "operator.hold" in run("events", "--trace", trace.group(1)).output
+    assert run("node", "readmit", "n3", "--reason", "done").exit_code == 0
+
+
+def test_a_refusal_is_said_with_status_1(run: Any) -> None:
+    result = run("node", "show", "n99")
+    assert result.exit_code == 1
+    assert "no node 'n99'" in result.stderr
+    assert run("job", "stop", "nope", "--reason", "x").exit_code == 1
+
+
+def test_a_probe_waits_for_its_result(run: Any, fleet: Fleet) -> None:
+    def answer() -> None:
+        for node in ("n2", "n3"):
+            status, body = 0, b""
+            while status != 200:
+                status, body = fleet.process.ask("GET", "/v1/probes/probe-1")
+                time.sleep(0.005)
+            assert json.loads(body)["probe"] == "probe-1"
+            fleet.report(node, ProbeFinished(probe="probe-1", ok=True, rows=((65536, 0.0005, 2.0e9),)))
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    result = run("probe", "n2", "n3", "--timeout", "30")
+    answering.join(30)
+    assert result.exit_code == 0, result.output
+    assert re.search(r"64\.0 KiB\s+500 us\s+1\.9 GiB/s", result.output)
+
+
+def test_no_controller_there_is_said_with_status_2(tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        result = CliRunner().invoke(app, ["--controller", url, "--token-file", token(tmp_path), "status"])
+    assert result.exit_code == 2
+    assert f"no controller answers at {url}" in result.stderr
+    assert "--controller or EVERSTEP_CONTROLLER" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["status"], "--token-file or EVERSTEP_TOKEN_FILE"),
+        (["--token-file", "/nonexistent", "status"], "cannot be read"),
+        (["--controller", "ftp://x", "status"], "--token-file"),
+    ],
+)
+def test_a_missing_token_is_said_with_status_2(arguments: list[str], says: str) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert says in result.stderr
+
+
+def test_a_wrong_token_or_address_is_said_with_status_2(fleet: Fleet, tmp_path: Path) -> None:
+    wrong = token(tmp_path, secret=b"another secret, long enough")
+    result = CliRunner().invoke(app, ["--controller", fleet.process.url, "--token-file", wrong, "status"])
+    assert result.exit_code == 2
+    assert "minted under another secret" in result.stderr
+    result = CliRunner().invoke(app, ["--controller", "127.0.0.1:7700", "--token-file", wrong, "status"])
+    assert result.exit_code == 2
+    assert "use http://HOST:PORT" in result.stderr
+
+
+def test_a_viewer_is_told_that_orders_need_an_operator(fleet: Fleet, tmp_path: Path) -> None:
+    head = ["--controller", fleet.process.url, "--token-file", token(tmp_path, TokenRole.VIEWER)]
+    result = CliRunner().invoke(app, [*head, "node", "hold", "n3", "--reason", "x"])
+    assert result.exit_code == 1
+    assert "use an operator token" in result.stderr
+
+
+def test_the_environment_names_controller_and_token(fleet: Fleet, tmp_path: Path) -> None:
+    environment = {"EVERSTEP_CONTROLLER": fleet.process.url, "EVERSTEP_TOKEN_FILE": token(tmp_path)}
+    assert CliRunner().invoke(app, ["nodes"], env=environment).exit_code == 0
+
+
+def test_the_version_needs_no_controller() -> None:
+    assert CliRunner().invoke(app, ["version"]).output.strip() == __version__
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0.4, "0 s"), (59, "59 s"), (61, "1 min"), (3660, "1 h 1 min"), (90000, "1 d 1 h")]
+)
+def test_ages_are_said_as_people_say_them(seconds: float, said: str) -> None:
+    assert words.age(seconds) == said
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0.00083, "830 us"), (0.0123, "12.3 ms"), (1.239, "1.24 s")])
+def test_durations_are_said_as_people_say_them(seconds: float, said: str) -> None:
+    assert words.duration(seconds) == said
+
+
+@pytest.mark.parametrize(("count", "said"), [(8, "8 B"), (65536, "64.0 KiB"), (141 << 30, "141 GiB")])
+def test_sizes_are_said_as_people_say_them(count: int, said: str) -> None:
+    assert words.size(count) == said

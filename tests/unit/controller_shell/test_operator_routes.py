@@ -1,0 +1,345 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from starlette.testclient import TestClient
+
+from controller import metrics
+from controller.api.routes import AGENT
+from controller.api.routes import OPERATOR as OPERATOR_ROUTES
+from everstep.tokens import TokenRole
+from everstep.vocabulary import Action, Decision, Finding, FindingKind, NodeState, Severity, Verdict
+from everstep.wire.v1 import operator as op
+from everstep.wire.v1.training import FindingRaised, ProbeFinished, RankLost, Resumed
+from tests.support.controllers import (
+    OPERATOR,
+    VIEWER,
+    InProcess,
+    Refused,
+    Speaker,
+    bearer,
+    get,
+    joined,
+    post,
+)
+
+FELL_OFF = Finding(
+    kind=FindingKind.GPU_XID,
+    subject="gpu0",
+    severity=Severity.CRITICAL,
+    message="XID 79: GPU has fallen off the bus",
+    action=Action.REPAIR,
+    xid=79,
+    trace="bus-79",
+)
+BECAUSE = op.Because(reason="a smell of smoke")
+
+
+class Told:
+    """A remediation that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.heard: list[Verdict] = []
+        self.closed = False
+
+    def verdicts(self, verdicts: list[Verdict]) -> None:
+        self.heard += verdicts
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture
+def client(tmp_path: Path, told: Told) -> Iterator[TestClient]:
+    with TestClient(InProcess(f"sqlite:///{tmp_path / 'c.db'}", remediation=told)) as client:
+        yield client
+
+
+def fleet(client: TestClient, *nodes: str) -> list[Speaker]:
+    speakers = [Speaker(client, node) for node in nodes]
+    for speaker in speakers:
+        speaker.register()
+        speaker.beat(findings=())
+    return speakers
+
+
+def running_job(client: TestClient, *nodes: str, spare: str = "") -> list[Speaker]:
+    """A job ``j`` over ``nodes``, in generation 1, its ranks stepping."""
+    speakers = fleet(client, *nodes, *filter(None, [spare]))
+    for speaker in speakers:
+        speaker.report(joined("j", 1.0, nodes=len(nodes)))
+    resume(speakers[: len(nodes)], 1)
+    return speakers
+
+
+def resume(speakers: list[Speaker], generation: int) -> None:
+    for rank, speaker in enumerate(speakers):
+        phases = {"rendezvous": 0.01 * (rank + 1), "restore": 0.02}
+        speaker.report(
+            Resumed(job="j", at=1.0, generation=generation, rank=rank, step=1, restored=None, phases_s=phases)
+        )
+
+
+def test_the_status_counts_nodes_and_shows_running_jobs(client: TestClient) -> None:
+    running_job(client, "n1", "n2", spare="n3")
+    status = get(client, "/v1/status", op.FleetStatus)
+    assert status.nodes == {"healthy": 3}
+    assert (status.epoch, status.budget_left, status.breaker) == (1, 3, "")
+    (job,) = status.jobs
+    assert (job.job, job.state, job.generation, job.world_size, job.nodes, job.spares) == ("j", "running", 1, 2, 2, 1)
+
+
+def test_a_recovery_is_told_with_its_phases_and_its_trace(client: TestClient) -> None:
+    speakers = running_job(client, "n1", "n2")
+    lost = RankLost(job="j", at=1.0, generation=1, rank=1, local_rank=0, detail="killed", signal=9, trace="kill-1")
+    speakers[1].report(lost)
+    under_way = get(client, "/v1/jobs/j", op.JobDetail).recoveries[-1]
+    assert (under_way.generation, under_way.seconds, under_way.resumed) == (2, None, 0)
+    resume(speakers, 2)
+    detail = get(client, "/v1/jobs/j", op.JobDetail)
+    assert [one.reason for one in detail.recoveries] == ["formed", "rank_lost"]
+    recovery = detail.recoveries[-1]
+    assert recovery.trace == "kill-1"
+    assert recovery.seconds is not None
+    assert (recovery.resumed, recovery.world_size) == (2, 2)
+    assert recovery.phases_s == {"rendezvous": 0.02, "restore": 0.02}
+    text = client.get("/metrics", headers=VIEWER).text
+    assert 'everstep_controller_recoveries_total{job="j",reason="rank_lost"} 1.0' in text
+    assert 'everstep_controller_recovery_seconds_count{reason="rank_lost"} 1.0' in text
+
+
+def test_all_that_followed_from_one_stimulus_is_found_by_its_trace(client: TestClient) -> None:
+    speakers = running_job(client, "n1", "n2", spare="n3")
+    speakers[0].report(FindingRaised(finding=FELL_OFF))
+    kinds = [event.kind for event in get(client, "/v1/events?trace=bus-79", op.EventList).events]
+    assert kinds[0] == "finding"
+    assert "verdict.evict" in kinds
+    assert "generation" in kinds
+
+
+def test_a_verdict_is_explained_by_its_evidence_and_told_to_the_outside(client: TestClient, told: Told) -> None:
+    speakers = running_job(client, "n1", "n2", spare="n3")
+    speakers[0].report(FindingRaised(finding=FELL_OFF))
+    (verdict,) = get(client, "/v1/nodes/n1", op.NodeDetail).verdicts
+    assert get(client, f"/v1/verdicts/{verdict.id}", Verdict) == verdict
+    assert (verdict.decision, verdict.evidence[0].xid) == (Decision.EVICT, 79)
+    assert told.heard == [verdict]
+    assert get(client, "/v1/nodes/n1", op.NodeDetail).summary.state is NodeState.QUARANTINED
+    assert 'everstep_controller_verdicts_total{decision="evict"} 1.0' in client.get("/metrics", headers=VIEWER).text
+
+
+def test_an_order_is_carried_out_with_the_operators_name_in_the_log(client: TestClient) -> None:
+    fleet(client, "n1")
+    changed = post(client, "/v1/nodes/n1/hold", BECAUSE, op.Changed)
+    assert "olga ordered hold: a smell of smoke" in changed.sentence
+    assert get(client, "/v1/nodes/n1", op.NodeDetail).summary.state is NodeState.HELD
+    (event,) = get(client, f"/v1/events?trace={changed.trace}", op.EventList).events
+    assert (event.kind, event.node, event.detail["actor"]) == ("operator.hold", "n1", "olga")
+    post(client, "/v1/nodes/n1/readmit", BECAUSE, op.Changed)
+    assert get(client, "/v1/nodes/n1", op.NodeDetail).summary.state is NodeState.HEALTHY
+
+
+@pytest.mark.parametrize(
+    ("order", "state"), [("drain", "held"), ("evict", "quarantined"), ("repair", "repair"), ("hold", "held")]
+)
+def test_every_order_to_a_node_has_its_state(client: TestClient, order: str, state: str) -> None:
+    fleet(client, "n1")
+    post(client, f"/v1/nodes/n1/{order}", BECAUSE, op.Changed)
+    assert get(client, "/v1/nodes/n1", op.NodeDetail).summary.state == state
+
+
+def test_a_stopped_job_is_over_and_its_nodes_hear_of_it(client: TestClient) -> None:
+    (speaker,) = running_job(client, "n1")
+    post(client, "/v1/jobs/j/stop", BECAUSE, op.Changed)
+    assert [type(one.body).__name__ for one in speaker.directives().directives][-1] == "StopJob"
+    assert get(client, "/v1/status", op.FleetStatus).jobs == ()
+    refused = refusal(client, "/v1/jobs/j/stop", BECAUSE)
+    assert (refused.status, refused.code) == (409, "conflict")
+
+
+def refusal(client: TestClient, path: str, body: object, headers: dict[str, str] = OPERATOR) -> Refused:
+    with pytest.raises(Refused) as caught:
+        post(client, path, body, op.Changed, headers)
+    return caught.value
+
+
+def test_a_probes_figures_are_the_slowest_nodes(client: TestClient) -> None:
+    one, two = fleet(client, "n1", "n2")
+    started = post(client, "/v1/probes", op.StartProbe(nodes=("n1", "n2")), op.ProbeStatus)
+    assert (started.ok, started.nodes) == (None, ("n1", "n2"))
+    one.report(ProbeFinished(probe=started.probe, ok=True, rows=((8, 0.001, 100.0),)))
+    assert get(client, f"/v1/probes/{started.probe}", op.ProbeStatus).ok is None
+    two.report(ProbeFinished(probe=started.probe, ok=True, rows=((8, 0.002, 90.0),)))
+    status = get(client, f"/v1/probes/{started.probe}", op.ProbeStatus)
+    assert status.ok is True
+    assert status.rows == (op.ProbeRow(bytes=8, latency_s=0.002, bandwidth_bytes_per_s=90.0),)
+
+
+def test_a_failed_probe_says_whose_side_failed(client: TestClient) -> None:
+    _, two = fleet(client, "n1", "n2")
+    started = post(client, "/v1/probes", op.StartProbe(nodes=("n1", "n2")), op.ProbeStatus)
+    two.report(ProbeFinished(probe=started.probe, ok=False, detail="connection refused"))
+    status = get(client, f"/v1/probes/{started.probe}", op.ProbeStatus)
+    assert (status.ok, status.answers) == (False, {"n2": "connection refused"})
+
+
+def test_generations_are_shown_without_their_secret(client: TestClient) -> None:
+    running_job(client, "n1")
+    (spec,) = get(client, "/v1/generations?job=j", op.GenerationList).generations
+    assert (spec.number, spec.secret) == (1, "")
+
+
+def test_no_answer_to_a_viewer_contains_a_jobs_secret(client: TestClient) -> None:
+    (speaker,) = running_job(client, "n1")
+    secret = speaker.directives().directives[0].body.spec.secret  # type: ignore[union-attr]
+    paths = ["/v1/status", "/v1/nodes", "/v1/nodes/n1", "/v1/jobs", "/v1/jobs/j", "/v1/generations", "/v1/events"]
+    for path in [*paths, "/metrics"]:
+        response = client.get(path, headers=VIEWER)
+        assert response.status_code == 200
+        assert secret not in response.text
+
+
+def test_events_are_paged_from_either_end(client: TestClient) -> None:
+    fleet(client, "n1", "n2", "n3")
+    whole = get(client, "/v1/events", op.EventList)
+    assert [event.id for event in whole.events] == list(range(1, whole.next_after + 1))
+    first = get(client, "/v1/events?limit=2", op.EventList)
+    second = get(client, f"/v1/events?limit=2&after={first.next_after}", op.EventList)
+    assert (*first.events, *second.events) == whole.events[:4]
+    assert get(client, "/v1/events?limit=1&newest=true", op.EventList).events == whole.events[-1:]
+    assert get(client, f"/v1/events?after={whole.next_after}", op.EventList).events == ()
+
+
+# --- who may, and what is refused --------------------------------------------------------------------------------
+
+_NAMES = {"{node}": "n1", "{job}": "j", "{verdict}": "n1-1", "{probe}": "probe-1", "{order}": "hold"}
+
+
+def _concrete(path: str) -> str:
+    for name, value in _NAMES.items():
+        path = path.replace(name, value)
+    return path
+
+
+@pytest.mark.parametrize("name", OPERATOR_ROUTES)
+def test_every_route_refuses_strangers_and_agents_and_changes_need_an_operator(client: TestClient, name: str) -> None:
+    route = OPERATOR_ROUTES[name]
+    path = _concrete(route.path)
+    agent = bearer(TokenRole.AGENT, "n1")
+    assert client.request(route.method, path).status_code == 401
+    assert client.request(route.method, path, headers=agent).status_code == 403
+    if route.method == "POST":
+        viewer = client.request(route.method, path, headers=VIEWER)
+        assert viewer.status_code == 403
+        assert "use an operator token" in viewer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/v1/nodes/none", 404),
+        ("/v1/jobs/none", 404),
+        ("/v1/verdicts/none", 404),
+        ("/v1/probes/none", 404),
+        ("/v1/events?after=x", 422),
+        ("/v1/events?limit=-1", 422),
+        ("/v1/events?after=99999999999999999999", 422),
+        ("/v1/events/stream?after=x", 422),
+    ],
+)
+def test_a_question_about_nothing_is_refused_with_a_sentence(client: TestClient, path: str, status: int) -> None:
+    response = client.get(path, headers=VIEWER)
+    assert response.status_code == status
+    assert len(response.json()["error"]["message"]) > 10
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/nodes/none/hold", BECAUSE, 404),
+        ("/v1/nodes/n1/dance", BECAUSE, 404),
+        ("/v1/nodes/n1/readmit", BECAUSE, 409),
+        ("/v1/nodes/n1/hold", {"reason": ""}, 422),
+        ("/v1/nodes/n1/hold", {"reason": "x", "force": True}, 422),
+        ("/v1/jobs/none/stop", BECAUSE, 404),
+        ("/v1/breaker/reset", BECAUSE, 409),
+        ("/v1/probes", op.StartProbe(nodes=("n1",)), 409),
+        ("/v1/probes", op.StartProbe(nodes=("n1", "none")), 404),
+        ("/v1/probes", {"nodes": []}, 422),
+    ],
+)
+def test_an_order_that_cannot_be_carried_out_changes_nothing(
+    client: TestClient, path: str, body: object, status: int
+) -> None:
+    fleet(client, "n1")
+    before = get(client, "/v1/events", op.EventList)
+    assert refusal(client, path, body).status == status
+    assert get(client, "/v1/events", op.EventList) == before
+
+
+def test_refusals_are_counted_by_route_and_not_by_what_was_asked(client: TestClient) -> None:
+    for node in ("a", "b", "c"):
+        client.get(f"/v1/nodes/{node}", headers=VIEWER)
+    client.get("/no/such/path", headers=VIEWER)
+    text = client.get("/metrics", headers=VIEWER).text
+    assert 'requests_refused_total{code="not_found",route="/v1/nodes/{node}"} 3.0' in text
+    assert "/no/such/path" not in text
+
+
+def test_health_and_readiness_tell_strangers_nothing_more(client: TestClient) -> None:
+    for path in ("/healthz", "/readyz"):
+        response = client.get(path)
+        assert (response.status_code, response.json()) == (200, {"ok": True, "role": "controller"})
+
+
+def test_the_openapi_document_has_every_route_and_every_reference_resolves(client: TestClient) -> None:
+    document = client.get("/openapi.json").json()
+    routes = [*OPERATOR_ROUTES.values(), *AGENT.values()]
+    for route in routes:
+        operation = document["paths"][route.path][route.method.lower()]
+        assert operation["responses"]["200"]["content"]["application/json"]["schema"]
+        assert ("requestBody" in operation) == (route.body is not None)
+
+    def references(value: object) -> Iterator[str]:
+        if isinstance(value, dict):
+            if isinstance(value.get("$ref"), str):
+                yield value["$ref"]
+            for inner in value.values():
+                yield from references(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                yield from references(inner)
+
+    for reference in set(references(document)):
+        assert reference.removeprefix("#/components/schemas/") in document["components"]["schemas"]
+
+
+def test_answers_decode_strictly_as_what_the_routes_table_says(client: TestClient) -> None:
+    speakers = running_job(client, "n1", "n2", spare="n3")
+    speakers[0].report(FindingRaised(finding=FELL_OFF))
+    post(client, "/v1/probes", op.StartProbe(nodes=("n1", "n2")), op.ProbeStatus)
+    for route in OPERATOR_ROUTES.values():
+        if route.method == "GET":
+            response = client.get(_concrete(route.path), headers=VIEWER)
+            assert response.status_code == 200, route.path
+            msgspec.json.decode(response.content, type=route.answers)
+
+
+def test_every_metric_is_in_the_table_that_dashboards_are_written_from(client: TestClient) -> None:
+    speakers = running_job(client, "n1", "n2", spare="n3")
+    speakers[0].report(FindingRaised(finding=FELL_OFF))
+    client.get("/v1/nodes/none", headers=VIEWER)
+    text = client.get("/metrics", headers=VIEWER).text
+    exposed = {line.split()[2]: line.split()[3] for line in text.splitlines() if line.startswith("# TYPE")}
+    exposed = {name: kind for name, kind in exposed.items() if not name.endswith("_created")}
+    rows = (line.split() for line in (metrics.__doc__ or "").splitlines() if line.startswith("everstep_controller_"))
+    written = {row[0].partition("{")[0]: row[1] for row in rows}
+    assert exposed == written
