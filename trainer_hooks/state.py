@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
@@ -112,7 +114,7 @@ class TrackedState:
         self._others: dict[str, Any] = {}
         for key, tracked in objects.items():
             self._sort_in(key, tracked)
-        self._fqns = {id(p): name for name, _, _, p in self._parameters()}
+        self._fqns = self._names()
         self._sites: list[_Site] = []
         self._sizes: list[tuple[Any, int]] = []
         self._still: list[_Still] = []
@@ -146,7 +148,7 @@ class TrackedState:
         Shard and Replicate.
         """
         self._reshard()
-        self._fqns = {id(p): name for name, _, _, p in self._parameters()}
+        self._fqns = self._names()
         self._sites, self._sizes, self._still = [], [], []
         found: dict[Any, TrackedTensor] = {}
         for name, place, key, parameter in self._parameters():
@@ -179,6 +181,13 @@ class TrackedState:
             for part in module.modules():
                 if isinstance(part, FSDPModule):
                     part.reshard()
+
+    def _names(self) -> dict[int, str]:
+        """Parameters' full names by identity; of a tied one, the first."""
+        names: dict[int, str] = {}
+        for name, _, _, parameter in self._parameters():
+            names.setdefault(id(parameter), name)
+        return names
 
     def _add(
         self,
@@ -336,11 +345,18 @@ def local_part(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Box]:
     for placement in tensor.placements:
         if type(placement) not in (Shard, Replicate):
             raise TypeError(f"{name} is placed as {placement}; only Shard and Replicate have a box to store")
-    size, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    box = _box_on_mesh(tensor.shape, tensor.device_mesh, tuple(tensor.placements))
     local = tensor._local_tensor.detach()
-    if tuple(local.shape) != tuple(size):
-        raise TypeError(f"{name} holds a local part of shape {tuple(local.shape)} where its mesh says {tuple(size)}")
-    return local, Box(tuple(offset), tuple(size))
+    if tuple(local.shape) != box.size:
+        raise TypeError(f"{name} holds a local part of shape {tuple(local.shape)} where its mesh says {box.size}")
+    return local, box
+
+
+@lru_cache(maxsize=1024)
+def _box_on_mesh(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Box:
+    """torch computes this in a millisecond; a model has few shapes, and one mesh for a generation."""
+    size, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return Box(tuple(offset), tuple(size))
 
 
 def _refuse_fsdp1(top: str, parameter: torch.Tensor) -> None:
@@ -370,9 +386,23 @@ def _moment_like(parameter: torch.Tensor, tensor: Tensor, capturable: bool) -> t
     """Room for a moment: a scalar stays on the host unless the optimizer is fused or capturable, as torch has it."""
     dtype = dtype_of(tensor.dtype)
     if tensor.shape == tuple(parameter.shape) and tensor.shape:
-        return torch.empty_like(parameter.detach(), dtype=dtype)
+        return _empty_like(parameter.detach(), dtype)
     device = parameter.device if capturable or tensor.shape else torch.device("cpu")
     return torch.empty(tensor.shape, dtype=dtype, device=device)
+
+
+def _empty_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """torch.empty_like; of a DTensor past its dispatcher, whose first call in a process takes tens of milliseconds."""
+    if not isinstance(parameter, DTensor):
+        return torch.empty_like(parameter, dtype=dtype)
+    return DTensor.from_local(
+        torch.empty_like(parameter._local_tensor, dtype=dtype),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -182,8 +181,3 @@ def _train(
 
 def _is_sealed(reports: list[Sealed], step: int) -> bool:
     return bool(reports) and reports[-1].version.step == step
-
-
-def scratch_directory_is_clean(directory: Path) -> bool:
-    """Whether no rank left its scratch file behind."""
-    return not list(directory.rglob("scratch-*"))

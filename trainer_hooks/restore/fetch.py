@@ -7,7 +7,6 @@ hashed by the two vaults. A slot that fails is named, never guessed around.
 from __future__ import annotations
 
 import mmap
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -29,6 +28,9 @@ from trainer_hooks.vault_client import VaultClient
 
 RANGES_PER_FETCH = 1 << 16
 """A quarter of what a vault takes in one request."""
+KEPT_SCRATCH_BYTES = 64 << 20
+"""First touch of 64 MiB costs some 50 ms, more than all the rest of a small restore; more memory than that is not held
+for the next one. The file goes with the job."""
 
 
 class Supply(msgspec.Struct, frozen=True):
@@ -63,7 +65,7 @@ class _Arrival(msgspec.Struct):
 
 
 class Loader:
-    """Carries out a plan of reads. ``close`` removes the scratch file.
+    """Carries out a plan of reads.
 
     Args:
         member: this rank; slots on its node are read directly.
@@ -113,10 +115,10 @@ class Loader:
             return file.read(landed.bytes)
 
     def close(self) -> None:
-        """Removes what was made on the way."""
-        if self._scratch is not None:
+        """Removes the scratch file, unless it is small: then its pages stay for the next restore of this local rank."""
+        if self._scratch is not None and self._scratch_bytes > KEPT_SCRATCH_BYTES:
             self._scratch.unlink(missing_ok=True)
-            self._scratch = None
+        self._scratch = None
 
     def _copy(self, data: torch.Tensor, supply: Supply, landed: list[Landed]) -> None:
         """Copies what landed in ``data`` to its targets."""
@@ -197,7 +199,7 @@ class Loader:
         """Beside this rank's segment; a rank that has none yet gets the smallest."""
         if self._scratch is None:
             segment = self._vault.open_segment(self._job, self._member.local_rank, PAGE, slots=1)
-            self._scratch = Path(segment.directory) / f"scratch-{self._member.local_rank}-{os.getpid()}"
+            self._scratch = Path(segment.directory) / f"scratch-{self._member.local_rank}"
         return self._scratch
 
     def _receive(self, arrivals: list[_Arrival], failures: list[BadSlot]) -> list[bytes]:
@@ -224,7 +226,7 @@ class Loader:
 
     def _map_scratch(self) -> torch.Tensor:
         with open(self._scratch_file(), "rb") as file:
-            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            mapping = mmap.mmap(file.fileno(), self._scratch_bytes, access=mmap.ACCESS_COPY)
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
 

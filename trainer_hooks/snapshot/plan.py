@@ -26,6 +26,8 @@ from trainer_hooks.snapshot.layout import (
 
 SMALLEST_CUT_BYTES = 64 << 10
 """Tensors are not cut below this: a piece costs about a microsecond to copy, which is 16 KiB of memory traffic."""
+SCALAR_BYTES = 64
+"""Boxes up to this size (step counters) are stored by every holder, so that nobody must ask another for a few bytes."""
 CUTS_PER_HOLDER = 4
 """Pieces no larger than 1/4 of a holder's fair share keep the shares within a few percent of each other."""
 
@@ -101,18 +103,24 @@ def _held_boxes(layouts: Sequence[Layout]) -> Iterator[_Held]:
 def _divide_among(boxes: list[_Held], nodes: Sequence[str], replicas: int, pieces: list[list[Piece]]) -> None:
     """Gives every piece of ``boxes`` (all of the same holders) to the least loaded holders on different nodes."""
     holders = boxes[0].ranks
-    copies = min(replicas, len({nodes[rank] for rank in holders}))
+
+    def nodes_of(ranks: Sequence[int]) -> int:
+        return len({nodes[rank] for rank in ranks})
+
+    copies = min(replicas, nodes_of(holders))
     total = sum(held.part.nbytes for held in boxes)
     largest = max(SMALLEST_CUT_BYTES, total * copies // (len(holders) * len(holders) * CUTS_PER_HOLDER) + 1)
     load = dict.fromkeys(holders, 0)
     units = [(held, box) for held in boxes for box in _units(held, largest, len(holders))]
     units.sort(key=lambda unit: -unit[1].volume * unit[0].part.itemsize)
     for held, box in units:
-        first_only = held.part.sharing is Sharing.FIRST
-        chosen = [holders[0]] if first_only else _least_loaded(load, nodes, copies)
+        if held.part.sharing is Sharing.FIRST:
+            chosen = holders[:1]
+        else:
+            chosen = holders if held.part.nbytes <= SCALAR_BYTES else _least_loaded(load, nodes, copies)
         for rank in chosen:
             load[rank] += box.volume * held.part.itemsize
-            pieces[rank].append(Piece(held.indices[holders.index(rank)], box, len(chosen) < replicas))
+            pieces[rank].append(Piece(held.indices[holders.index(rank)], box, nodes_of(chosen) < replicas))
 
 
 def _units(held: _Held, largest: int, holders: int) -> Iterator[Box]:

@@ -1,0 +1,123 @@
+"""The division of state among ranks: whole, on enough nodes, balanced, and the same on every rank."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer_hooks.restore.choose import covers
+from trainer_hooks.snapshot.layout import Box, Layout, Part, Sharing, whole
+from trainer_hooks.snapshot.plan import divide, manifest_for
+
+
+def part(name: str, shape: tuple[int, ...], box: Box | None = None, **more: object) -> Part:
+    return Part(name, "float32", 4, shape, box or whole(shape), **more)  # type: ignore[arg-type]
+
+
+def replicated(sizes: list[int], world: int) -> list[Layout]:
+    layout = Layout(tuple(part(f"t{i}", (n, 8), digest=True) for i, n in enumerate(sizes)))
+    return [layout] * world
+
+
+def sharded(rows: int, world: int) -> list[Layout]:
+    chunk = -(-rows // world)
+    layouts = []
+    for rank in range(world):
+        start = min(rows, rank * chunk)
+        box = Box((start, 0), (min(rows, start + chunk) - start, 8))
+        layouts.append(Layout((part("shard", (rows, 8), box, digest=True), part("step", ()))))
+    return layouts
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=12), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
+def test_every_byte_of_replicated_state_lies_on_as_many_nodes_as_asked(
+    sizes: list[int], nodes: int, per_node: int, replicas: int
+) -> None:
+    world = nodes * per_node
+    where = [f"n{rank // per_node}" for rank in range(world)]
+    layouts = replicated(sizes, world)
+    shares = divide(layouts, where, replicas)
+    for index, tensor in enumerate(layouts[0].parts):
+        holders: dict[Box, set[str]] = {}
+        for rank, share in enumerate(shares):
+            for piece in share.pieces:
+                if piece.part == index:
+                    assert where[rank] not in holders.setdefault(piece.box, set()) or tensor.nbytes <= 64
+                    holders[piece.box].add(where[rank])
+        assert covers(tensor.shape, set(holders))
+        assert sum(box.volume for box in holders) == tensor.box.volume
+        assert all(len(at) >= min(replicas, nodes) for at in holders.values())
+    assert all(piece.exclusive == (nodes < replicas) for share in shares for piece in share.pieces)
+
+
+def test_shares_of_replicated_state_are_balanced_within_a_few_percent() -> None:
+    layouts = replicated([512 * 16] * 8 + [1] * 40, 4)
+    shares = divide(layouts, ["n1", "n2", "n3", "n4"], 2)
+    loads = [sum(p.box.volume * 4 for p in share.pieces) for share in shares]
+    assert sum(loads) <= 1.01 * 2 * sum(p.nbytes for p in layouts[0].parts)
+    assert max(loads) <= 1.05 * min(loads)
+
+
+def test_a_shard_is_its_owners_and_exclusive_and_the_scalar_beside_it_is_everybodys() -> None:
+    shares = divide(sharded(10, 4), ["n1", "n2", "n3", "n4"], 2)
+    assert [[(p.part, p.exclusive) for p in share.pieces] for share in shares] == [[(0, True), (1, False)]] * 4
+    assert [share.pieces[0].box.size[0] for share in shares] == [3, 3, 3, 1]
+    assert all(share.groups == {} for share in shares)
+
+
+def test_a_rank_whose_shard_is_empty_stores_none_of_it() -> None:
+    shares = divide(sharded(2, 4), ["n1", "n2", "n3", "n4"], 2)
+    assert [[p.part for p in share.pieces] for share in shares] == [[0, 1], [0, 1], [1], [1]]
+
+
+def test_hybrid_shards_are_divided_among_those_that_hold_them_alike_and_vote_together() -> None:
+    halves = sharded(10, 2)
+    shares = divide([*halves, *halves], ["n1", "n1", "n2", "n2"], 2)
+    assert [set(share.groups) for share in shares] == [{"replicated-0"}, {"replicated-1"}] * 2
+    assert not any(piece.exclusive for share in shares for piece in share.pieces)
+
+
+def test_a_buffer_that_rank_0_broadcasts_is_stored_by_rank_0_and_sent_on() -> None:
+    layouts = [Layout((part("mean", (64,), sharing=Sharing.FIRST), part("weight", (64, 8))))] * 4
+    shares = divide(layouts, ["n1", "n2", "n3", "n4"], 2)
+    holders = [(rank, p.exclusive) for rank, share in enumerate(shares) for p in share.pieces if p.part == 0]
+    assert holders == [(0, True)]
+
+
+def test_the_plan_does_not_depend_on_how_names_hash() -> None:
+    names = [f"layer.{i}" for i in range(30)]
+    random.Random(5).shuffle(names)
+    layouts = [Layout(tuple(part(n, (i + 1, 8)) for i, n in enumerate(names))) for _ in range(3)]
+    once = divide(layouts, ["n1", "n2", "n3"], 2)
+    again = divide([Layout(tuple(x.parts)) for x in layouts], ["n1", "n2", "n3"], 2)
+    assert once == again == divide([layouts[0]] * 3, ["n1", "n2", "n3"], 2)
+
+
+def test_a_manifest_puts_exclusive_bytes_and_python_state_first_and_overlaps_nothing() -> None:
+    layouts = sharded(10, 4)
+    shares = divide(layouts, ["n1", "n2", "n3", "n4"], 2)
+    manifest = manifest_for(1, layouts, shares[1], blob_capacity=100)
+    spans = [(s.at, s.at + s.box.volume * 4) for s in manifest.stored]
+    spans.append((manifest.blob_at, manifest.blob_at + 8 + 100))
+    spans.sort()
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+    assert spans[-1][1] <= manifest.payload_bytes
+    assert manifest.stored[0].at < manifest.blob_at < manifest.exclusive <= manifest.stored[1].at
+    assert {t.name for t in manifest.catalog} == {"shard", "step"}
+
+
+def test_state_that_others_hold_needs_no_replication() -> None:
+    layouts = replicated([100], 4)
+    shares = divide(layouts, ["n1", "n2", "n3", "n4"], 2)
+    assert all(manifest_for(r, layouts, shares[r], 0).exclusive == 0 for r in range(4))
+
+
+def test_ranks_that_give_one_name_to_different_tensors_are_told_so() -> None:
+    layouts = [Layout((part("t", (4, 8)),)), Layout((part("t", (5, 8)),))]
+    shares = divide(layouts, ["n1", "n2"], 1)
+    with pytest.raises(ValueError, match="ranks disagree about t"):
+        manifest_for(0, layouts, shares[0], 0)
