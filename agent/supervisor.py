@@ -169,8 +169,8 @@ class Supervisor:
         self._local.close()
         for task in list(self._tasks):
             task.cancel()
-        self._uplink.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._uplink.close()
         if self._prober is not None:
             await self._prober.close()
         left = ["agent.json", "agent.sock"]

@@ -113,9 +113,9 @@ class Bench:
             yield Line(node, uplink, spool)
         finally:
             running.cancel()
-            uplink.close()
             with contextlib.suppress(asyncio.CancelledError):
                 await running
+            uplink.close()
 
 
 @pytest.fixture

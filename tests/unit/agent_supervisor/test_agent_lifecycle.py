@@ -1,0 +1,128 @@
+"""How the agent's processes begin and end, and what its daemons write down."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agent.lifecycle import RunDirectory, clear_segments, private_directory, write_atomically
+from agent.log_format import JsonLines, TextLines
+from everstep.errors import ConfigurationError
+
+DEADLINE_S = 20.0
+
+
+def test_two_agents_never_share_a_run_directory(tmp_path: Path) -> None:
+    first = RunDirectory(tmp_path / "run")
+    with pytest.raises(ConfigurationError, match="another agent runs in"):
+        RunDirectory(tmp_path / "run")
+    first.leave()
+    RunDirectory(tmp_path / "run").leave()
+
+
+def test_a_run_directory_is_for_its_owner_alone(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o755)
+    RunDirectory(tmp_path / "run").leave()
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_somebody_elses_directory_is_refused(tmp_path: Path) -> None:
+    os.chown(tmp_path, 65534, 65534)
+    with pytest.raises(ConfigurationError, match="belongs to another user"):
+        private_directory(tmp_path)
+
+
+def test_a_later_life_has_a_larger_number_even_if_the_clock_went_back(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    first = directory.incarnation(1000.0)
+    assert first == 1_000_000
+    assert directory.incarnation(2000.0) == 2_000_000
+    assert directory.incarnation(500.0) == 2_000_001
+    (tmp_path / "incarnation").write_text("not a number")
+    assert directory.incarnation(3000.0) == 3_000_000
+    directory.leave("incarnation", "never-there")
+    assert not (tmp_path / "incarnation").exists()
+
+
+def test_a_file_is_replaced_whole_and_private(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "f.json", {"a": 1})
+    write_atomically(tmp_path / "f.json", {"a": 2})
+    assert json.loads((tmp_path / "f.json").read_text()) == {"a": 2}
+    assert (tmp_path / "f.json").stat().st_mode & 0o777 == 0o600
+    assert [p.name for p in tmp_path.iterdir()] == ["f.json"]
+
+
+def test_what_a_killed_vault_left_is_unlinked(tmp_path: Path) -> None:
+    segments = tmp_path / "everstep-0" / "n1"
+    (segments / "job").mkdir(parents=True)
+    (segments / "job" / "rank0").write_bytes(b"x")
+    (segments / ".lock").write_bytes(b"")
+    assert clear_segments(segments) == 2
+    assert list(tmp_path.iterdir()) == []
+    assert clear_segments(segments) == 0
+
+
+def test_a_neighbours_segments_stay(tmp_path: Path) -> None:
+    mine, other = tmp_path / "everstep-0" / "n1", tmp_path / "everstep-0" / "n2"
+    mine.mkdir(parents=True)
+    other.mkdir()
+    clear_segments(mine)
+    assert other.is_dir()
+
+
+def test_a_process_ends_with_its_parent(tmp_path: Path) -> None:
+    child = (
+        "import os, time; from agent.lifecycle import die_with_parent; die_with_parent();"
+        f"open({str(tmp_path / 'pid')!r} + '.tmp', 'w').write(str(os.getpid()));"
+        f"os.rename({str(tmp_path / 'pid')!r} + '.tmp', {str(tmp_path / 'pid')!r}); time.sleep(60)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"]
+    )
+    try:
+        wait_for((tmp_path / "pid").exists)
+        pid = int((tmp_path / "pid").read_text())
+    finally:
+        parent.kill()
+        parent.wait()
+    wait_for(lambda: not is_running(pid))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(condition: object) -> None:
+    end = time.perf_counter() + DEADLINE_S
+    while not condition():  # type: ignore[operator]
+        assert time.perf_counter() < end, "waited in vain"
+        time.sleep(0.005)
+
+
+def record(**extra: object) -> logging.LogRecord:
+    made = logging.makeLogRecord({"name": "agent", "levelname": "INFO", "levelno": 20, "msg": "rank %d", "args": (3,)})
+    made.__dict__.update(extra)
+    return made
+
+
+def test_a_json_line_has_what_a_search_needs() -> None:
+    line = json.loads(JsonLines().format(record(node="n1", trace="t1")))
+    assert line["message"] == "rank 3"
+    assert (line["node"], line["trace"], line["level"]) == ("n1", "t1", "info")
+    assert line["at"].endswith("+00:00")
+
+
+def test_a_text_line_shows_only_known_fields() -> None:
+    assert TextLines().format(record(node="n1", trace="")).endswith("rank 3 [node=n1]")
+    assert TextLines().format(record()).endswith("rank 3")
