@@ -1,0 +1,70 @@
+"""The checked-in dashboard and rules, without servers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+
+from dashboards.build import GRID, TARGET, dashboard
+
+PROMETHEUS = TARGET.parents[1] / "prometheus"
+promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None,
+    reason="promtool is not installed (Debian's package prometheus has it): the rules were not tested",
+)
+
+
+def panels() -> Iterator[dict[str, Any]]:
+    yield from (panel for panel in dashboard()["panels"] if panel["type"] != "row")
+
+
+def test_the_checked_in_dashboard_is_what_the_table_says() -> None:
+    assert json.loads(TARGET.read_text()) == dashboard(), "run `python -m dashboards.build`"
+
+
+def test_panels_have_unique_ids_titles_descriptions_and_queries() -> None:
+    found = list(panels())
+    assert len({panel["id"] for panel in dashboard()["panels"]}) == len(dashboard()["panels"])
+    for panel in found:
+        assert panel["title"]
+        assert panel["description"]
+        assert panel["targets"]
+
+
+def test_panels_stay_on_the_grid_and_do_not_overlap() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard()["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= GRID
+        cells = {(place["x"] + i, place["y"] + j) for i in range(place["w"]) for j in range(place["h"])}
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+def test_every_alert_says_what_happened_and_what_to_type() -> None:
+    rules = yaml.safe_load((PROMETHEUS / "everstep.rules.yml").read_text())
+    alerts = [rule for group in rules["groups"] for rule in group["rules"] if "alert" in rule]
+    assert alerts
+    for alert in alerts:
+        assert alert["annotations"]["summary"]
+        assert alert["annotations"]["description"]
+        assert alert["labels"]["severity"] in {"page", "warn"}
+
+
+@promtool
+def test_promtool_finds_the_rules_sound() -> None:
+    command = ["promtool", "check", "rules", str(PROMETHEUS / "everstep.rules.yml")]
+    subprocess.run(command, check=True, timeout=30, capture_output=True)
+
+
+@promtool
+def test_alerts_fire_when_they_must_and_only_then() -> None:
+    command = ["promtool", "test", "rules", str(PROMETHEUS / "everstep.test.yml")]
+    done = subprocess.run(command, timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
