@@ -63,7 +63,7 @@ def _convict(turn: Turn, job: JobRecord, nodes: list[str], what: str) -> bool:
         finding = _finding(turn, node, what, Severity.CRITICAL)
         if not serving(turn, node):
             continue
-        if not evict(turn, node, finding, f"{node}: {what}", needs_operator=True):
+        if not evict(turn, node, finding, f"{node}: {what}"):
             settled = False
             continue
         cause = Cause(

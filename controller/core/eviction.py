@@ -6,7 +6,7 @@ from controller.core.membership import jobs_seated_on, next_seats
 from controller.core.quarantine import begin_quarantine
 from controller.core.state import FleetState
 from controller.core.turn import Turn
-from everstep.vocabulary import Action, Decision, Finding, JobState, NodeState
+from everstep.vocabulary import Action, Decision, Finding, FindingKind, JobState, NodeState
 
 
 def budget(turn: Turn) -> int:
@@ -15,10 +15,10 @@ def budget(turn: Turn) -> int:
     return max(1, min(policy.eviction_count, int(policy.eviction_share * len(turn.state.nodes))))
 
 
-def evict(turn: Turn, node: str, finding: Finding, sentence: str, *, needs_operator: bool = False) -> bool:
+def evict(turn: Turn, node: str, finding: Finding, sentence: str) -> bool:
     """Sends a serving node into quarantine, when minimum and budget allow; the verdict says which it was.
 
-    The caller regroups the jobs that have seats on it.
+    A node that computed wrongly stays there until somebody vouches for it: no sensor will see it heal. The caller regroups the jobs that have seats on it.
     """
     needed = needed_by(turn.state, node)
     held = needed or _over_budget(turn)
@@ -32,7 +32,7 @@ def evict(turn: Turn, node: str, finding: Finding, sentence: str, *, needs_opera
     record = turn.state.nodes[node]
     turn.state.fleet.evictions.append(turn.now)
     turn.fleet_changed()
-    words = f"{sentence}; evicted"
+    words, needs_operator = f"{sentence}; evicted", finding.kind is FindingKind.DIGEST_MISMATCH
     if needs_operator:
         words += ", until an operator readmits it or the hardware is replaced"
     begin_quarantine(turn, node, words, (finding,), action=_cure(finding), wait_s=_offender_wait_s(turn, node))

@@ -174,7 +174,7 @@ def convict(turn: Turn, node: str, finding: Finding) -> None:
             reason=GenerationReason.NODE_EVICTED,
             sentence=f"{node} is evicted ({finding.message})",
             trace=finding.trace or turn.trace,
-            boundary=True,
+            boundary=finding.kind is not FindingKind.DIGEST_MISMATCH,
         )
         node_left_jobs(turn, node, cause)
 

@@ -233,10 +233,13 @@ class CoreFleet:
         self.progress(step, job=job)
 
     def progress(self, step: int, job: str = "job") -> None:
+        for member in self.running(job).roster:
+            self.progress_of(member.rank, step, job)
+
+    def progress_of(self, rank: int, step: int, job: str = "job") -> None:
         spec = self.running(job)
-        for member in spec.roster:
-            word = RankProgress(job=job, generation=spec.number, rank=member.rank, step=step, step_s=STEP_S)
-            self.touch(member.node, word)
+        word = RankProgress(job=job, generation=spec.number, rank=rank, step=step, step_s=STEP_S)
+        self.touch(spec.roster[rank].node, word)
 
     def seal(
         self,

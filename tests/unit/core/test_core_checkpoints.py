@@ -1,0 +1,214 @@
+"""What is committed, what is verified, and what a generation may start from."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller.core.checkpoints import corroborated, count_votes
+from controller.core.effects import Effect, PutVersion
+from controller.core.events import OperatorAction
+from everstep.ids import Version
+from everstep.vocabulary import JobState, NodeState
+from everstep.wire.v1.directives import NewGeneration, StopJob, VersionNotice
+from everstep.wire.v1.training import RestoreRule
+from tests.support.core_fleet import CoreFleet, decisions, generations, sent
+
+ballots = st.dictionaries(st.integers(0, 7), st.sampled_from("abc"), min_size=1)
+
+
+def _versions(effects: list[Effect]) -> list[tuple[Version, bool]]:
+    return [(e.doc.version, e.doc.verified_at is not None) for e in effects if isinstance(e, PutVersion)]
+
+
+# --- votes -------------------------------------------------------------------------------------------------------
+
+
+@given(ballots)
+def test_liars_are_exactly_those_outside_a_strict_majority(votes: dict[int, str]) -> None:
+    vote, counts = count_votes({"g": votes}), Counter(votes.values())
+    majority = [digest for digest, count in counts.items() if 2 * count > len(votes)]
+    if majority:
+        assert vote.liars == {rank for rank, digest in votes.items() if digest != majority[0]}
+        assert not vote.tied
+    else:
+        assert vote.tied == set(votes)
+        assert not vote.liars
+
+
+@given(st.dictionaries(st.sampled_from("gh"), ballots))
+def test_nobody_is_both_a_liar_and_tied(digests: dict[str, dict[int, str]]) -> None:
+    vote = count_votes(digests)
+    assert not vote.liars & vote.tied
+    assert vote.unanimous == all(len(set(votes.values())) == 1 for votes in digests.values())
+
+
+def test_a_digest_that_nobody_shares_verifies_nothing() -> None:
+    assert corroborated({"g": {0: "a", 1: "a"}}, frozenset({0, 1}))
+    assert not corroborated({"g": {0: "a"}, "h": {1: "a"}}, frozenset({0, 1}))
+    assert not corroborated({"g": {0: "a", 1: "a"}}, frozenset({0, 1, 2}))
+
+
+# --- commits -----------------------------------------------------------------------------------------------------
+
+
+@given(st.permutations([(rank, step) for rank in range(3) for step in (1, 2, 3)]))
+def test_commits_follow_the_seals_in_any_order(order: list[tuple[int, int]]) -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    seen: dict[int, set[int]] = {}
+    newest = 0
+    for rank, step in order:
+        effects = fleet.seal(step, rank)
+        seen.setdefault(step, set()).add(rank)
+        due = len(seen[step]) == 3 and step > newest
+        assert [v for v, _ in _versions(effects)] == ([Version(1, step)] if due else [])
+        newest = step if due else newest
+    assert fleet.state.live_jobs["job"].committed == Version(1, 3)
+
+
+def test_a_version_commits_only_when_every_share_is_safe() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    assert _versions(fleet.seal(4, safe=False)) == []
+    assert _versions(fleet.seal(4, 0)) == []
+    assert _versions(fleet.seal(4, 1)) == [(Version(1, 4), True)]
+
+
+def test_without_digests_a_version_is_committed_and_not_verified() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    assert _versions(fleet.seal(4, digests={0: "", 1: ""})) == [(Version(1, 4), False)]
+
+
+def test_seals_of_a_generation_that_is_over_are_refused() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.lose_rank(0)
+    assert fleet.seal(4, generation=1) == []
+    assert fleet.state.ignored["sealed.stale"] == 2
+
+
+def test_seals_count_on_until_an_announced_boundary() -> None:
+    fleet = CoreFleet()
+    fleet.start(2, 1)
+    fleet.seal(4)
+    fleet.order(OperatorAction.DRAIN, node="n1")
+    assert fleet.job().leaving is not None
+    assert _versions(fleet.seal(5)) == [(Version(1, 5), True)]
+
+
+def test_the_window_of_open_versions_is_bounded() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    for step in range(200):
+        fleet.seal(step + 1, 0)
+    assert len(fleet.state.live_jobs["job"].ballots) == fleet.policy.version_window
+
+
+def test_what_the_ranks_restored_counts_as_committed() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.seal(4)
+    fleet.lose_rank(0)
+    before = len(fleet.effects)
+    fleet.resume(restored=Version(1, 5), step=6)
+    assert _versions(fleet.effects[before:]) == [(Version(1, 5), False)]
+
+
+def test_notices_are_rate_limited_and_none_is_lost() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    first, second = fleet.seal(4), fleet.seal(5)
+    assert set(sent(first, VersionNotice)) == {"n1", "n2"}
+    assert sent(second, VersionNotice) == {}
+    late = fleet.advance(0.25, "n1", "n2")
+    assert sent(late, VersionNotice)["n1"].committed == Version(1, 5)
+
+
+# --- what a generation may start from ----------------------------------------------------------------------------
+
+
+def test_the_first_generation_starts_from_scratch_and_a_later_one_from_what_is_whole() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    assert fleet.spec().restore == RestoreRule(scratch=True)
+    fleet.lose_rank(0)
+    assert fleet.spec().restore == RestoreRule()
+    fleet.resume()
+    fleet.seal(4)
+    fleet.lose_rank(0)
+    assert fleet.spec().restore == RestoreRule(floor=Version(2, 4))
+
+
+def test_corruption_goes_back_to_the_newest_verified_version() -> None:
+    fleet = CoreFleet()
+    fleet.start(4, 1)
+    fleet.seal(4)
+    fleet.seal(5, digests=dict.fromkeys(range(4), ""))
+    effects = fleet.seal(6, digests={2: "bad"})
+    assert decisions(effects) == [("n3", "evict")]
+    assert fleet.spec().restore == RestoreRule(floor=Version(1, 4), ceiling=Version(1, 4))
+    assert fleet.seats() == ["n1", "n2", "n5", "n4"]
+    assert "n3" not in [holder.node for holder in fleet.spec().holders]
+    assert "n3" in sent(effects, NewGeneration)
+
+
+def test_the_ceiling_holds_through_further_losses_until_a_new_commit() -> None:
+    fleet = CoreFleet()
+    fleet.start(4, 1)
+    fleet.seal(4)
+    fleet.seal(6, digests={2: "bad"})
+    fleet.lose_rank(0)
+    assert fleet.spec().restore.ceiling == Version(1, 4)
+    fleet.resume(restored=Version(1, 4), step=5)
+    fleet.seal(5)
+    fleet.lose_rank(0)
+    assert fleet.spec().restore == RestoreRule(floor=Version(3, 5))
+
+
+def test_corruption_before_anything_was_verified_starts_anew() -> None:
+    fleet = CoreFleet()
+    fleet.start(4)
+    fleet.seal(4, digests={2: "bad"})
+    assert fleet.spec().restore == RestoreRule(scratch=True)
+
+
+def test_a_mismatch_in_a_vote_cut_short_still_bounds_what_is_restored() -> None:
+    fleet = CoreFleet()
+    fleet.start(4)
+    fleet.seal(4)
+    fleet.seal(5, 0, 1, 2, digests={2: "bad"})
+    fleet.lose_rank(3)
+    assert fleet.spec().restore.ceiling == Version(1, 4)
+
+
+def test_a_liar_that_cannot_be_evicted_stops_the_job_in_the_end() -> None:
+    fleet = CoreFleet()
+    fleet.start(3, min_nodes=3)
+    fleet.seal(1)
+    for _ in range(3):
+        last = fleet.seal(2, digests={1: "bad"})
+    assert fleet.job_state() is JobState.FAILED
+    assert set(sent(last, StopJob)) == {"n1", "n2", "n3"}
+    assert fleet.node_state("n2") is NodeState.QUARANTINED, "nothing needs it any more"
+    assert fleet.state.nodes["n2"].needs_operator
+
+
+def test_ranks_of_one_node_that_disagree_convict_it() -> None:
+    fleet = CoreFleet()
+    fleet.start(1, 1, nproc_per_node=2)
+    fleet.seal(1)
+    assert decisions(fleet.seal(2, digests={1: "bad"})) == [("n1", "evict")]
+    assert fleet.seats() == ["n2"]
+
+
+def test_several_liars_leave_in_one_generation() -> None:
+    fleet = CoreFleet()
+    fleet.start(5, 0)
+    fleet.seal(1)
+    effects = fleet.seal(2, digests={1: "bad", 3: "worse"})
+    assert len(generations(effects)) == 1
+    assert fleet.seats() == ["n1", "n3", "n5"]

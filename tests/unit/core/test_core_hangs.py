@@ -1,0 +1,160 @@
+"""Ranks that are lost, that hang, that flap."""
+
+from __future__ import annotations
+
+import msgspec
+
+from controller.core.effects import Send
+from controller.core.hangs import name_stuck
+from controller.core.policy import CorePolicy
+from everstep.vocabulary import GenerationReason, JobState
+from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
+from everstep.wire.v1.training import RankProgress
+from tests.support.core_fleet import CoreFleet, decisions, generations, sent
+
+
+def _at(rank: int, step: int) -> RankProgress:
+    return RankProgress(job="job", generation=1, rank=rank, step=step, step_s=0.1)
+
+
+def test_the_rank_behind_all_others_is_the_stuck_one() -> None:
+    assert name_stuck({0: (5, 10), 1: (5, 9), 2: (5, 10)}, [], {}) == 1
+    assert name_stuck({0: (5, 10), 1: (4, 99)}, [], {}) == 1
+
+
+def test_the_one_that_says_nothing_is_stuck_when_the_others_stand_side_by_side() -> None:
+    assert name_stuck({0: (5, 10), 1: (5, 10)}, [2], {2: _at(2, 5)}) == 2
+
+
+def test_of_several_silent_ones_the_one_clearly_behind_is_named() -> None:
+    assert name_stuck({0: (5, 10)}, [1, 2], {1: _at(1, 4), 2: _at(2, 5)}) == 1
+
+
+def test_nobody_is_named_by_guessing() -> None:
+    assert name_stuck({0: (5, 10), 1: (5, 10)}, [], {}) is None
+    assert name_stuck({0: (5, 10), 1: (5, 10)}, [2, 3], {2: _at(2, 5), 3: _at(3, 5)}) is None
+    assert name_stuck({0: (5, 9), 1: (5, 9), 2: (5, 10)}, [], {}) is None
+
+
+def test_a_single_rank_that_reports_itself_behind_the_others_is_stuck() -> None:
+    assert name_stuck({0: (5, 10)}, [1, 2], {1: _at(1, 9), 2: _at(2, 9)}) == 0
+    assert name_stuck({0: (5, 10)}, [], {}) == 0
+
+
+def test_kill_and_next_generation_come_together_and_the_kill_comes_first() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    effects = fleet.unresponsive(1)
+    to_it = [type(e.body) for e in effects if isinstance(e, Send) and e.node == "n2"]
+    assert to_it == [KillRank, NewGeneration]
+    assert sent(effects, KillRank)["n2"].generation == 1
+    assert fleet.spec().reason is GenerationReason.RANK_HUNG
+
+
+def test_a_second_stopped_rank_is_killed_without_another_generation() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.unresponsive(1)
+    effects = fleet.unresponsive(2, generation=1)
+    assert generations(effects) == []
+    assert sent(effects, KillRank)["n3"].generation == 1
+
+
+def test_all_ranks_stalled_alike_leave_together_and_nobody_is_killed() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.stall(0)
+    effects = fleet.stall(1)
+    assert sent(effects, KillRank) == {}
+    assert fleet.spec().number == 2
+
+
+def test_a_silent_node_explains_a_stall_better_than_a_stuck_rank() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.disconnect("n3")
+    fleet.stall(0)
+    effects = fleet.advance(0.1)
+    assert fleet.seats() == ["n1", "n2"]
+    assert sent(effects, KillRank) == {}
+
+
+def test_a_replacement_keeps_every_seat() -> None:
+    fleet = CoreFleet()
+    fleet.start(4, 1)
+    effects = fleet.lose_rank(0)
+    assert [spec.number for spec in generations(effects)] == [2]
+    assert fleet.seats() == ["n1", "n2", "n3", "n4"]
+
+
+def test_several_losses_at_once_are_one_generation() -> None:
+    fleet = CoreFleet()
+    fleet.start(2, nproc_per_node=4)
+    fleet.lose_rank(0)
+    for rank in (1, 2, 3):
+        assert generations(fleet.lose_rank(rank, generation=1)) == []
+
+
+def test_a_late_word_that_there_is_no_replacement_still_counts() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.lose_rank(0)
+    assert generations(fleet.lose_rank(1, generation=1, replacement=False))[0].number == 3
+    assert fleet.seats() == ["n1", "n3"]
+
+
+def test_a_loss_during_a_regrouping_is_the_next_generation() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.lose_rank(0)
+    fleet.lose_rank(1)
+    assert fleet.spec().number == 3
+
+
+def test_a_rank_that_has_finished_cannot_be_lost() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.finish(0)
+    assert generations(fleet.lose_rank(0)) == []
+
+
+def _flapping() -> CoreFleet:
+    return CoreFleet(msgspec.structs.replace(CorePolicy.lab(), rank_flap_count=3))
+
+
+def test_a_node_that_keeps_losing_ranks_is_left_out() -> None:
+    fleet = _flapping()
+    fleet.start(2, 1)
+    fleet.lose_rank(0)
+    fleet.lose_rank(0)
+    assert decisions(fleet.lose_rank(0)) == [("n1", "recommend")]
+    assert fleet.seats() == ["n3", "n2"]
+
+
+def test_old_losses_are_forgotten() -> None:
+    fleet = _flapping()
+    fleet.start(2, 1)
+    for _ in range(4):
+        fleet.lose_rank(0)
+        fleet.resume()
+        fleet.advance(40.0, "n1", "n2", "n3")
+    assert fleet.seats() == ["n1", "n2"]
+
+
+def test_flapping_without_another_node_fails_the_job() -> None:
+    fleet = _flapping()
+    fleet.start(1)
+    fleet.lose_rank(0)
+    fleet.lose_rank(0)
+    effects = fleet.lose_rank(0)
+    assert fleet.job_state() is JobState.FAILED
+    assert sent(effects, StopJob)["n1"].ok is False
+
+
+def test_a_launchers_new_life_wipes_the_slate() -> None:
+    fleet = _flapping()
+    fleet.start(2, 1)
+    for _ in range(3):
+        fleet.lose_rank(0)
+    fleet.join("n1")
+    assert fleet.job().excluded == {}
