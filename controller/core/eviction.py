@@ -18,8 +18,10 @@ def budget(turn: Turn) -> int:
 def evict(turn: Turn, node: str, finding: Finding, sentence: str) -> bool:
     """Sends a serving node into quarantine, when minimum and budget allow; the verdict says which it was.
 
-    A node that computed wrongly stays there until somebody vouches for it: no sensor will see it heal. The caller regroups the jobs that have seats on it.
+    A node that computed wrongly stays there until somebody vouches for it: no sensor will see it heal. The caller
+    regroups the jobs that have seats on it.
     """
+    trace = finding.trace or turn.trace
     needed = needed_by(turn.state, node)
     held = needed or _over_budget(turn)
     if held:
@@ -27,7 +29,7 @@ def evict(turn: Turn, node: str, finding: Finding, sentence: str) -> bool:
             turn.state.nodes[node].overruled = finding.key
             turn.state.overruled.add(node)
         words = f"{sentence}; not evicted: {held}"
-        turn.verdict(node, Decision.HOLD_BY_BUDGET, words, action=finding.action, evidence=(finding,))
+        turn.verdict(node, Decision.HOLD_BY_BUDGET, words, action=finding.action, evidence=(finding,), trace=trace)
         return False
     record = turn.state.nodes[node]
     turn.state.fleet.evictions.append(turn.now)
@@ -40,7 +42,7 @@ def evict(turn: Turn, node: str, finding: Finding, sentence: str) -> bool:
     record.needs_operator = needs_operator
     if needs_operator:
         record.condemned = [gpu.uuid for gpu in record.gpus] or [node]
-    turn.verdict(node, Decision.EVICT, words, action=record.action, evidence=(finding,))
+    turn.verdict(node, Decision.EVICT, words, action=record.action, evidence=(finding,), trace=trace)
     return True
 
 

@@ -143,10 +143,11 @@ def lose_doubtful(turn: Turn, job: JobRecord, witness: str) -> bool:
     if not doubts:
         return False
     named = ", ".join(f"{node} {words}" for node, words in doubts.items())
+    pending = turn.state.live_jobs[job.job].pending
     cause = Cause(
         reason=GenerationReason.NODE_LOST,
         sentence=f"{named}, and {witness}",
-        trace=turn.trace,
+        trace=pending.trace if pending else turn.trace,
         without=frozenset(doubts),
     )
     regroup(turn, job, cause)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from controller.core.effects import Send
+from controller.core.effects import Audit, Send
 from controller.core.hangs import name_stuck
 from controller.core.policy import CorePolicy
 from everstep.vocabulary import GenerationReason, JobState
@@ -158,3 +158,16 @@ def test_a_launchers_new_life_wipes_the_slate() -> None:
         fleet.lose_rank(0)
     fleet.join("n1")
     assert fleet.job().excluded == {}
+
+
+def test_one_trace_leads_from_the_first_witness_to_the_last_rank_that_steps() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.fail_collective(0)
+    trace = f"t{fleet.traces}"
+    before = len(fleet.effects)
+    fleet.disconnect("n3")
+    fleet.resume()
+    entries = [e.entry for e in fleet.effects[before:] if isinstance(e, Audit)]
+    assert [entry.kind for entry in entries if entry.trace == trace] == ["generation", "resumed"]
+    assert fleet.spec().trace == trace
