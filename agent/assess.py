@@ -20,6 +20,9 @@ from everstep.vocabulary import Finding, FindingKind, Severity
 
 SENSOR_SUBJECT = "nvml"
 HOST_SUBJECT = "host"
+MOST_SAID = 64
+"""Findings from lines of the kernel's log that may stand at a time."""
+
 _GRAVITY = {severity: gravity for gravity, severity in enumerate(Severity)}
 
 
@@ -231,6 +234,8 @@ class Assessor:
         before = self._said.get(key)
         if before is not None:
             self._said[key] = (rule, before[1], now.monotonic)
+            return
+        if len(self._said) >= MOST_SAID:
             return
         finding = Finding(
             kind=rule.kind,

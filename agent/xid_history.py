@@ -12,6 +12,9 @@ from everstep.vocabulary import Action, Finding, FindingKind, Mode, Severity
 RECOVERY_SETTLE_S = 10.0
 """How long NVML must contradict a recovery action of the kernel log before it is believed."""
 
+MOST_RECORDS = 256
+"""A log of garbage must not grow the daemon or its heartbeat; no node has so many different faults."""
+
 
 class XidRecord(msgspec.Struct, kw_only=True):
     """What is known of one XID on one GPU. Times are wall seconds, except ``quiet_since``, which is monotonic.
@@ -52,9 +55,13 @@ class XidHistory:
     def take(self, event: XidEvent, wall: float, now_s: float) -> bool:
         """Takes one event; True where the findings have changed by it."""
         if event.xid == RECOVERY_ACTION_CHANGED and event.recovery is not None:
+            if event.pci_bus_id not in self._recovery and len(self._recovery) >= MOST_RECORDS:
+                return False
             return self._take_recovery(event.pci_bus_id, event.recovery, wall, now_s)
         key = (event.pci_bus_id, event.xid)
         record = self._records.get(key)
+        if record is None and len(self._records) >= MOST_RECORDS:
+            return False
         if record is None:
             record = XidRecord(pci_bus_id=key[0], xid=key[1], since=wall, text=event.text, counts={})
             self._records[key] = record
@@ -62,7 +69,8 @@ class XidHistory:
         record.counts[event.source] = record.counts.get(event.source, 0) + event.count
         record.text = record.text or event.text
         record.quiet_since = now_s
-        self.totals[key] = self.totals.get(key, 0) + record.count - before
+        if key in self.totals or len(self.totals) < MOST_RECORDS:
+            self.totals[key] = self.totals.get(key, 0) + record.count - before
         if before and record.count < 2 * record.told:
             return False
         record.told = record.count

@@ -29,13 +29,14 @@ class LogPosition(msgspec.Struct, frozen=True, kw_only=True):
 class KernelLog:
     """Reads what is new, in bounded portions, and never blocks.
 
-    A device is read from the oldest line it still has, since all of them are of this boot; a file, without a
-    ``position`` to go on from, from its end, since its lines may be of any boot. A file that is not there yet is
-    read from its beginning once it is.
+    Without a ``position`` to go on from, a device is read from its oldest line that is not older than ``not_before_s``
+    (seconds since boot), and a file from its end, since its lines may be of any boot. A file that is not there yet
+    is read from its beginning once it is.
     """
 
-    def __init__(self, path: str, position: LogPosition | None = None) -> None:
+    def __init__(self, path: str, position: LogPosition | None = None, not_before_s: float = 0.0) -> None:
         self._path = path
+        self._not_before_us = not_before_s * 1e6
         self._position = position or LogPosition()
         self._fresh = position is None
         self._descriptor: int | None = None
@@ -175,6 +176,8 @@ class KernelLog:
             if sequence <= self._position.sequence:
                 return []
             self._position = LogPosition(sequence=sequence)
+            if len(fields) > 2 and fields[2].isdigit() and int(fields[2]) < self._not_before_us:
+                return []
         line = text.partition(b"\n")[0]
         return [line.decode("utf-8", "replace")] if line else []
 

@@ -16,8 +16,9 @@ DISPLAY_CLASSES = ("0x0300", "0x0302")
 
 
 class PortReading(NamedTuple):
-    """One port as the kernel has it; counters are since the driver was loaded."""
+    """One port as the kernel has it; counters are since the driver was loaded. ``folder``: where it is found."""
 
+    folder: Path
     name: str
     kind: str
     up: bool
@@ -71,6 +72,7 @@ def infiniband_ports(root: Path) -> list[PortReading]:
             rate = (_text(port / "rate") or "").split(" ")[0]
             ports.append(
                 PortReading(
+                    folder=port,
                     name=f"{device.name}/{port.name}",
                     kind="infiniband",
                     up="ACTIVE" in state,
@@ -91,6 +93,7 @@ def ethernet_ports(root: Path) -> list[PortReading]:
         speed = _number(port / "speed")
         ports.append(
             PortReading(
+                folder=port,
                 name=port.name,
                 kind="ethernet",
                 up=_text(port / "operstate") == "up",
@@ -100,6 +103,15 @@ def ethernet_ports(root: Path) -> list[PortReading]:
             )
         )
     return ports
+
+
+def port_now(port: PortReading) -> PortReading | None:
+    """The port with its state read again, and everything else as it was; None where it is gone."""
+    infiniband = port.kind == "infiniband"
+    state = _text(port.folder / ("state" if infiniband else "operstate"))
+    if state is None:
+        return None
+    return port._replace(up="ACTIVE" in state if infiniband else state == "up")
 
 
 def nvidia_gpus_on_pci(root: Path) -> int | None:

@@ -31,7 +31,7 @@ class ProbeChild:
         ours, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "agent.probes.child", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-P", "-m", "agent.probes.child", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

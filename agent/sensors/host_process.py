@@ -26,6 +26,10 @@ from everstep.errors import MalformedMessage
 
 logger = logging.getLogger(__name__)
 
+BACKLOG_S = 900.0
+"""Without a memory of its own, the agent takes no line of the kernel's log that is older: what an older one told of has
+been cured, or shows in NVML. A fresh installation must not evict a node for the XID of last month."""
+
 STORM_PAUSE_S = 0.01
 """Between two portions of a kernel log that does not end, the event loop's other work has its turn."""
 
@@ -237,10 +241,16 @@ def _kernel_log(settings: SensorSettings, kept: Kept, boot_id: str) -> KernelLog
     if not settings.kernel_log:
         return None
     position = kept.log
-    if position is not None and kept.memory.boot_id != boot_id:
+    if position is not None and kept.memory.boot_id == boot_id:
+        return KernelLog(settings.kernel_log, position)
+    if position is not None:
         # The kernel numbers its lines anew at every boot; a file goes on where it was.
         position = LogPosition(inode=position.inode, offset=position.offset)
-    return KernelLog(settings.kernel_log, position)
+    try:
+        not_before_s = sysfs.uptime_s(Path(settings.proc_root)) - BACKLOG_S
+    except (OSError, ValueError, IndexError):
+        not_before_s = 0.0
+    return KernelLog(settings.kernel_log, position, not_before_s)
 
 
 async def _readable(descriptor: int) -> None:

@@ -7,16 +7,21 @@ from pathlib import Path
 from agent.drivers import sysfs
 from agent.sensors.samples import PortSample
 
+COUNTERS_EVERY = 10
+"""Polls between readings of all counters; whether a link is up is read at every poll."""
+
 
 class NetworkSensor:
     """InfiniBand and Ethernet ports under ``root``; remembers which were ever up."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._polls = 0
+        self._readings: list[sysfs.PortReading] = []
         self._was_up: dict[str, str] = {}
 
     def poll(self) -> tuple[PortSample, ...]:
-        readings = [*sysfs.infiniband_ports(self._root), *sysfs.ethernet_ports(self._root)]
+        readings = self._readings = self._read()
         self._was_up |= {reading.name: reading.kind for reading in readings if reading.up}
         samples = [
             PortSample(
@@ -33,3 +38,9 @@ class NetworkSensor:
         gone = self._was_up.keys() - {reading.name for reading in readings}
         samples += [PortSample(name=n, kind=self._was_up[n], up=False, was_up=True) for n in sorted(gone)]
         return tuple(samples)
+
+    def _read(self) -> list[sysfs.PortReading]:
+        self._polls += 1
+        if self._polls % COUNTERS_EVERY != 1:
+            return [now for port in self._readings if (now := sysfs.port_now(port)) is not None]
+        return [*sysfs.infiniband_ports(self._root), *sysfs.ethernet_ports(self._root)]

@@ -30,7 +30,7 @@ class SensorChild:
             self._page = mmap.mmap(page, DOING_BYTES, prot=mmap.PROT_READ)
             arguments = [str(theirs.fileno()), str(page), str(os.getpid())]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "agent.sensors.child", *arguments],
+                [sys.executable, "-P", "-m", "agent.sensors.child", *arguments],
                 pass_fds=(theirs.fileno(), page),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "MALLOC_ARENA_MAX": "1"},

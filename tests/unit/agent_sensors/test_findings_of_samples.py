@@ -3,8 +3,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from agent.assess import Memory
+from agent.assess import MOST_SAID, Memory
 from agent.sensors.samples import PortSample, SensorState, XidEvent
+from agent.xid_history import MOST_RECORDS
 from everstep.vocabulary import Action, Finding, Mode, Severity
 from tests.support.sensing import BUS, FELL_OFF, Judge, gpu
 
@@ -100,6 +101,14 @@ def test_a_storm_of_lines_makes_few_updates_and_keeps_the_count() -> None:
     assert updates <= 16
     assert judge.assessor.xids.totals == {(BUS, 79): 20_000}
     assert only(judge).value == 16_384
+
+
+def test_a_log_of_garbage_grows_nothing_without_bound() -> None:
+    judge = Judge()
+    judge.assessor.kernel_lines((f"NVRM: Xid (PCI:0000:1b:00): {xid}, x" for xid in range(1000, 6000)), judge.now())
+    judge.assessor.kernel_lines((f"SXid (PCI:0000:{n:x}:00.0): 1, Fatal" for n in range(5000)), judge.now())
+    assert len(judge.assessor.findings) == MOST_RECORDS + MOST_SAID
+    assert len(judge.assessor.xids.totals) == MOST_RECORDS
 
 
 def test_a_finding_stays_equal_until_something_that_matters_changes() -> None:

@@ -9,7 +9,7 @@ import pytest
 from agent.drivers import sysfs
 from agent.sensors import host as host_module
 from agent.sensors.host import HostSensor, PathSensor
-from agent.sensors.network import NetworkSensor
+from agent.sensors.network import COUNTERS_EVERY, NetworkSensor
 from everstep.clock import ManualClock
 
 
@@ -74,6 +74,16 @@ def test_a_port_that_vanishes_is_down(tmp_path: Path) -> None:
     (tmp_path / "class/infiniband/mlx5_0/ports/1/state").unlink()
     (port,) = sensor.poll()
     assert (port.name, port.lost_link) == ("mlx5_0/1", 1)
+
+
+def test_counters_are_read_now_and_then_and_new_ports_found(tmp_path: Path) -> None:
+    sensor = NetworkSensor(infiniband(tmp_path, "4: ACTIVE", downs=1))
+    sensor.poll()
+    infiniband(tmp_path, "4: ACTIVE", downs=2)
+    ethernet(tmp_path, "eth0", "up", physical=True)
+    polls = [sensor.poll() for _ in range(COUNTERS_EVERY)]
+    assert [len(poll) for poll in polls] == [1] * (COUNTERS_EVERY - 1) + [2]
+    assert polls[-1][0].link_downs == 2
 
 
 def test_a_machine_without_ports_has_none(tmp_path: Path) -> None:

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import itertools
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agent.drivers.kmsg import LINE_BYTES, READ_BYTES, KernelLog, LogPosition
 from agent.sensors.xid import normal_bus_id, read_xid
@@ -133,6 +137,32 @@ def test_kernel_records_are_read_once_by_their_numbers(logs: list[KernelLog], tm
     assert log._record(b"4,7,100,-;old\n") == []
     assert log._record(b"4,8,101,-;NVRM: new\n SUBSYSTEM=pci\n") == ["NVRM: new"]
     assert log.position.sequence == 8
+
+
+def test_a_fresh_installation_takes_no_old_lines_for_news() -> None:
+    log = KernelLog("/nowhere", not_before_s=1000.0)
+    assert log._record(b"4,1,999000000,-;NVRM: last month\n") == []
+    assert log._record(b"4,2,1000000001,-;NVRM: just now\n") == ["NVRM: just now"]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    lines=st.lists(st.text(st.characters(codec="ascii", exclude_characters="\r\n"), max_size=60), max_size=20),
+    cuts=st.lists(st.integers(0, 2000), max_size=10),
+)
+def test_however_a_log_grows_its_lines_are_the_same(lines: list[str], cuts: list[int]) -> None:
+    text = "".join(line + "\n" for line in lines)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "log"
+        path.touch()
+        log = KernelLog(str(path))
+        log.open()
+        read: list[str] = []
+        for start, end in itertools.pairwise([0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]):
+            append(path, text[start:end])
+            read += log.read()
+        log.close()
+    assert read == [line for line in lines if line]
 
 
 @pytest.mark.parametrize(

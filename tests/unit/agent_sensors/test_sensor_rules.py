@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agent.policy.rules import Criterion, Event, Rule
 from agent.rule_history import WINDOW_PARTS, RuleHistory
@@ -33,6 +35,17 @@ def feed(history: RuleHistory, values: list[float | None], start: float = 0.0) -
 def test_a_rule_stands_once_n_of_the_last_m_polls_were_bad() -> None:
     history = RuleHistory(rule(n_of=(3, 5)))
     assert feed(history, [95, 20, 95, 20, 95]) == [False, False, False, False, True]
+
+
+@given(
+    n_of=st.tuples(st.integers(1, 6), st.integers(1, 6)).map(lambda pair: (min(pair), max(pair))),
+    bad=st.lists(st.booleans(), max_size=60),
+)
+def test_n_of_m_agrees_with_counting_by_hand(n_of: tuple[int, int], bad: list[bool]) -> None:
+    n, m = n_of
+    stood = feed(RuleHistory(rule(n_of=n_of, clear_after_s=1e9)), [95 if each else 20 for each in bad])
+    by_hand = [sum(bad[max(0, end - m) : end]) >= n for end in range(1, len(bad) + 1)]
+    assert stood == [any(by_hand[: end + 1]) for end in range(len(by_hand))]
 
 
 def test_bad_polls_that_are_too_far_apart_do_not_add_up() -> None:
