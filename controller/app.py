@@ -152,15 +152,19 @@ class Controller:
         self.feed.close()
 
     async def stop(self) -> None:
-        """Ends the loop and closes the database. Raises what ended the loop, if it ended by itself."""
+        """Ends the loop and closes the database, once what is being written has been."""
         self.release()
         assert self.task is not None
         self.task.cancel()
         await asyncio.wait({self.task})
         self.remediation.close()
-        if not self.task.cancelled():
-            self.task.result()  # raises; the database's thread may hang, so nobody waits for it
         await asyncio.to_thread(self.store.close)
+
+    def failure(self) -> BaseException | None:
+        """What ended the loop, if it ended by itself; then the process must end, and not wait for its threads."""
+        if self.task is None or not self.task.done() or self.task.cancelled():
+            return None
+        return self.task.exception()
 
     def serving(self) -> bool:
         """Whether the loop still runs."""

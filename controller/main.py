@@ -8,8 +8,10 @@ import contextlib
 import logging
 import os
 import random
+import resource
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 import msgspec
 import uvicorn
 from sqlalchemy.exc import SQLAlchemyError
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from controller.app import Controller
 from controller.config import PRESETS, ControllerSettings, load_settings, read_secret
@@ -116,11 +119,23 @@ class _Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
 
-def _server_config(settings: ControllerSettings, app: Any) -> uvicorn.Config:
+def _watching(controller: Controller) -> type[HttpToolsProtocol]:
+    """uvicorn's protocol, which tells the controller of every connection's end."""
+
+    class Watching(HttpToolsProtocol):
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            controller.app.polls.connection_lost(self.client)
+
+    return Watching
+
+
+def _server_config(settings: ControllerSettings, controller: Controller) -> uvicorn.Config:
     return uvicorn.Config(
-        app,
-        http="httptools",
+        controller.app,
+        http=_watching(controller),
         ws="none",
+        proxy_headers=False,
         lifespan="off",
         access_log=False,
         log_config=None,
@@ -134,16 +149,24 @@ def _server_config(settings: ControllerSettings, app: Any) -> uvicorn.Config:
 
 async def _serve(settings: ControllerSettings) -> int:
     secret = read_secret(settings.secret_file)
+    _check_certificate(settings)
     engine = await asyncio.to_thread(open_database, settings.database, migrate=settings.migrate)
     listener = _listen(settings)
     address = _address(listener)
     _warn_of_plain_text(settings, address)
     settings = msgspec.structs.replace(settings, name=settings.name or address)
-    controller = await Controller.start(
-        settings, secret, engine, SYSTEM_CLOCK, lambda failed: _remediation(settings, failed)
-    )
+    try:
+        controller = await Controller.start(
+            settings, secret, engine, SYSTEM_CLOCK, lambda failed: _remediation(settings, failed)
+        )
+    except SQLAlchemyError as error:
+        raise ConfigurationError(diagnose(error, parse_url(settings.database))) from error
+    except msgspec.DecodeError as error:
+        raise ConfigurationError(
+            f"what the database holds is not understood ({error}): it was written by another release; run that one"
+        ) from error
     assert controller.task is not None
-    server = _Server(_server_config(settings, controller.app), controller.release)
+    server = _Server(_server_config(settings, controller), controller.release)
     controller.task.add_done_callback(lambda _task: server.end())
     announcing = asyncio.create_task(_announce(server, settings, address))
     await server.serve(sockets=[listener])
@@ -162,19 +185,41 @@ async def _announce(server: uvicorn.Server, settings: ControllerSettings, addres
 
 
 async def _end(controller: Controller, settings: ControllerSettings) -> int:
-    """0 after an orderly end; after a failed transaction the process ends without waiting for its threads."""
-    try:
+    """0 after an orderly end. After a failed transaction the process ends at once: its threads may hang."""
+    failure = controller.failure()
+    if failure is None:
         await controller.stop()
-    except SQLAlchemyError as error:
-        trouble = diagnose(error, parse_url(settings.database))
-    except (EverstepError, TimeoutError, OSError) as error:
-        trouble = str(error) or f"the database did not answer within {settings.commit_timeout_s} s"
-    else:
         log.info("stopped")
         return 0
-    log.critical("a transaction failed, nothing of it was acknowledged: %s; start the controller again", trouble)
+    trouble = str(failure) or type(failure).__name__
+    if isinstance(failure, SQLAlchemyError):
+        trouble = diagnose(failure, parse_url(settings.database))
+    elif isinstance(failure, TimeoutError):
+        trouble = f"the database did not answer within {settings.commit_timeout_s:g} s"
+    log.critical(
+        "a transaction failed, nothing of it was acknowledged: %s; start the controller again",
+        trouble,
+        exc_info=None if isinstance(failure, SQLAlchemyError | EverstepError | TimeoutError) else failure,
+    )
     logging.shutdown()
     os._exit(EXIT_CRASHED)
+
+
+def _check_certificate(settings: ControllerSettings) -> None:
+    if not settings.tls_certificate:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_certificate, settings.tls_key)
+    except OSError as error:  # ssl.SSLError is one too
+        raise ConfigurationError(
+            f"the certificate {settings.tls_certificate} with the key {settings.tls_key} cannot be used: {error}"
+        ) from error
+
+
+def _raise_file_limit() -> None:
+    """Every agent holds three connections: a fleet of thousands is over the usual soft limit of 1024 files."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _warn_of_plain_text(settings: ControllerSettings, address: str) -> None:
@@ -189,6 +234,7 @@ def _run_serve(arguments: dict[str, Any], parent: int) -> int:
     settings = load_settings(arguments, preset=preset, file=file, environment=os.environ)
     if settings.die_with_parent:
         die_with_parent(parent)
+    _raise_file_limit()
     with asyncio.Runner(loop_factory=_new_loop) as runner:
         return runner.run(_serve(settings))
 

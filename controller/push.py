@@ -53,7 +53,7 @@ class Outbox:
         self._queues: dict[str, deque[Outgoing]] = defaultdict(deque)
         self._waiting: dict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self._pruned: dict[str, int] = {}
-        self._closed = False
+        self.closed = False
         self.deliver(Outgoing(node=row.node, seq=row.seq, body=row.body) for row in rows)
 
     def number(self, node: str) -> int:
@@ -129,7 +129,7 @@ class Outbox:
     def wait(self, node: str) -> asyncio.Future[None]:
         """A future that is done when something comes for the node, or this outbox closes. Give it to ``leave``."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if self._closed:
+        if self.closed:
             future.set_result(None)
         self._waiting[node].add(future)
         return future
@@ -142,7 +142,7 @@ class Outbox:
 
     def close(self) -> None:
         """Ends every wait, now and from now on: the controller is going."""
-        self._closed = True
+        self.closed = True
         for node in list(self._waiting):
             self.wake(node)
 

@@ -6,7 +6,6 @@ one encode, and no transaction.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable
@@ -16,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from controller.api import asgi
 from controller.api.auth import Gate
+from controller.api.polls import Polls
 from controller.core import events as ev
 from controller.core import fleet
 from controller.loop import FleetLoop
@@ -24,7 +24,6 @@ from controller.push import Encoded
 from controller.transaction import Transaction, new_trace
 from everstep.clock import Clock
 from everstep.errors import EverstepError, MalformedMessage, NotFound, StaleGeneration
-from everstep.vocabulary import NodeState
 from everstep.wire.v1.agent import MAX_BODY_BYTES, Heartbeat, Register, Registered, Reports, ReportsAnswer
 from everstep.wire.v1.training import AnyReport
 from everstep.wire.version import SPOKEN, negotiate
@@ -35,7 +34,6 @@ PREFIX = "/v1/agents/"
 _REGISTER = msgspec.json.Decoder(Register)
 _HEARTBEAT = msgspec.json.Decoder(Heartbeat)
 _REPORTS = msgspec.json.Decoder(Reports)
-_DOUBTED = (NodeState.SUSPECT, NodeState.LOST)
 
 Handler = Callable[[str, Scope, Receive, Send], Awaitable[None]]
 
@@ -89,6 +87,7 @@ class AgentRoutes:
         self._app = app
         self._loop = loop
         self._outbox = loop.outbox
+        self.polls = Polls(loop)
         self._gate = gate
         self._metrics = metrics
         self._clock = clock
@@ -245,47 +244,9 @@ class AgentRoutes:
         incarnation, after = asgi.integer(asked, "incarnation"), asgi.integer(asked, "after", 0)
         wait_s = asgi.seconds(asked, "wait_s", self._long_poll_max_s, self._long_poll_max_s)
         self._check_life(node, incarnation)
-        await self._heard(node, incarnation)
-        self._outbox.acknowledge(node, after)
-        if not self._outbox.has_any(node, after) and not await self._wait(node, wait_s, receive):
-            await self._disconnected(node, incarnation)
-            return
-        self._check_life(node, incarnation)
-        await asgi.answer(send, asgi.encode(_Directives(self._outbox.pending(node, after))))
-
-    async def _heard(self, node: str, incarnation: int) -> None:
-        """Tells the core of a node it had doubts about."""
-        live = self._loop.state.live_nodes.get(node)
-        doubted = self._loop.state.nodes[node].state in _DOUBTED or (live is not None and live.gone_at is not None)
-        if doubted:
-            event = ev.NodeHeard(node=node, incarnation=incarnation, trace=new_trace())
-            await self._loop.submit(lambda tx, now: tx.handle(event, now))
-
-    async def _wait(self, node: str, wait_s: float, receive: Receive) -> bool:
-        """Waits for something to send, ``wait_s`` at most. False when the client went away meanwhile."""
-        something = self._outbox.wait(node)
-        gone = asyncio.ensure_future(_client_gone(receive))
-        try:
-            await asyncio.wait({something, gone}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-            return something.done() or not gone.done()
-        finally:
-            self._outbox.leave(node, something)
-            gone.cancel()
-
-    async def _disconnected(self, node: str, incarnation: int) -> None:
-        """The held poll broke off. Another one that is held already means that the node only changed connections."""
-        if self._outbox.waiting(node):
-            return
-        event = ev.NodeDisconnected(node=node, incarnation=incarnation, trace=new_trace())
-        try:
-            await self._loop.submit(lambda tx, now: tx.handle(event, now))
-        except EverstepError as error:  # nobody is left to tell: the node began another life, or we are stopping
-            log.info("the end of a connection of node %s was not taken up: %s", node, error, extra={"node": node})
-
-
-async def _client_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        if await self.polls.hold(node, incarnation, after, wait_s, scope.get("client"), receive):
+            self._check_life(node, incarnation)
+            await asgi.answer(send, asgi.encode(_Directives(self._outbox.pending(node, after))))
 
 
 def _decode_register(body: bytes) -> Register:

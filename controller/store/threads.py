@@ -8,9 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from sqlalchemy import Engine
+from sqlalchemy.exc import SQLAlchemyError
 
+from controller.store.diagnose import diagnose
 from controller.store.records import Batch, Loaded
 from controller.store.repository import Reader, Writer
+from everstep.errors import Unavailable
 
 T = TypeVar("T")
 
@@ -46,8 +49,11 @@ class Store:
         await asyncio.wait_for(writing, self._commit_timeout_s)
 
     async def read(self, query: Callable[[Reader], T]) -> T:
-        """Runs a query in the reading thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._reads, query, self._reader)
+        """Runs a query in the reading thread. Raises Unavailable where the database fails."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._reads, query, self._reader)
+        except SQLAlchemyError as error:
+            raise Unavailable(diagnose(error, self._engine.url)) from error
 
     def close(self) -> None:
         """Waits for what is being written, then closes the connections."""

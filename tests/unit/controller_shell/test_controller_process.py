@@ -3,7 +3,9 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -153,12 +155,30 @@ def test_a_connection_that_breaks_while_its_poll_is_held_is_told_to_the_core(pro
     assert [event.node for event in events(process, "node.disconnected")] == ["n1"]
 
 
+def test_a_connection_that_breaks_between_two_polls_is_told_to_the_core(process: ControllerProcess) -> None:
+    after = register(process).next_directive - 1
+    with closing(process.connection()) as connection:
+        connection.request("GET", f"/v1/agents/n1/directives?incarnation=1&after={after}&wait_s=0.01", headers=N1)
+        assert connection.getresponse().read() == b'{"directives":[]}'
+    wait_for(lambda: events(process, "node.disconnected"), "the disconnection in the audit log")
+
+
+def test_a_connection_that_breaks_while_another_holds_a_poll_means_nothing(process: ControllerProcess) -> None:
+    with held_poll(process), closing(process.connection()) as other:
+        other.request("GET", "/v1/agents/n1/directives?incarnation=1&after=0&wait_s=0.01", headers=N1)
+        assert other.getresponse().read() == b'{"directives":[]}'
+        other.close()
+        register(process, "n2")
+        assert events(process, "node.disconnected") == []
+
+
 def test_a_poll_that_ends_with_its_time_is_no_disconnection(process: ControllerProcess) -> None:
     register(process)
-    for _ in range(3):
-        path = "/v1/agents/n1/directives?incarnation=1&after=0&wait_s=0.02"
-        assert process.ask("GET", path, None, N1) == (200, b'{"directives":[]}')
-    assert events(process, "node.disconnected") == []
+    with closing(process.connection()) as connection:
+        for _ in range(3):
+            connection.request("GET", "/v1/agents/n1/directives?incarnation=1&after=0&wait_s=0.02", headers=N1)
+            assert connection.getresponse().read() == b'{"directives":[]}'
+        assert events(process, "node.disconnected") == []
 
 
 def test_sigterm_ends_held_polls_and_streams_in_order(process: ControllerProcess) -> None:
@@ -324,6 +344,26 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ}, check=False)
 
 
+def test_a_certificate_that_is_none_is_refused_before_anything_is_served(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    secret.chmod(0o600)
+    arguments = ("--secret-file", str(secret), "--database", f"sqlite:///{tmp_path / 'c.db'}")
+    refused = run("serve", *arguments, "--tls-certificate", str(secret), "--tls-key", str(secret))
+    assert refused.returncode == 2
+    assert "cannot be used" in refused.stderr
+
+
+def test_a_state_that_another_release_wrote_is_not_guessed_at(tmp_path: Path) -> None:
+    with controller_process(tmp_path) as process:
+        register(process)
+        assert process.terminate() == 0
+        with closing(sqlite3.connect(tmp_path / "controller.db")) as connection, connection:
+            connection.execute("UPDATE nodes SET doc = '{\"node\": 7}'")
+        with pytest.raises(AssertionError, match="written by another release"):
+            process.start()
+
+
 def test_what_an_operator_must_mend_is_said_in_one_line_with_status_2(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(SECRET)
@@ -344,6 +384,27 @@ def test_an_address_in_use_is_said(process: ControllerProcess, tmp_path: Path) -
     refused = run("serve", "--listen", process.listen, *arguments)
     assert refused.returncode == 2
     assert f"cannot listen on {process.listen}" in refused.stderr
+
+
+def test_events_are_followed_across_a_restart_of_the_controller(process: ControllerProcess, tmp_path: Path) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text(mint(SECRET, TokenRole.VIEWER, "vera"))
+    command = [sys.executable, "-m", "everstep.cli.main", "--controller", process.url, "--token-file", str(token_file)]
+    with subprocess.Popen([*command, "events", "--follow", "--json"], stdout=subprocess.PIPE) as following:
+        assert following.stdout is not None
+        try:
+            for restarted, node in ((False, "n1"), (True, "n2")):
+                if restarted:
+                    process.kill()
+                    process.start()
+                register(process, node)
+                while (event := msgspec.json.decode(following.stdout.readline(), type=op.Event)).node != node:
+                    pass
+                assert event.kind == "node.registered"
+            following.send_signal(signal.SIGINT)
+            assert following.wait(20) == 0
+        finally:
+            following.kill()
 
 
 def test_the_token_command_prints_a_token_that_verifies(tmp_path: Path) -> None:
