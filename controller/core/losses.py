@@ -40,7 +40,7 @@ def rank_lost(turn: Turn, job: JobRecord, node: str, report: RankLost) -> None:
         return
     how = "its launcher has a replacement" if report.replacement else "its launcher has no replacement"
     sentence = f"rank {report.rank} on {node} lost ({_manner(report)}); {how}"
-    data = {"rank": str(report.rank), "detail": report.detail[:1024]}
+    data = {"rank": str(report.rank), "detail": report.detail[:1024], "seen_at": f"{report.at:.6f}"}
     turn.audit("rank.lost", sentence, node=node, job=job.job, generation=report.generation, data=data)
     replace_rank(turn, job, node, Cause(reason=GenerationReason.RANK_LOST, sentence=sentence, trace=turn.trace))
 

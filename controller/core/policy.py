@@ -79,6 +79,9 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Clean heartbeats on probation before a node is healthy."""
     probe_required: bool = True
     """Whether the way back leads through an all-reduce with a healthy partner (left out where there is none)."""
+    probe_sizes: tuple[int, ...] = (8, 65536, 1 << 20, 16 << 20)
+    """Bytes of the all-reduces on the way back. The partner may be training: larger ones say more about its links
+    and take more of them."""
     probe_timeout_s: float = 60.0
     """Seconds for both sides to report a probe."""
     probe_retry_s: float = 60.0
@@ -121,6 +124,7 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             eviction_window_s=300.0,
             quarantine_min_s=2.0,
             probation_beats=3,
+            probe_sizes=(8, 65536, 1 << 20),
             probe_timeout_s=30.0,
             probe_retry_s=2.0,
             offender_wait_s=5.0,

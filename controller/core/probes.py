@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from controller.core.state import Probe
 from controller.core.turn import Turn
 from everstep.wire.v1.directives import RunProbe
@@ -24,6 +26,8 @@ def start_probe(turn: Turn, nodes: tuple[str, ...], *, candidate: str | None) ->
         timeout_s=turn.policy.probe_timeout_s / 2,
         trace=turn.trace,
     )
+    if candidate is not None:
+        body = msgspec.structs.replace(body, sizes=turn.policy.probe_sizes)
     for node in nodes:
         turn.send(node, body)
     turn.audit("probe.started", f"{name}: all-reduce between {', '.join(nodes)}", node=candidate)

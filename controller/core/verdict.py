@@ -131,6 +131,8 @@ def _judge_if_new(turn: Turn, node: str, before: Finding | None, finding: Findin
     ):
         return
     data = {"severity": str(finding.severity), "rule": finding.rule, "key": finding.key}
+    if finding.since:
+        data["seen_at"] = f"{finding.since:.6f}"
     trace = finding.trace or turn.trace
     turn.audit("finding", f"{finding.message} ({node})", node=node, trace=trace, data=data)
     judge(turn, node, finding)
