@@ -255,7 +255,8 @@ def test_a_plain_script_finds_what_torchrun_would_give_it(agent: FakeAgent, tmp_
         "dist.init_process_group('gloo')\n"
         "total = torch.tensor([dist.get_rank() + 1.0])\n"
         "dist.all_reduce(total)\n"
-        'print(f\'{os.environ["RANK"]} of {os.environ["WORLD_SIZE"]}: {total.item()} {sys.argv[1:]} {__name__}\')\n'
+        "line = f'{dist.get_rank()} of {dist.get_world_size()}: {total.item()} {sys.argv[1:]} {__name__}'\n"
+        "os.write(1, (line + chr(10)).encode())\n"  # whole, whatever the other rank writes meanwhile
         "dist.destroy_process_group()\n"
     )
     with launched(tmp_path, "--agent-socket", str(agent.path), "--nproc-per-node", "2", str(script), "--x") as launcher:
