@@ -10,93 +10,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from typing import Any
 
-import msgspec
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep.errors import NotRestorable
 from trainer_hooks.snapshot.blob import decode_blob, dtype_name, dtype_of, encode_blob
-from trainer_hooks.snapshot.layout import Box, Layout, Part, Sharing, Tensor, whole
+from trainer_hooks.snapshot.layout import Layout, Sharing, Tensor
+from trainer_hooks.snapshot.live import Site, Still, TrackedTensor, local_part
+
+__all__ = ["TrackedState", "TrackedTensor"]
 
 _WRAPPERS = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)(?=\.|$)")
-
-ALWAYS_COMPARED_BYTES = 1 << 20
-"""Buffers up to this size are compared at every step, at some 10 GB/s."""
-
-
-class TrackedTensor(msgspec.Struct, frozen=True):
-    """One tensor, and the part of it that this rank holds.
-
-    ``shape`` is global, ``box`` this rank's part; ``local`` is a view of the live memory with the box's size.
-    ``parameter``: it takes part in the digest that replicas compare. ``place[key]`` is the tensor itself.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    box: Box
-    local: torch.Tensor
-    sharing: Sharing
-    parameter: bool
-    place: Mapping[Any, Any]
-    key: Any
-
-    @property
-    def volatile(self) -> bool:
-        """Whether forward passes may change it, so that it must be copied before the next one."""
-        return self.sharing is not Sharing.EQUAL
-
-    def now(self) -> torch.Tensor:
-        """The live memory at this moment; a module may put another tensor into its place."""
-        return local_part(self.name, self.place[self.key])[0]
-
-    def part(self, rank: int, world: int) -> Part:
-        """How the tensor stands in this rank's layout."""
-        shape, box = self.shape, self.box
-        if self.sharing is Sharing.OWN:
-            shape, box = (world, *shape), Box((rank, *box.offset), (1, *box.size))
-        dtype = self.local.dtype
-        return Part(self.name, dtype_name(dtype), dtype.itemsize, shape, box, self.sharing, self.parameter)
-
-
-class _Site(msgspec.Struct, frozen=True):
-    """Where a tensor was found, to see cheaply whether it is still there: ``place[key] is tensor`` at ``address``."""
-
-    place: Mapping[Any, Any]
-    key: Any
-    tensor: torch.Tensor
-    memory: torch.Tensor
-    address: int
-
-
-class _Still(msgspec.Struct):
-    """A buffer as it was, to see whether training changes it: most are constants, some are running statistics."""
-
-    buffer: torch.Tensor
-    version: int
-    value: torch.Tensor
-
-    def holds(self, now: torch.Tensor) -> bool:
-        """Whether ``now`` is the same buffer with the same bytes.
-
-        torch counts writes to a tensor, but batch normalization's kernels write past the count, and DDP writes what is
-        there already. So the bytes are compared: always where they are few, else when a write was counted.
-        """
-        if now is not self.buffer:
-            return False
-        if now.device.type != "cpu":  # a comparison would wait for the GPU: small buffers count as changing there
-            return now._version == self.version and now.nbytes > ALWAYS_COMPARED_BYTES
-        if now._version != self.version or now.nbytes <= ALWAYS_COMPARED_BYTES:
-            if not torch.equal(now, self.value):
-                return False
-            self.version = now._version
-        return True
 
 
 class TrackedState:
@@ -115,9 +43,12 @@ class TrackedState:
         for key, tracked in objects.items():
             self._sort_in(key, tracked)
         self._fqns = self._names()
-        self._sites: list[_Site] = []
+        self._sites: list[Site] = []
         self._sizes: list[tuple[Any, int]] = []
-        self._still: list[_Still] = []
+        self._still: list[Still] = []
+        self._scalars: list[tuple[str, str, dict[str, Any], str]] = []
+        self._extra: list[tuple[str, torch.nn.Module]] = []
+        self._looked = False
         self._changing: set[str] = set()
         self.settle()
 
@@ -139,7 +70,7 @@ class TrackedState:
 
     def settle(self) -> None:
         """Takes the buffers as they are now for unchanged: those that training changes from here on are found out."""
-        self._settled = {name: _Still(b, b._version, b.detach().clone()) for name, _, _, b in self._buffers()}
+        self._settled = {name: Still(b, b._version, b.detach().clone()) for name, _, _, b in self._buffers()}
 
     def tensors(self) -> list[TrackedTensor]:
         """All tensors now, in an order that is the same on every rank. Tied ones once, under their first name.
@@ -149,7 +80,18 @@ class TrackedState:
         """
         self._reshard()
         self._fqns = self._names()
-        self._sites, self._sizes, self._still = [], [], []
+        self._looked = True
+        self._sites, self._still, self._scalars = [], [], []
+        self._extra = [
+            (name, module)
+            for _, name, module in self._all_modules()
+            if type(module).get_extra_state is not torch.nn.Module.get_extra_state
+        ]
+        self._sizes = [
+            (inside, len(inside))
+            for _, _, module in self._all_modules()
+            for inside in (module._parameters, module._buffers, module._modules)
+        ]
         found: dict[Any, TrackedTensor] = {}
         for name, place, key, parameter in self._parameters():
             self._add(found, name, place, key, parameter, Sharing.EQUAL, parameter=True)
@@ -170,10 +112,11 @@ class TrackedState:
     def unchanged(self) -> bool:
         """Whether the tensors are still those that ``tensors`` found, in the same memory. Fast: every step asks."""
         return (
-            bool(self._sites)
+            self._looked
             and all(len(container) == size for container, size in self._sizes)
             and all(s.place.get(s.key) is s.tensor and s.memory.data_ptr() == s.address for s in self._sites)
             and all(still.holds(still.buffer) for still in self._still)
+            and not any(isinstance(state.get(key), torch.Tensor) for _, _, state, key in self._scalars)
         )
 
     def _reshard(self) -> None:
@@ -203,7 +146,7 @@ class TrackedState:
         local, box = local_part(name, tensor)
         if sharing is Sharing.EQUAL:
             memory = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-            self._sites.append(_Site(place, key, tensor, memory, memory.data_ptr()))
+            self._sites.append(Site(place, key, tensor, memory, memory.data_ptr()))
         identity = (local.data_ptr(), local.size(), local.stride(), local.dtype) if local.numel() else id(tensor)
         if identity not in found:
             found[identity] = TrackedTensor(name, tuple(tensor.shape), box, local, sharing, parameter, place, key)
@@ -249,6 +192,8 @@ class TrackedState:
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor):
                         yield f"{top}.{fqn}.{key}", state, key, value
+                    else:
+                        self._scalars.append((top, fqn, state, key))
 
     def _trained(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters with their names; one that is in no tracked module is named by its place."""
@@ -296,11 +241,16 @@ class TrackedState:
 
     def blob(self) -> bytes:
         """Hyper-parameters, optimizer state that is no tensor, and the state of all other objects, as bytes."""
+        if not self._looked:
+            self.tensors()
+        scalars: dict[str, dict[str, dict[str, Any]]] = {}
+        for top, fqn, state, key in self._scalars:
+            scalars.setdefault(top, {}).setdefault(fqn, {})[key] = state[key]
         return encode_blob(
             {
                 "groups": {top: _hyper_parameters(o) for top, o in self._optimizers.items()},
-                "scalars": {top: self._scalars(o) for top, o in self._optimizers.items()},
-                "extra": {name: module.get_extra_state() for name, module in self._with_extra_state()},
+                "scalars": scalars,
+                "extra": {name: module.get_extra_state() for name, module in self._extra},
                 "objects": {key: tracked.state_dict() for key, tracked in self._others.items()},
             }
         )
@@ -308,55 +258,21 @@ class TrackedState:
     def load_blob(self, data: bytes | memoryview) -> None:
         """Puts a blob's state into the objects. Raises NotRestorable where they are others than were stored."""
         blob = decode_blob(data)
+        if not self._looked:
+            self.tensors()
         for top, optimizer in self._optimizers.items():
             _load_groups(top, optimizer, blob["groups"].get(top, []))
             scalars = blob["scalars"].get(top, {})
             for fqn, parameter in self._trained(optimizer):
                 if fqn in scalars:
                     optimizer.state[parameter].update(scalars[fqn])
-        for name, module in self._with_extra_state():
+        for name, module in self._extra:
             if name in blob["extra"]:
                 module.set_extra_state(blob["extra"][name])
         for key, tracked in self._others.items():
             if key not in blob["objects"]:
                 raise NotRestorable(f"{key} is tracked now, but was not when the version was stored")
             tracked.load_state_dict(blob["objects"][key])
-
-    def _scalars(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-        found = {}
-        for fqn, parameter in self._trained(optimizer):
-            state = optimizer.state.get(parameter)
-            if state is not None:
-                rest = {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
-                if rest:
-                    found[fqn] = rest
-        return found
-
-    def _with_extra_state(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        for _, name, module in self._all_modules():
-            if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
-                yield name, module
-
-
-def local_part(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Box]:
-    """The live local memory of a tensor and its box in the whole. Raises TypeError for placements with no box."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach(), whole(tuple(tensor.shape))
-    for placement in tensor.placements:
-        if type(placement) not in (Shard, Replicate):
-            raise TypeError(f"{name} is placed as {placement}; only Shard and Replicate have a box to store")
-    box = _box_on_mesh(tensor.shape, tensor.device_mesh, tuple(tensor.placements))
-    local = tensor._local_tensor.detach()
-    if tuple(local.shape) != box.size:
-        raise TypeError(f"{name} holds a local part of shape {tuple(local.shape)} where its mesh says {box.size}")
-    return local, box
-
-
-@lru_cache(maxsize=1024)
-def _box_on_mesh(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Box:
-    """torch computes this in a millisecond; a model has few shapes, and one mesh for a generation."""
-    size, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
-    return Box(tuple(offset), tuple(size))
 
 
 def _refuse_fsdp1(top: str, parameter: torch.Tensor) -> None:

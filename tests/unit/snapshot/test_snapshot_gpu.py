@@ -1,0 +1,62 @@
+"""The GPU's way: page-locked slots, a stream of its own, and an event before the next update."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from everstep.ids import Version
+from everstep.wire.v1.training import RestoreRule
+from tests.support.generations import generation
+from tests.support.vaults import vaults
+from trainer_hooks.restore import restore
+from trainer_hooks.sdc.digest import WeightedDigest
+from trainer_hooks.snapshot.snapshotter import Snapshotter
+from trainer_hooks.state import TrackedState
+from trainer_hooks.vault_client import VaultClient
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+def test_a_snapshot_of_gpu_state_is_of_its_step_and_comes_back_to_the_bit() -> None:
+    """The update that follows ``wait`` on the training stream must not reach into the copy."""
+    with vaults() as fleet:
+        vault = fleet.start("n1")
+        fleet.configure()
+        client = VaultClient(str(vault.run_dir / "vault.sock"))
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        spec = generation(1)
+        objects = {"model": model, "optimizer": optimizer}
+        snapshots = Snapshotter(client, TrackedState(objects), spec, spec.roster[0], dist.HashStore(), lambda _: None)
+        try:
+            for step in range(1, 6):
+                model(torch.randn(64, 1024, device="cuda")).square().mean().backward()
+                snapshots.wait()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 5:
+                    expected = [p.detach().clone() for p in model.parameters()]
+                snapshots.begin(step)
+            snapshots.wait()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            snapshots.close(finish=True)
+            again = generation(2, restore=RestoreRule())
+            result = restore(client, TrackedState(objects), again, again.roster[0], dist.HashStore())
+        finally:
+            client.close()
+        assert result.version == Version(1, 5)
+        assert all(torch.equal(a, b) for a, b in zip(expected, model.parameters(), strict=True))
+
+
+def test_the_digest_of_a_tensor_is_the_same_on_the_gpu_and_on_the_host() -> None:
+    tensors = [torch.randn(n) for n in (5, 40_000, 3_000_000)]
+    on_gpu = [t.cuda() for t in tensors]
+    assert WeightedDigest(on_gpu).value() == WeightedDigest(tensors).value()

@@ -1,0 +1,277 @@
+"""One rank's snapshots and restores over a real vault: what is kept, what is believed, what never stops training."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from everstep.errors import NotRestorable
+from everstep.ids import Version
+from everstep.slots import SegmentView, SlotState
+from everstep.vocabulary import FindingKind
+from everstep.wire.v1.training import FindingRaised, JobSpec, RestoreRule, Sealed
+from tests.support.generations import JOB, generation
+from tests.support.vaults import Vaults, map_segment, until, vaults
+from trainer_hooks.restore import RestoreResult, restore
+from trainer_hooks.snapshot import snapshotter as module
+from trainer_hooks.snapshot.snapshotter import Snapshotter
+from trainer_hooks.state import TrackedState
+from trainer_hooks.vault_client import VaultClient
+
+
+class Counter:
+    """Small Python state."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def state_dict(self) -> dict[str, str]:
+        return {"text": self.text}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        self.text = state["text"]
+
+
+class Rank:
+    """A rank alone in its world, with a model whose weights say which step they are of."""
+
+    def __init__(self, fleet: Vaults, client: VaultClient) -> None:
+        self.fleet = fleet
+        self.client = client
+        self.path: Path = fleet.segments / "n1" / JOB / "own-0"
+
+    def objects(self) -> dict[str, object]:
+        self.model = nn.Linear(64, 64)
+        self.counter = Counter()
+        return {"model": self.model, "counter": self.counter}
+
+    def restore(self, number: int, rule: RestoreRule, findings: list[FindingRaised] | None = None) -> RestoreResult:
+        spec = generation(number, restore=rule)
+        hear = (findings if findings is not None else []).append
+        return restore(
+            self.client, TrackedState(self.objects()), spec, spec.roster[0], dist.HashStore(), on_finding=hear
+        )
+
+    def snapshotter(self, number: int, hear: Callable[[Sealed], None] = lambda _: None, **more: object) -> Snapshotter:
+        spec = generation(number)
+        self.state = TrackedState(self.objects())
+        return Snapshotter(self.client, self.state, spec, spec.roster[0], dist.HashStore(), hear, **more)  # type: ignore[arg-type]
+
+    def step(self, snapshots: Snapshotter, step: int) -> None:
+        """One step of a training loop: the weights become the step's number."""
+        snapshots.wait()
+        with torch.no_grad():
+            self.model.weight.fill_(step)
+        self.counter.text = f"step {step}"
+        snapshots.begin(step)
+
+    def steps(self, number: int, last: int, **more: object) -> None:
+        snapshots = self.snapshotter(number, **more)  # type: ignore[arg-type]
+        for step in range(1, last + 1):
+            self.step(snapshots, step)
+        snapshots.close(finish=True)
+
+    def view(self) -> SegmentView:
+        return map_segment(self.path)
+
+    def sealed(self) -> set[Version]:
+        return {header.version for _, header in self.view().sealed()}
+
+    def slot_of(self, version: Version) -> int:
+        return next(slot for slot, header in self.view().sealed() if header.version == version)
+
+    def damage(self, version: Version) -> None:
+        """Flips one bit of a stored weight."""
+        view = self.view()
+        view.payload(self.slot_of(version))[4000] ^= 4
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    with vaults() as fleet:
+        vault = fleet.start("n1")
+        fleet.configure()
+        client = VaultClient(str(vault.run_dir / "vault.sock"))
+        try:
+            yield Rank(fleet, client)
+        finally:
+            client.close()
+
+
+def test_a_snapshot_is_of_the_step_it_was_begun_after_whatever_comes_later(rank: Rank) -> None:
+    rank.steps(1, 3)
+    result = rank.restore(2, RestoreRule())
+    assert (result.version, result.step) == (Version(1, 3), 3)
+    assert rank.model.weight.unique().tolist() == [3.0]
+    assert rank.counter.text == "step 3"
+    assert result.bytes_by_source["own"] == (64 * 64 + 64) * 4
+
+
+def test_every_version_that_is_sealed_is_reported_safe_where_no_node_could_hold_a_copy(rank: Rank) -> None:
+    reports: list[Sealed] = []
+    rank.steps(1, 3, hear=reports.append)
+    until(lambda: len(reports) == 3, "three reports")
+    assert [(r.version, r.safe, r.rank) for r in reports] == [(Version(1, s), True, 0) for s in (1, 2, 3)]
+
+
+def test_four_slots_keep_what_is_committed_verified_and_restored(rank: Rank) -> None:
+    snapshots = rank.snapshotter(1, restored=Version(1, 1))
+    for step in range(1, 9):
+        if step == 4:
+            snapshots.note(None, Version(1, 2))
+        rank.step(snapshots, step)
+    snapshots.wait()
+    assert {Version(1, 1), Version(1, 2)} <= rank.sealed()
+    snapshots.note(Version(1, 7), Version(1, 7))
+    for step in range(9, 14):
+        rank.step(snapshots, step)
+    snapshots.close(finish=True)
+    assert rank.sealed() == {Version(1, 7), Version(1, 11), Version(1, 12), Version(1, 13)}
+
+
+def test_a_write_that_was_interrupted_is_not_believed(rank: Rank) -> None:
+    rank.steps(1, 3)
+    view, slot = rank.view(), rank.slot_of(Version(1, 3))
+    header = view.header(slot)
+    assert header is not None
+    view.begin(slot, 0, Version(1, 4), view.manifest(slot), header.payload_bytes)
+    assert view.header(slot).state is SlotState.FILLING  # type: ignore[union-attr]
+    assert rank.restore(2, RestoreRule()).version == Version(1, 2)
+    assert rank.model.weight.unique().tolist() == [2.0]
+
+
+def test_a_slot_with_a_flipped_bit_is_reported_and_an_older_version_taken(rank: Rank) -> None:
+    rank.steps(1, 3)
+    rank.damage(Version(1, 3))
+    findings: list[FindingRaised] = []
+    result = rank.restore(2, RestoreRule(floor=Version(1, 2)), findings)
+    assert result.version == Version(1, 2)
+    assert rank.model.weight.unique().tolist() == [2.0]
+    assert [f.finding.kind for f in findings] == [FindingKind.SLOT_CORRUPT]
+    assert findings[0].finding.subject == f"{JOB}/rank0/1:3"
+
+
+def test_no_version_older_than_the_committed_one_is_taken_when_that_is_damaged(rank: Rank) -> None:
+    rank.steps(1, 3)
+    rank.damage(Version(1, 3))
+    with pytest.raises(NotRestorable, match="version 1:3 was committed"):
+        rank.restore(2, RestoreRule(floor=Version(1, 3)))
+
+
+def test_a_vault_that_restarts_costs_no_snapshot(rank: Rank) -> None:
+    vault = rank.fleet.all[0]
+    reports: list[Sealed] = []
+    snapshots = rank.snapshotter(1, reports.append)
+    rank.step(snapshots, 1)
+    until(lambda: reports, "the first report")
+    vault.kill()
+    for step in range(2, 5):
+        rank.step(snapshots, step)
+    snapshots.wait()
+    vault.start()
+    rank.fleet.configure()
+    rank.step(snapshots, 5)
+    until(lambda: any(r.version == Version(1, 5) and r.safe for r in reports), "a report after the restart")
+    snapshots.close(finish=True)
+    assert rank.restore(2, RestoreRule()).version == Version(1, 5)
+
+
+def test_python_state_that_outgrows_its_place_gets_a_larger_one(rank: Rank) -> None:
+    snapshots = rank.snapshotter(1)
+    rank.step(snapshots, 1)
+    snapshots.wait()
+    rank.counter.text = "x" * 300_000
+    snapshots.begin(2)
+    snapshots.close(finish=True)
+    assert rank.restore(2, RestoreRule()).version == Version(1, 2)
+    assert rank.counter.text == "x" * 300_000
+
+
+def test_tensors_that_appear_later_are_planned_anew(rank: Rank) -> None:
+    snapshots = rank.snapshotter(1)
+    rank.step(snapshots, 1)
+    rank.model.register_parameter("late", nn.Parameter(torch.full((5,), 7.0)))
+    rank.step(snapshots, 2)
+    snapshots.close(finish=True)
+    manifest = rank.view().manifest(rank.slot_of(Version(1, 2)))
+    assert b"model.late" in manifest
+
+
+def test_a_generation_that_ends_unfinished_leaves_the_copy_unsealed(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The live state may already be changing, so what was copied of it is not to be believed."""
+    entered, go_on = threading.Event(), threading.Event()
+    copy = module.Sources.copy
+
+    def slow_copy(*arguments: object, **more: object) -> object:
+        entered.set()
+        go_on.wait(10)
+        return copy(*arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module.Sources, "copy", slow_copy)
+    snapshots = rank.snapshotter(1)
+    rank.step(snapshots, 1)
+    assert entered.wait(10)
+    closing = threading.Thread(target=snapshots.close, args=(False,))
+    closing.start()
+    until(lambda: snapshots._last.copied.is_set(), "the wait is over")  # type: ignore[union-attr]
+    go_on.set()
+    closing.join(10)
+    assert rank.sealed() == set()
+
+
+def test_a_rank_that_stays_away_from_the_plan_does_not_stop_the_training(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 0.05)
+    spec = generation(1, ranks=[("n1", 0), ("n2", 0)], spec=JobSpec(job=JOB, max_nodes=2))
+    state = TrackedState(rank.objects())
+    snapshots = Snapshotter(rank.client, state, spec, spec.roster[0], dist.HashStore(), lambda _: None)
+    with caplog.at_level(logging.WARNING):
+        for step in range(1, 4):
+            rank.step(snapshots, step)
+        began = time.perf_counter()
+        snapshots.wait()
+        assert time.perf_counter() - began < 5  # a deadline, not a measurement
+    snapshots.close(finish=True)
+    assert "no snapshot of step 1: it could not be planned in time" in caplog.text
+
+
+def test_a_full_memory_file_system_is_told_with_its_arithmetic_and_training_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with vaults() as fleet:
+        vault = fleet.start("n1", "--scrub-interval", "0", "--memory-limit", "20000")
+        fleet.configure()
+        client = VaultClient(str(vault.run_dir / "vault.sock"))
+        rank = Rank(fleet, client)
+        try:
+            with caplog.at_level(logging.WARNING):
+                rank.steps(1, 3)
+        finally:
+            client.close()
+    assert "cannot snapshot step 1, training goes on without" in caplog.text
+    assert "--memory-limit 20000" in caplog.text
+
+
+def test_state_that_cannot_be_stored_is_told_to_the_user_at_once(rank: Rank) -> None:
+    snapshots = rank.snapshotter(1)
+    rank.counter.text = print  # type: ignore[assignment]
+    with pytest.raises(TypeError, match=r"\['counter'\]\['text'\] is a builtins\."):
+        snapshots.begin(1)
+    snapshots.close(finish=True)
+
+
+def test_a_restore_waits_for_nobody_when_the_vault_holds_nothing(rank: Rank) -> None:
+    result = rank.restore(1, RestoreRule())
+    assert result.version is None
+    assert "from scratch" in result.sentence
