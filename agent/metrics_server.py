@@ -74,7 +74,15 @@ def _handler(registry: CollectorRegistry, token: Callable[[], str]) -> type[http
                     HTTPStatus.UNAUTHORIZED, b"show the token of --metrics-token-file as Bearer\n", "text/plain"
                 )
             else:
-                self._answer(HTTPStatus.OK, generate_latest(registry), CONTENT_TYPE_LATEST)
+                self._show()
+
+        def _show(self) -> None:
+            try:
+                content = generate_latest(registry)
+            except TimeoutError:
+                self._answer(HTTPStatus.SERVICE_UNAVAILABLE, b"the agent's event loop does not answer\n", "text/plain")
+            else:
+                self._answer(HTTPStatus.OK, content, CONTENT_TYPE_LATEST)
 
         def _allowed(self) -> bool:
             shown = self.headers.get("Authorization", "").encode()

@@ -78,6 +78,7 @@ class Supervisor:
     """
 
     def __init__(self, settings: AgentSettings, clock: Clock) -> None:
+        read_token(settings.token_file, "agent token")  # before anything is written: a typo must leave no trace
         self._settings = settings
         self._clock = clock
         self._directory = RunDirectory(settings.run_dir)

@@ -274,9 +274,13 @@ class Uplink:
 
     async def _guarded(self, line: _Line, step: Callable[[], Awaitable[None]]) -> None:
         """One step of a line other than the beats. While a controller is away, the beats look for it."""
+        registrations = self._conversation.registrations
         try:
             await step()
         except EverstepError as error:
+            known_again = self._conversation.registrations != registrations
+            if known_again and meaning_of(error, registering=False) is Refusal.REGISTER:
+                return  # it was refused before we were known again: ask once more
             pause_s = self._refused(line, error, registering=False)
             self._beat_now.set()
             await asyncio.sleep(pause_s)

@@ -1,0 +1,116 @@
+"""An agent as its own process, with virtual GPUs and a vault, in directories that go with the test."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+DEADLINE_S = 30.0
+TOKEN = "agent:n1:mac"
+
+
+def until(condition: Callable[[], T], what: str) -> T:
+    """What ``condition`` returns, once it is true. Raises AssertionError past the deadline."""
+    end = time.perf_counter() + DEADLINE_S
+    while not (found := condition()):
+        assert time.perf_counter() < end, f"not within {DEADLINE_S} s: {what}"
+        time.sleep(0.005)
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process lives; one that waits to be collected does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+class AgentProcess:
+    """Agents of node n1, one life after another over the same directories."""
+
+    def __init__(self, base: Path, controller: str) -> None:
+        self.run_dir = base / "run"
+        self.segments = base / "segments" / "n1"
+        self.kernel_log = base / "kernel.log"
+        self.kernel_log.touch()
+        self.token_file = base / "token"
+        self.token_file.write_text(TOKEN)
+        self.controller = controller
+        self.lives: list[subprocess.Popen[str]] = []
+        self.pids: set[int] = set()
+
+    @property
+    def process(self) -> subprocess.Popen[str]:
+        return self.lives[-1]
+
+    @property
+    def ready(self) -> dict[str, Any]:
+        """``agent.json``, empty where there is none."""
+        with contextlib.suppress(OSError, json.JSONDecodeError):
+            said: dict[str, Any] = json.loads((self.run_dir / "agent.json").read_text())
+            self.pids |= {said["pid"], said["vault_pid"], said["sensor_pid"]} - {0}
+            return said
+        return {}
+
+    def launch(self, *options: str) -> subprocess.Popen[str]:
+        """Starts another life without waiting for it."""
+        command = [sys.executable, "-m", "agent.main", "--node", "n1", "--controller", self.controller]
+        command += ["--token-file", str(self.token_file), "--run-dir", str(self.run_dir)]
+        command += ["--segment-dir", str(self.segments), "--kernel-log", str(self.kernel_log)]
+        command += ["--virtual", "default:2", *options]
+        self.lives.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+        return self.process
+
+    def start(self, *options: str) -> dict[str, Any]:
+        """Starts another life and returns its ready file."""
+        life = self.launch(*options)
+        return until(lambda: self.ready if self.ready.get("pid") == life.pid else {}, "the agent is ready")
+
+    def end(self) -> int:
+        """Asks for an orderly end; returns the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(DEADLINE_S)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def said(self) -> str:
+        """What an ended agent wrote to its log."""
+        assert self.process.stderr is not None
+        return self.process.stderr.read()
+
+    def clean_up(self) -> None:
+        for pid in self.pids:
+            if is_running(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        for life in self.lives:
+            life.kill()
+            life.wait()
+            assert life.stderr is not None
+            life.stderr.close()
+
+
+@contextlib.contextmanager
+def agent_process(controller: str) -> Iterator[AgentProcess]:
+    """An agent that is not started yet; everything of it is gone after the block."""
+    base = Path(tempfile.mkdtemp(prefix="ev-agent-", dir="/tmp"))
+    agent = AgentProcess(base, controller)
+    try:
+        yield agent
+    finally:
+        agent.clean_up()
+        shutil.rmtree(base)

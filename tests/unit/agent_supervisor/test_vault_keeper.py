@@ -1,0 +1,142 @@
+"""The supervisor's side of the vault, with real vault processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.config import AgentSettings
+from agent.vault_keeper import VaultKeeper
+from everstep.errors import Unavailable
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep.wire.v1.training import FindingRaised
+from tests.support.agents import is_running, until
+
+
+class Place:
+    """Directories for the vaults of one test, and keepers over them."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        self.run_dir = base / "run"
+        self.run_dir.mkdir(mode=0o700)
+        self.findings: list[FindingRaised] = []
+        self.changes = 0
+        self.pids: set[int] = set()
+
+    def keeper(self, **settings: Any) -> VaultKeeper:
+        def on_change() -> None:
+            self.changes += 1
+
+        chosen = AgentSettings(
+            node="n1",
+            controllers=("http://127.0.0.1:1",),
+            run_dir=self.run_dir,
+            segment_dir=self.base / "segments" / "n1",
+            **settings,
+        )
+        return VaultKeeper(chosen, SYSTEM_CLOCK, self.findings.append, on_change)
+
+    async def started(self, **settings: Any) -> VaultKeeper:
+        keeper = self.keeper(**settings)
+        await keeper.start()
+        self.pids.add(keeper.pid)
+        return keeper
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    made = Place(Path(tempfile.mkdtemp(prefix="ev-keeper-", dir="/tmp")))
+    yield made
+    for pid in made.pids:
+        if is_running(pid):
+            os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(made.base)
+
+
+def play(story: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(story)
+
+
+def test_a_started_vault_is_left_and_taken_over_and_ended(place: Place) -> None:
+    async def story() -> None:
+        first = await place.started()
+        pid, address = first.pid, first.address
+        first.leave()
+        second = await place.started()
+        assert (second.pid, second.address) == (pid, address)
+        await second.stop()
+        until(lambda: not is_running(pid), "the vault is gone")
+        assert not (place.base / "segments").exists() or not list((place.base / "segments").rglob("*"))
+
+    play(story())
+
+
+def test_a_ready_file_of_a_process_that_does_not_listen_is_not_believed(place: Place) -> None:
+    async def story() -> None:
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.bind(str(place.run_dir / "vault.sock"))
+            stranger.listen()
+            (place.run_dir / "vault.json").write_text(json.dumps({"pid": os.getppid(), "address": "127.0.0.1:1"}))
+            keeper = await place.started()
+            assert keeper.pid not in (os.getpid(), os.getppid())
+            await keeper.stop()
+
+    play(story())
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"pid": "x"}', "\xff"])
+def test_a_damaged_ready_file_is_as_good_as_none(place: Place, content: str) -> None:
+    async def story() -> None:
+        (place.run_dir / "vault.json").write_text(content, encoding="latin-1")
+        keeper = await place.started()
+        await keeper.stop()
+
+    play(story())
+
+
+def test_a_vault_that_cannot_start_is_an_error_that_says_so(place: Place) -> None:
+    async def story() -> None:
+        (place.base / "segments").write_text("a file where a directory should be")
+        with pytest.raises(Unavailable, match="ended with status"):
+            await place.keeper().start()
+
+    play(story())
+
+
+def test_statistics_are_answered_and_none_where_nobody_serves(place: Place) -> None:
+    async def story() -> None:
+        keeper = await place.started()
+        serving = asyncio.create_task(keeper.run())
+        statistics = await keeper.statistics(20.0)
+        assert statistics is not None
+        assert "sealed_slots" in statistics.levels
+        serving.cancel()
+        await keeper.stop()
+        assert await keeper.statistics(0.01) is None
+
+    play(story())
+
+
+def test_a_vault_that_is_stopped_and_does_not_answer_sigterm_is_killed(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.vault_keeper.GONE_WITHIN_S", 0.2)
+
+    async def story() -> None:
+        keeper = await place.started()
+        os.kill(keeper.pid, signal.SIGSTOP)
+        await keeper.stop()
+        until(lambda: not is_running(keeper.pid), "the vault is gone")
+
+    play(story())
