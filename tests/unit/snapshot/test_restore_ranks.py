@@ -9,11 +9,12 @@ import pytest
 import torch.distributed as dist
 
 from everstep.ids import Version
+from everstep.vocabulary import FindingKind
 from everstep.wire.v1.training import GenerationSpec, JobSpec, RestoreRule
-from tests.support.forked import ForkPool
+from tests.support.forked import ChildFailed, ForkPool
 from tests.support.generations import JOB, generation
 from tests.support.saving import stage
-from tests.support.vaults import Vaults, vaults
+from tests.support.vaults import Vaults, map_segment, vaults
 
 NODES = ("n1", "n2", "n3", "n4")
 
@@ -27,15 +28,17 @@ class Fleet:
         self.by_node = {node: fleet.start(node) for node in NODES}
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def spec(self, number: int, nodes: Sequence[str], rule: RestoreRule | None = None) -> GenerationSpec:
+    def spec(
+        self, number: int, nodes: Sequence[str], rule: RestoreRule | None = None, replicas: int = 2
+    ) -> GenerationSpec:
         plain = generation(
             number,
             ranks=[(node, 0) for node in nodes],
             store=f"127.0.0.1:{self.store.port}",
             restore=rule or RestoreRule(),
-            spec=JobSpec(job=JOB, max_nodes=4),
+            spec=JobSpec(job=JOB, max_nodes=4, replicas=replicas),
         )
-        ring = {node: (nodes[(i + 1) % len(nodes)],) for i, node in enumerate(nodes)}
+        ring = {node: tuple(nodes[(i + k) % len(nodes)] for k in range(1, replicas)) for i, node in enumerate(nodes)}
         return GenerationSpec(
             **{f: getattr(plain, f) for f in plain.__struct_fields__ if f not in ("holders", "replica_nodes")},
             holders=self.vaults.holders(),
@@ -52,9 +55,10 @@ class Fleet:
         layout: str = "ddp",
         rule: RestoreRule | None = None,
         save: bool = True,
+        replicas: int = 2,
     ) -> list[dict[str, Any]]:
         """One generation on ``nodes``; what each rank says."""
-        spec = self.spec(number, nodes, rule)
+        spec = self.spec(number, nodes, rule, replicas)
         alive = [self.by_node[node] for node in self.by_node if self.by_node[node].process.poll() is None]
         self.vaults.configure(*alive, generation=number)
         ranks = [
@@ -124,3 +128,40 @@ def test_without_a_committed_version_and_without_slots_training_starts_from_scra
     ranks = fleet.run(1, 1)
     assert [r["restored"].version for r in ranks] == [None] * 4
     assert [r["restored"].step for r in ranks] == [0] * 4
+
+
+@pytest.mark.slow
+def test_shards_are_restored_into_replicas_and_replicas_into_shards(fleet: Fleet) -> None:
+    sharded = fleet.run(1, 2, layout="fsdp2")
+    replicated = fleet.run(2, 4, layout="ddp")
+    again = fleet.run(3, 4, layout="fsdp2", nodes=NODES[:3])
+    assert {r["restored_as"] for r in replicated} == {r["fingerprint"] for r in sharded}
+    assert {r["restored_as"] for r in again} == {r["fingerprint"] for r in replicated}
+
+
+@pytest.mark.slow
+def test_a_damaged_slot_of_one_rank_costs_no_version_where_another_holds_the_bytes(fleet: Fleet) -> None:
+    four = fleet.run(1, 3, layout="ddp")
+    view = map_segment(fleet.vaults.segments / "n2" / JOB / "own-0")
+    slot = next(slot for slot, header in view.sealed() if header.version == Version(1, 3))
+    view.payload(slot)[-100] ^= 1
+    again = fleet.run(2, 3, layout="ddp")
+    assert {r["restored"].version for r in again} == {Version(1, 3)}
+    assert {r["restored_as"] for r in again} == {r["fingerprint"] for r in four}
+    assert [f.finding.kind for r in again for f in r["findings"]] == [FindingKind.SLOT_CORRUPT]
+
+
+@pytest.mark.slow
+def test_a_node_outside_the_roster_is_asked_for_what_only_it_holds(fleet: Fleet) -> None:
+    four = fleet.run(1, 3, layout="fsdp2", replicas=1)
+    three = fleet.run(2, 3, layout="fsdp2", nodes=NODES[:3], replicas=1)
+    assert {r["restored"].version for r in three} == {Version(1, 3)}
+    assert {r["restored_as"] for r in three} == {r["fingerprint"] for r in four}
+
+
+@pytest.mark.slow
+def test_every_rank_is_told_what_is_missing_when_a_shard_is_gone(fleet: Fleet) -> None:
+    fleet.run(1, 3, layout="fsdp2", replicas=1)
+    fleet.by_node["n4"].kill()
+    with pytest.raises(ChildFailed, match=r"NotRestorable: version 1:3 was committed.*slots of ranks \[0, 1, 2\] of 4"):
+        fleet.run(2, 3, layout="fsdp2", nodes=NODES[:3], replicas=1, rule=RestoreRule(floor=Version(1, 3)))
