@@ -119,6 +119,7 @@ class Controller:
             heartbeat_interval_s=settings.heartbeat_interval_s,
             long_poll_max_s=settings.long_poll_max_s,
             marks=loaded.marks,
+            poisoned=loaded.poisoned,
         )
         self.task: asyncio.Task[None] | None = None
 

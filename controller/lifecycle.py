@@ -65,4 +65,5 @@ def log_to_stderr() -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
-    logging.getLogger("alembic").setLevel(logging.WARNING)
+    for chatty in ("alembic", "uvicorn.error"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -3,7 +3,7 @@
 Stimuli that wait together share a transaction (group commit); the effects of one are never split. Nothing is
 answered and nothing is pushed before its transaction is durable. The process is crash-only: where a transaction
 fails, memory is ahead of the database, so nobody is answered and the process ends; its supervisor starts it again
-from the last committed state.
+from the last committed state. The same holds for an error of the core's own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from controller.lag import LagMeter
 from controller.metrics import Metrics
 from controller.push import Outbox
 from controller.steady_time import SteadyTime
-from controller.store.records import AuditRow, Batch
+from controller.store.records import AuditRow, Batch, PoisonedRow
 from controller.transaction import AuditNumbers, Transaction, new_trace
 from everstep.errors import EverstepError, Unavailable
 from everstep.vocabulary import Verdict
@@ -173,8 +173,12 @@ class FleetLoop:
         """Everything that waits, then the timer: what was heard counts before anybody is called late."""
         self._in_flight = taken
         transaction = Transaction(self.state, self.outbox, self._numbers, self._metrics, self.boards)
-        results = [(waiting, self._apply(waiting, transaction)) for waiting in taken]
-        self._tick(transaction, taken)
+        try:
+            results = [(waiting, self._apply(waiting, transaction)) for waiting in taken]
+            self._tick(transaction, taken)
+        except Exception:
+            await self._note_poison(transaction.handling)
+            raise
         await self._make_durable(transaction, len(taken))
         for waiting, (result, error) in results:
             if waiting.done.done():
@@ -199,6 +203,24 @@ class FleetLoop:
         late = now - self._armed.due if self._armed is not None and self._armed.deadline == deadline else 0.0
         lag_s = max(self.lag.recent_s(), waited, late)
         transaction.handle(ev.Tick(lag_s=lag_s, trace=new_trace()), now)
+
+    async def _note_poison(self, event: ev.Event | None) -> None:
+        """An error of the core's own ends the process; its agent would send the report that led to it again and
+        again, to every life that follows. So that one report is remembered, and dropped when it comes."""
+        if not isinstance(event, ev.ReportArrived):
+            return
+        kind = type(event.body).__name__
+        sentence = f"report {event.number} ({kind}) of {event.node} met an error of the controller's own; it is dropped"
+        row = AuditRow(
+            id=self._numbers.take(),
+            at=self.now(),
+            kind="controller.poisoned",
+            sentence=sentence,
+            node=event.node,
+            trace=event.trace,
+        )
+        poisoned = PoisonedRow(node=event.node, incarnation=event.incarnation, number=event.number)
+        await self._commit(Batch(audit=[row], poisoned=[poisoned]))
 
     async def _make_durable(self, transaction: Transaction, events: int) -> None:
         batch = transaction.batch()

@@ -197,7 +197,7 @@ async def _end(controller: Controller, settings: ControllerSettings) -> int:
     elif isinstance(failure, TimeoutError):
         trouble = f"the database did not answer within {settings.commit_timeout_s:g} s"
     log.critical(
-        "a transaction failed, nothing of it was acknowledged: %s; start the controller again",
+        "a transaction came to nothing, and nothing of it was acknowledged: %s; start the controller again",
         trouble,
         exc_info=None if isinstance(failure, SQLAlchemyError | EverstepError | TimeoutError) else failure,
     )

@@ -16,6 +16,7 @@ from controller.core.state import FleetState, JobRecord, VersionRecord
 from controller.metrics import Metrics
 from controller.push import Outbox, Outgoing
 from controller.store.records import AuditRow, Batch, GenerationRow, OutboxRow, RecoveryRow, VerdictRow, VersionRow
+from everstep.errors import EverstepError
 from everstep.vocabulary import GenerationReason, Verdict
 from everstep.wire.v1.directives import RunProbe, VersionNotice
 
@@ -45,6 +46,7 @@ class AuditNumbers:
 class Transaction:
     """Runs events through the core and collects their effects. Build one per commit; never reuse it.
 
+    ``handling`` is the event that the core is at, or that it could not survive: then nothing here may be written.
     Documents are encoded by ``batch``, in the same turn of the event loop, when the core has finished with them.
     """
 
@@ -52,6 +54,7 @@ class Transaction:
         self, state: FleetState, outbox: Outbox, numbers: AuditNumbers, metrics: Metrics, boards: Boards
     ) -> None:
         self.state = state
+        self.handling: ev.Event | None = None
         self.outgoing: list[Outgoing] = []
         self.audit: list[AuditRow] = []
         self.verdicts: list[Verdict] = []
@@ -67,7 +70,13 @@ class Transaction:
         """Applies one event. Raises what ``core.fleet.handle`` raises, with nothing changed."""
         kind = type(event).__name__
         started = time.perf_counter()
-        effects = fleet.handle(self.state, event, now)
+        self.handling = event
+        try:
+            effects = fleet.handle(self.state, event, now)
+        except EverstepError:
+            self.handling = None
+            raise
+        self.handling = None
         self._metrics.handled(kind, time.perf_counter() - started)
         if isinstance(event, ev.ReportArrived):
             self._boards.report(event.node, event.body)

@@ -69,6 +69,7 @@ class AgentRoutes:
         heartbeat_interval_s: how often agents are told to beat.
         long_poll_max_s: longest wait for directives; a client may ask for less.
         marks: (node, incarnation) to the newest report number that was taken, as stored.
+        poisoned: (node, incarnation, number) of reports that an earlier life of the controller did not survive.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class AgentRoutes:
         heartbeat_interval_s: float,
         long_poll_max_s: float,
         marks: dict[tuple[str, int], int],
+        poisoned: frozenset[tuple[str, int, int]],
     ) -> None:
         self._app = app
         self._loop = loop
@@ -95,6 +97,7 @@ class AgentRoutes:
         self._heartbeat_interval_s = heartbeat_interval_s
         self._long_poll_max_s = long_poll_max_s
         self._marks = marks
+        self._poisoned = poisoned
         self._handlers: dict[tuple[str, str], Handler] = {
             ("POST", "register"): self._register,
             ("POST", "heartbeat"): self._heartbeat,
@@ -210,6 +213,8 @@ class AgentRoutes:
         for report in reports.reports:
             if report.number > through:
                 through = report.number
+                if (node, reports.incarnation, report.number) in self._poisoned:
+                    continue
                 taken += 1
                 self._take_report(node, reports.incarnation, report.number, report.body, tx, now)
         self._metrics.reports_taken(taken, len(reports.reports) - taken)

@@ -71,6 +71,14 @@ class OutboxRow(msgspec.Struct, frozen=True, kw_only=True):
     body: str
 
 
+class PoisonedRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A report that the core could not survive."""
+
+    node: str
+    incarnation: int
+    number: int
+
+
 class Batch(msgspec.Struct, kw_only=True):
     """Everything one transaction writes: the outcome of one or more events, none of them in part.
 
@@ -89,6 +97,7 @@ class Batch(msgspec.Struct, kw_only=True):
     outbox: list[OutboxRow] = msgspec.field(default_factory=list)
     pruned: dict[str, int] = msgspec.field(default_factory=dict)
     marks: dict[tuple[str, int], int] = msgspec.field(default_factory=dict)
+    poisoned: list[PoisonedRow] = msgspec.field(default_factory=list)
 
     def __bool__(self) -> bool:
         parts: tuple[Any, ...] = (
@@ -103,6 +112,7 @@ class Batch(msgspec.Struct, kw_only=True):
             self.outbox,
             self.pruned,
             self.marks,
+            self.poisoned,
         )
         return any(part is not None and len(part) > 0 for part in parts)
 
@@ -116,6 +126,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     jobs: dict[str, str]
     outbox: list[OutboxRow]
     marks: dict[tuple[str, int], int]
+    poisoned: frozenset[tuple[str, int, int]]
     newest_audit: int
     newest_at: float
     versions: list[VersionRow]

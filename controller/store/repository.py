@@ -117,6 +117,9 @@ class Writer:
                     select(marks.node, marks.incarnation, marks.through)
                 )
             },
+            poisoned=frozenset(
+                (row.node, row.incarnation, row.number) for row in connection.execute(select(tables.poisoned_reports))
+            ),
             newest_audit=connection.execute(select(func.max(tables.audit.c.id))).scalar() or 0,
             newest_at=connection.execute(select(tables.audit.c.at).order_by(desc(tables.audit.c.id)).limit(1)).scalar()
             or 0.0,
@@ -134,6 +137,7 @@ class Writer:
                 (tables.verdicts, batch.verdicts),
                 (tables.audit, batch.audit),
                 (tables.outbox, batch.outbox),
+                (tables.poisoned_reports, batch.poisoned),
             ):
                 _insert(connection, table, rows)
             _upsert(connection, tables.versions, [msgspec.structs.asdict(row) for row in batch.versions.values()])

@@ -110,6 +110,16 @@ report_marks = Table(
     PrimaryKeyConstraint("node", "incarnation", name="one_mark_per_life"),
 )
 
+poisoned_reports = Table(
+    "poisoned_reports",
+    metadata,
+    Column("node", Text, nullable=False),
+    Column("incarnation", BigInteger, nullable=False),
+    Column("number", BigInteger, nullable=False),
+    PrimaryKeyConstraint("node", "incarnation", "number", name="one_row_per_report"),
+)
+"""Reports that the core could not survive: dropped when they come again."""
+
 meta = Table(
     "meta",
     metadata,

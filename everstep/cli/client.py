@@ -94,6 +94,11 @@ class Client:
             connection.request(method, path, body, self._headers)
             response = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, ssl.SSLCertVerificationError):
+                raise Unavailable(
+                    f"the certificate of {self._url} is not trusted ({error.verify_message}): give the authority that "
+                    "signed it, SSL_CERT_FILE=ca.pem"
+                ) from error
             raise Unavailable(
                 f"no controller answers at {self._url} ({error}): is it running, and is the address right "
                 "(--controller or EVERSTEP_CONTROLLER)?"

@@ -8,6 +8,8 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
+from controller.core import fleet
+from controller.core.events import ReportArrived
 from everstep.tokens import TokenRole
 from everstep.vocabulary import Finding, FindingKind, NodeState, Severity
 from everstep.wire.v1 import operator as op
@@ -166,6 +168,35 @@ def test_the_numbers_taken_are_remembered_across_a_restart(tmp_path: Path) -> No
         again = Speaker(client, "n1")
         assert again.report(joined("other", 1.0), first=2).through == 2
         assert [one.job for one in get(client, "/v1/jobs", op.JobList).jobs] == ["j", "k"]
+
+
+def test_a_report_that_the_core_does_not_survive_is_dropped_by_the_next_life_and_only_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = fleet.handle
+
+    def with_an_error(state: Any, event: Any, now: float) -> Any:
+        if isinstance(event, ReportArrived) and event.body.job == "poison":
+            raise ZeroDivisionError("an error of our own")
+        return handle(state, event, now)
+
+    monkeypatch.setattr("controller.transaction.fleet.handle", with_an_error)
+    database = f"sqlite:///{tmp_path / 'c.db'}"
+    batch = (joined("before", 1.0), joined("poison", 1.0), joined("after", 1.0))
+    first = InProcess(database)
+    with TestClient(first) as client:
+        speaker = Speaker(client, "n1")
+        speaker.register()
+        assert refusal(speaker.report, *batch).code == "unavailable"
+        assert first.controller is not None
+        assert isinstance(first.controller.failure(), ZeroDivisionError)
+        assert client.get("/readyz").status_code == 503
+    with TestClient(InProcess(database)) as client:
+        again = Speaker(client, "n1")
+        assert again.report(*batch).through == 3
+        assert [one.job for one in get(client, "/v1/jobs", op.JobList).jobs] == ["before", "after"]
+        (event,) = [one for one in get(client, "/v1/events", op.EventList).events if one.kind == "controller.poisoned"]
+        assert "report 2 (LauncherJoined) of n1" in event.sentence
 
 
 def test_ranks_progress_in_a_beat_is_shown(client: TestClient) -> None:

@@ -1,4 +1,4 @@
-"""First schema: fleet, nodes, jobs, generations, versions, recoveries, verdicts, audit, outbox, report marks, meta."""
+"""First schema: the fleet's documents, the jobs' history, judgements, the audit log, delivery."""
 
 from __future__ import annotations
 
@@ -113,6 +113,13 @@ def _delivery() -> None:
         sa.Column("incarnation", sa.BigInteger, nullable=False),
         sa.Column("through", sa.BigInteger, nullable=False),
         sa.PrimaryKeyConstraint("node", "incarnation", name="one_mark_per_life"),
+    )
+    op.create_table(
+        "poisoned_reports",
+        sa.Column("node", sa.Text, nullable=False),
+        sa.Column("incarnation", sa.BigInteger, nullable=False),
+        sa.Column("number", sa.BigInteger, nullable=False),
+        sa.PrimaryKeyConstraint("node", "incarnation", "number", name="one_row_per_report"),
     )
     meta = op.create_table(
         "meta", sa.Column("key", sa.Text, primary_key=True), sa.Column("value", sa.BigInteger, nullable=False)
