@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.live import Live
 
@@ -56,7 +57,7 @@ def training(options: argparse.Namespace) -> list[str]:
 
 def launcher(world: World, options: argparse.Namespace, node: Node) -> list[str]:
     """The command that joins ``node`` to the job."""
-    flags = ["--nnodes", "3:4", "--nproc-per-node", "1", "--job", JOB, "--standbys", "1"]
+    flags = ["--nnodes", "3:4", "--nproc-per-node", "1", "--job", JOB, "--standbys", "1", "--local-addr", "127.0.0.1"]
     flags += ["--hang-threshold-s", "1.0", "--join-wait-s", "30", "--agent-socket", str(node.agent_socket)]
     return ["-m", "trainer_hooks.launch", *flags, *training(options)]
 
@@ -154,6 +155,8 @@ def conclude(stage: Stage, reference: Run, options: argparse.Namespace, started_
     except ValueError as error:
         problems.append(str(error))
     wall_s = SYSTEM_CLOCK.wall() - started_at
+    lines = [msgspec.json.encode(event) for event in stage.watch.events]
+    (options.out / "events.jsonl").write_bytes(b"\n".join(lines) + b"\n")
     timeline = [(event.at - started_at, event.kind, event.sentence) for event in stage.watch.events]
     write_report(
         options.out / "report.html",

@@ -49,7 +49,7 @@ def slot_rots(stage: Stage) -> None:
     found = stage.expect(
         record.injected_at,
         f"{title}: found by its hash",
-        lambda event: "vault.slot_corrupt" in event.sentence or b"vault.slot_corrupt" in bytes(event.detail),
+        lambda event: "vault.slot_corrupt" in event.sentence or "vault.slot_corrupt" in event.detail.get("key", ""),
     )
     record.found_at, record.sentence = seen_at(found), found.sentence
 

@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
-
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import NodeState
 from everstep.wire.v1.operator import Event
@@ -114,8 +112,9 @@ class Stage:
         self.watch.wait(lambda: self.step() >= goal, "the job steps on", PATIENCE_S)
 
     def comes_back(self, node: Node) -> None:
-        """Boots a node again and starts its launcher, as an operator (or a reboot) would."""
+        """Boots a node anew (what still runs on it ends with the power) and starts its launcher."""
         self.say("done", f"{node.name} is back: its machine boots, its agent and its launcher start")
+        node.kill()
         node.boot()
         self.watch.wait(lambda: node.booted, f"the agent of {node.name} is up", PATIENCE_S)
         node.join(self.command(node))
@@ -140,7 +139,7 @@ class Stage:
 
 def seen_at(event: Event) -> float:
     """When the node saw what the event tells; where it does not say, when the controller heard."""
-    return float(msgspec.json.decode(event.detail, type=dict[str, str]).get("seen_at", event.at))
+    return float(event.detail.get("seen_at", event.at))
 
 
 def pause(seconds: float) -> None:

@@ -60,7 +60,7 @@ class FaultRecord:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a rank's log: its gradients of a step are in (with loss and samples), or the step is finished."""
+    """One line of a rank's log: what it brings to a step (with loss and samples), or that the step is finished."""
 
     event: str
     generation: int
@@ -99,11 +99,11 @@ class Step:
 class Run:
     """The steps of a run in order of (generation, step).
 
-    ``reduced``: all ranks' gradients were in; ``finished``: all ranks had finished it. A rank may die between the two,
-    when the others (and their vaults) have the step already.
+    ``begun``: all ranks had brought their samples; ``finished``: all ranks had finished it. A rank may die between the
+    two, when the others (and their vaults) have the step already.
     """
 
-    reduced: list[Step] = field(default_factory=list)
+    begun: list[Step] = field(default_factory=list)
     finished: list[Step] = field(default_factory=list)
 
     @classmethod
@@ -113,13 +113,13 @@ class Run:
             by_step[row.event, row.generation, row.step].append(row)
         steps = {key: _joined(rows) for key, rows in sorted(by_step.items()) if len(rows) == rows[0].world}
         return cls(
-            [step for key, step in steps.items() if key[0] == "gradients"],
+            [step for key, step in steps.items() if key[0] == "samples"],
             [step for key, step in steps.items() if key[0] == "finished"],
         )
 
     def standing(self) -> dict[int, Step]:
         """Step number -> what stands of it: the newest generation that computed it counts."""
-        return {step.step: step for step in self.reduced}
+        return {step.step: step for step in self.begun}
 
     def lost(self) -> Counter[int]:
         """How many finished steps each generation had to compute again, by the generation that did."""

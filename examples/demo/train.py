@@ -1,7 +1,7 @@
 """What the demonstration's ranks run: the training of ``examples/train_ddp.py`` or ``train_fsdp2.py``, with a log.
 
-Every rank writes a line when its gradients are in (with the samples it saw itself, so that what stands at the end can
-be counted) and another when its step is finished. SIGUSR1 flips one bit of one parameter, as a failing GPU would.
+Every rank writes a line before it adds its gradients (with the samples it saw itself, so that what stands at the end
+can be counted) and another when its step is finished. SIGUSR1 flips one bit of one parameter, as a failing GPU would.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class StepLog:
         path = Path(os.environ["DEMO_STEPS"], f"{os.environ['DEMO_NODE']}-{os.getpid()}.jsonl")
         self._file = path.open("a", buffering=1)
 
-    def gradients(self, step: int, loss: float, samples: list[int]) -> None:
-        """The rank's samples are in the mean of gradients: if the step is ever applied, they were seen."""
-        self._write(step, event="gradients", loss=loss, samples=samples)
+    def samples(self, step: int, loss: float, samples: list[int]) -> None:
+        """The rank is about to add these samples' gradients: if the step is ever applied, they were seen."""
+        self._write(step, event="samples", loss=loss, samples=samples)
 
     def finished(self, step: int) -> None:
         self._write(step, event="finished")
@@ -93,8 +93,8 @@ def train(run: everstep.Run) -> None:
         indices = sampler.indices(step)
         inputs, targets = (part.to(run.device) for part in DATASET[indices])
         loss = next_byte_loss(whole(inputs), targets)
+        log.samples(step, loss.item(), indices.tolist())
         (loss * sampler.weight(step)).backward()
-        log.gradients(step, loss.item(), indices.tolist())
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
