@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 HELLO_WITHIN_S = 5.0
 """A connection that has not said who it is by then is closed."""
 
+IDLE_LOOK_S = 0.5
+"""Between looks for silent ranks while none is connected."""
+
 UNREAD_BYTES = 256 << 10
 """What may wait unread in our own buffer for a peer that does not read; after that only the newest of each kind."""
 
@@ -73,8 +76,9 @@ class LocalServer:
         """Looks for silent ranks until cancelled; the loop's own lateness is taken off their silence."""
         loop = asyncio.get_running_loop()
         while True:
-            due = loop.time() + period_s
-            await asyncio.sleep(period_s)
+            pause_s = period_s if self.jobs.is_busy() else IDLE_LOOK_S
+            due = loop.time() + pause_s
+            await asyncio.sleep(pause_s)
             self.jobs.watch(max(0.0, loop.time() - due))
 
     def close(self) -> None:
