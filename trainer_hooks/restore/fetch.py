@@ -6,7 +6,6 @@ hashed by the two vaults. A slot that fails is named, never guessed around.
 
 from __future__ import annotations
 
-import mmap
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -19,7 +18,7 @@ from everstep.errors import DigestMismatch, EverstepError, MalformedMessage
 from everstep.slots import PAGE
 from everstep.wire.v1.local import Fetched, SlotInfo
 from everstep.wire.v1.training import Member
-from trainer_hooks.restore.local import BadSlot, LocalSlots
+from trainer_hooks.restore.local import BadSlot, LocalSlots, as_tensor, map_readable
 from trainer_hooks.restore.reshard import Range, Read, box_to_fetch, byte_ranges
 from trainer_hooks.snapshot.copy import part_of, slot_view
 from trainer_hooks.snapshot.layout import ALIGN, BLOB_PREFIX, Box, Manifest, Tensor
@@ -216,18 +215,13 @@ class Loader:
         if not good:
             return []
         blobs = []
-        data = self._map_scratch()
+        data = as_tensor(map_readable(str(self._scratch_file()), self._scratch_bytes))
         for arrival in good:
             self._copy(data, arrival.supply, arrival.landed)
             self._count(arrival.supply, [item.read for item in arrival.landed])
             if arrival.blob_at is not None:
                 blobs.append(_blob(data, arrival.blob_at))
         return blobs
-
-    def _map_scratch(self) -> torch.Tensor:
-        with open(self._scratch_file(), "rb") as file:
-            mapping = mmap.mmap(file.fileno(), self._scratch_bytes, access=mmap.ACCESS_COPY)
-        return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def _blob(data: torch.Tensor, at: int) -> bytes:
