@@ -13,6 +13,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+WIDTH_IN_A_FILE = 150
+
 
 @dataclass(frozen=True)
 class Row:
@@ -91,7 +93,8 @@ def finish(title: str, rows: list[Row], json_path: Path | None, extra: dict[str,
         judged = row.floor is not None or row.aim is not None
         met = f"[{colour[row.met]}]{row.met}[/]" if judged else ""
         table.add_row(row.name, _number(row.value), row.unit, _number(row.floor), _number(row.aim), row.against, met)
-    Console().print(table)
+    console = Console()
+    console.print(table, width=None if console.is_terminal else WIDTH_IN_A_FILE)
     if json_path is not None:
         document = {
             "machine": machine(),

@@ -17,7 +17,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-def mean_in_rank_order(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def mean_in_rank_order(
+    group: dist.ProcessGroup | None,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # exported at run time
+) -> torch.futures.Future[torch.Tensor]:
     """A DDP communication hook: the mean over ranks, each element added in the order of ranks.
 
     ``bucket.buffer()`` is ``[n]`` of any n; it is padded to a multiple of the world size where it must be. Blocks
