@@ -261,7 +261,7 @@ def _decode_register(body: bytes) -> Register:
     except MalformedMessage:
         try:
             offer = _OFFER.decode(body)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             offer = _Offer(protocols=SPOKEN)
         negotiate(offer.protocols)
         raise

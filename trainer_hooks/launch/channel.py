@@ -61,7 +61,7 @@ class Channel(Generic[T]):
         descriptors = _descriptors(ancillary)
         try:
             return self._decoder.decode(body), descriptors
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise MalformedMessage(f"a packet of {len(body)} bytes is not a known message: {error}") from error
 
 

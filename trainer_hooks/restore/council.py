@@ -189,5 +189,5 @@ def _decode(body: bytes, kind: type[T]) -> T:
     """Raises MalformedMessage."""
     try:
         return msgspec.msgpack.decode(body, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedMessage(f"another rank's {kind.__name__} cannot be read: {error}") from error

@@ -173,7 +173,7 @@ def decode_manifest(data: bytes) -> Manifest:
     """Raises MalformedMessage for anything but a manifest of this format whose indices hold."""
     try:
         manifest = _manifest_decoder.decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedMessage(f"a slot's manifest cannot be read: {error}") from error
     if manifest.format != LAYOUT_FORMAT:
         raise MalformedMessage(f"a slot's manifest has format {manifest.format}, this release reads {LAYOUT_FORMAT}")
@@ -199,5 +199,5 @@ def decode_layout(data: bytes) -> Layout:
     """Raises MalformedMessage."""
     try:
         return _layout_decoder.decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedMessage(f"a rank's layout cannot be read: {error}") from error
