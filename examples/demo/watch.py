@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 
 from everstep.cli.client import Client
-
 from everstep.errors import EverstepError
 from everstep.vocabulary import NodeState
 from everstep.wire.v1.operator import Event, EventList, JobDetail, NodeList, NodeSummary
