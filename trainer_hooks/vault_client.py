@@ -13,6 +13,7 @@ import mmap
 import os
 import socket
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -38,6 +39,7 @@ from everstep.wire.v1.local import (
     Segment,
     SlotInfo,
     SlotSealed,
+    ToVault,
     VaultFinding,
 )
 
@@ -46,6 +48,8 @@ log = logging.getLogger(__name__)
 RECEIVE_BYTES = 1 << 16
 TICK_S = 0.25
 """How often the reader looks for requests whose deadline passed."""
+OPEN_TIMEOUT_S = 300.0
+"""For a segment to be made: the first touch of its pages runs at 0.6 GB/s, and all ranks of a node begin together."""
 RECONNECT = Backoff(floor_s=0.01, ceiling_s=0.5)
 
 
@@ -122,7 +126,8 @@ class VaultClient:
         Raises OutOfSlotMemory where the node has no room, Unavailable where the vault does not answer.
         """
         answer: Segment = self._ask(
-            lambda n: OpenSegment(request=n, job=job, local_rank=local_rank, slot_bytes=slot_bytes, slots=slots)
+            lambda n: OpenSegment(request=n, job=job, local_rank=local_rank, slot_bytes=slot_bytes, slots=slots),
+            OPEN_TIMEOUT_S,
         ).result()
         known = self._segments.get(answer.path)
         if known is None or known.slot_bytes != answer.slot_bytes or not _same_file(known):
@@ -200,10 +205,11 @@ class VaultClient:
 
     # --- sending
 
-    def _ask(self, build: Any) -> Future[Any]:
-        """Sends a request built around its number. The future never outlives ``timeout_s`` by more than a tick."""
+    def _ask(self, build: Callable[[int], ToVault], timeout_s: float | None = None) -> Future[Any]:
+        """Sends a request built around its number. The future never outlives the timeout by more than a tick."""
         number = next(self._numbers)
-        pending = _Pending(encode_frame(build(number)), self._clock.monotonic() + self._timeout_s, Future())
+        patience_s = self._timeout_s if timeout_s is None else timeout_s
+        pending = _Pending(encode_frame(build(number)), self._clock.monotonic() + patience_s, Future())
         with self._lock:
             if self._closed.is_set():
                 raise errors.Unavailable("the connection to the vault was closed")
@@ -301,7 +307,7 @@ class VaultClient:
         now = self._clock.monotonic()
         self._fail_pending(lambda p: p.deadline <= now, f"the vault at {self._path} did not answer in time")
 
-    def _fail_pending(self, chosen: Any, message: str) -> None:
+    def _fail_pending(self, chosen: Callable[[_Pending], bool], message: str) -> None:
         with self._lock:
             late = [number for number, pending in self._pending.items() if chosen(pending)]
             dropped = [self._pending.pop(number) for number in late]

@@ -75,7 +75,13 @@ def fsdp2(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
-LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {"ddp": ddp, "fsdp2": fsdp2}
+def hsdp(model: nn.Module) -> nn.Module:
+    """Two replicas of two shards."""
+    shape, names = (2, dist.get_world_size() // 2), ("replicate", "shard")
+    return fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names))
+
+
+LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {"ddp": ddp, "fsdp2": fsdp2, "hsdp": hsdp}
 MODELS: dict[str, type[nn.Module]] = {"uneven": Uneven, "counting": Counting, "wide": Wide}
 
 

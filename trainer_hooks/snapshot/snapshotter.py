@@ -39,7 +39,8 @@ POLL_S = 0.02
 PATIENCE_S = 2.0
 """How long ``wait`` lets a snapshot be planned before it goes on without it."""
 RETRY_S = 5.0
-"""After a plan failed, snapshots are skipped for this long, so that training does not stop for each attempt."""
+"""After a plan failed, snapshots are skipped for this long, so that training does not stop for each attempt. Also how
+often a failure that stays is told."""
 REPLICATION_PATIENCE_S = 1.0
 """How long a fill waits for the replication of the oldest slot, when all slots are taken."""
 FINISH_S = 5.0
@@ -112,7 +113,7 @@ class Snapshotter:
         self._verified: Version | None = None
         self._replicating: dict[Version, Future[Replicated]] = {}
         self._in_trouble = False
-        self._retry_at = float("-inf")
+        self._retry_at = self._warn_at = float("-inf")
         self._planner = Planner(
             vault, spec, member, Exchange(store, member.rank, spec.world_size, clock, self._stop), PATIENCE_S
         )
@@ -228,8 +229,9 @@ class Snapshotter:
         try:
             work()
         except (EverstepError, RuntimeError, OSError, ValueError) as error:
-            self._retry_at = self._clock.monotonic() + RETRY_S
-            if not self._closing:
+            now = self._clock.monotonic()
+            if not self._closing and now >= self._warn_at:
+                self._warn_at = now + RETRY_S
                 log.warning("cannot %s, training goes on without: %s", what, error, extra=self._where)
 
     def _next(self) -> _Job | None:
@@ -254,7 +256,12 @@ class Snapshotter:
     def _plan(self, look: _Look, blob: bytes, *, on_gpu: bool) -> Planned:
         planned = self._planned
         if planned is None or planned.layout is not look.layout or not planned.fits(len(blob)):
-            planned = self._planned = self._planner.plan(look.tag, look.layout, len(blob), on_gpu=on_gpu)
+            try:
+                planned = self._planned = self._planner.plan(look.tag, look.layout, len(blob), on_gpu=on_gpu)
+            except Exception:
+                self._retry_at = self._clock.monotonic() + RETRY_S
+                raise
+            self._retry_at = float("-inf")
         return planned
 
     def _snapshot(self, job: _Job) -> None:

@@ -165,3 +165,15 @@ def test_every_rank_is_told_what_is_missing_when_a_shard_is_gone(fleet: Fleet) -
     fleet.by_node["n4"].kill()
     with pytest.raises(ChildFailed, match=r"NotRestorable: version 1:3 was committed.*slots of ranks \[0, 1, 2\] of 4"):
         fleet.run(2, 3, layout="fsdp2", nodes=NODES[:3], replicas=1, rule=RestoreRule(floor=Version(1, 3)))
+
+
+@pytest.mark.slow
+def test_hybrid_shards_vote_in_pairs_send_nothing_and_survive_a_lost_node(fleet: Fleet) -> None:
+    four = fleet.run(1, 3, layout="hsdp")
+    digests = [r["sealed"][-1].digests for r in four]
+    assert [set(d) for d in digests] == [{"replicated-0"}, {"replicated-1"}] * 2
+    assert digests[:2] == digests[2:]
+    assert all(r["sealed"][-1].replicas == () and r["sealed"][-1].safe for r in four)
+    fleet.by_node["n2"].kill()
+    three = fleet.run(2, 4, layout="ddp", nodes=("n1", "n3", "n4"))
+    assert {r["restored_as"] for r in three} == {r["fingerprint"] for r in four}
