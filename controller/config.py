@@ -30,6 +30,9 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     Port 0 takes any free port; the ready file says which."""
     database: str = "sqlite:///everstep-controller.db"
     """Where everything is kept: ``sqlite:///PATH`` for one machine, ``postgresql://...`` for a fleet."""
+    database_password_file: str = ""
+    """A file with PostgreSQL's password, readable by its owner only, so that it stands in no command line. Empty: the
+    password is in ``database``, or none is asked for."""
     secret_file: str = ""
     """A file with the fleet's secret, readable by its owner only. Whoever holds it can mint any token."""
     ready_file: str = ""
@@ -97,7 +100,16 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     def _contradictions(self) -> tuple[tuple[bool, str], ...]:
         webhook = self.remediation == "webhook"
+        url = urlsplit(self.database)
         return (
+            (
+                bool(self.database_password_file) and (url.scheme.startswith("sqlite") or not url.username),
+                "database_password_file is for postgresql://USER@HOST/NAME, and the database is another",
+            ),
+            (
+                bool(self.database_password_file) and bool(url.password),
+                "the password stands in the database's URL and in database_password_file: take it out of the URL",
+            ),
             (not self.secret_file, "no secret: give --secret-file (make one: `openssl rand -hex 32 > F; chmod 600 F`)"),
             (
                 bool(self.tls_certificate) != bool(self.tls_key),
@@ -172,6 +184,24 @@ def read_secret(path: str) -> bytes:
 
     Raises ConfigurationError where it is missing, too short, or open to other users' eyes.
     """
+    return check_secret(_read_private(path))
+
+
+def read_password(path: str) -> str:
+    """The password in a file, without the white space around it.
+
+    Raises ConfigurationError where it is missing, empty, or open to other users' eyes.
+    """
+    try:
+        password = _read_private(path).decode()
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"the password in {path} is not text") from None
+    if not password:
+        raise ConfigurationError(f"the password file {path} is empty")
+    return password
+
+
+def _read_private(path: str) -> bytes:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -186,4 +216,4 @@ def read_secret(path: str) -> bytes:
                 f"the secret file {path} can be read by other users (mode {mode:04o}): `chmod 600 {path}`, "
                 "and make a new secret if somebody may have read it"
             )
-        return check_secret(file.read(4096).strip())
+        return file.read(4096).strip()

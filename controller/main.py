@@ -23,7 +23,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from controller.app import Controller
-from controller.config import PRESETS, ControllerSettings, load_settings, read_secret
+from controller.config import PRESETS, ControllerSettings, load_settings, read_password, read_secret
 from controller.lifecycle import die_with_parent, log_to_stderr, write_atomically
 from controller.remediation.base import Remediation
 from controller.remediation.dry_run import DryRun
@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="run a controller", argument_default=argparse.SUPPRESS)
     serve.add_argument("--listen", metavar="HOST:PORT", help="default 127.0.0.1:7700; port 0 takes any")
     serve.add_argument("--database", metavar="URL", help="sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME")
+    serve.add_argument("--database-password-file", metavar="FILE", help="PostgreSQL's password, readable by you only")
     serve.add_argument("--secret-file", metavar="FILE", help="the fleet's secret, readable by you only")
     serve.add_argument("--preset", choices=PRESETS, default="production")
     serve.add_argument("--settings", metavar="FILE", type=Path, default=None, help="TOML with any setting")
@@ -147,10 +148,18 @@ def _server_config(settings: ControllerSettings, controller: Controller) -> uvic
     )
 
 
+def _database(settings: ControllerSettings) -> str:
+    """The database's URL with the password that stands in a file; it goes into no log and no message."""
+    if not settings.database_password_file:
+        return settings.database
+    url = parse_url(settings.database).set(password=read_password(settings.database_password_file))
+    return url.render_as_string(hide_password=False)
+
+
 async def _serve(settings: ControllerSettings) -> int:
     secret = read_secret(settings.secret_file)
     _check_certificate(settings)
-    engine = await asyncio.to_thread(open_database, settings.database, migrate=settings.migrate)
+    engine = await asyncio.to_thread(open_database, _database(settings), migrate=settings.migrate)
     listener = _listen(settings)
     address = _address(listener)
     _warn_of_plain_text(settings, address)
@@ -161,7 +170,7 @@ async def _serve(settings: ControllerSettings) -> int:
         )
     except SQLAlchemyError as error:
         raise ConfigurationError(diagnose(error, parse_url(settings.database))) from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(
             f"what the database holds is not understood ({error}): it was written by another release; run that one"
         ) from error

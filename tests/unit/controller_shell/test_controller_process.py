@@ -364,6 +364,19 @@ def test_a_state_that_another_release_wrote_is_not_guessed_at(tmp_path: Path) ->
             process.start()
 
 
+def test_a_password_from_a_file_opens_the_database_and_is_shown_nowhere(tmp_path: Path, postgres: str) -> None:
+    """The server trusts local connections: this shows that the password is taken, not that it is checked."""
+    password = tmp_path / "password"
+    password.write_text("correct horse\n")
+    password.chmod(0o600)
+    arguments = ("--database-password-file", str(password))
+    with controller_process(tmp_path, database=postgres, arguments=arguments) as process:
+        register(process)
+        log = process.log()
+        assert "serving on" in log
+        assert "correct horse" not in log
+
+
 def test_what_an_operator_must_mend_is_said_in_one_line_with_status_2(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(SECRET)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.config import ControllerSettings, load_settings, read_secret
+from controller.config import ControllerSettings, load_settings, read_password, read_secret
 from controller.core.policy import CorePolicy
 from everstep.errors import ConfigurationError
 
@@ -111,3 +111,34 @@ def test_a_missing_or_short_secret_says_how_to_make_one(tmp_path: Path) -> None:
     file.chmod(0o600)
     with pytest.raises(ConfigurationError, match="openssl rand"):
         read_secret(str(file))
+
+
+def test_a_database_password_comes_from_a_private_file(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("short\n")
+    file.chmod(0o600)
+    assert read_password(str(file)) == "short"
+    file.chmod(0o640)
+    with pytest.raises(ConfigurationError, match="chmod 600"):
+        read_password(str(file))
+    file.chmod(0o600)
+    file.write_text("\n")
+    with pytest.raises(ConfigurationError, match="is empty"):
+        read_password(str(file))
+    file.write_bytes(b"\xff")
+    with pytest.raises(ConfigurationError, match="is not text"):
+        read_password(str(file))
+
+
+@pytest.mark.parametrize(
+    ("database", "why"),
+    [
+        ("sqlite:///c.db", "is for postgresql"),
+        ("postgresql://host/name", "is for postgresql://USER@HOST/NAME"),
+        ("postgresql://user:shown@host/name", "take it out of the URL"),
+    ],
+)
+def test_a_password_file_that_does_not_fit_the_database_is_refused(database: str, why: str) -> None:
+    given = {**GIVEN, "database": database, "database_password_file": "password"}
+    with pytest.raises(ConfigurationError, match=why):
+        load_settings(given, environment={})
