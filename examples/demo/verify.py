@@ -13,13 +13,18 @@ LOSS_TOLERANCE = 2e-3
 
 @dataclass(frozen=True)
 class Verified:
-    """The figures of summary.json that speak for the whole run. ``max_abs_difference`` is over all common steps."""
+    """The figures of summary.json that speak for the whole run. ``max_abs_difference`` is over all steps.
+
+    ``exact_through``: the losses are equal to the last bit up to this step; ``exact_due``: up to here they must be,
+    since the world had its full size until then.
+    """
 
     steps: int
     final: float
     uninterrupted_final: float
     max_abs_difference: float
     exact_through: int
+    exact_due: int
     seen: int
     repeated: int
     skipped: int
@@ -30,6 +35,8 @@ class Verified:
         found = []
         if self.repeated or self.skipped:
             found.append(f"{self.repeated} samples were repeated and {self.skipped} skipped")
+        if self.exact_through < self.exact_due:
+            found.append(f"the loss of step {self.exact_through + 1} is not equal to the bit, at the same world size")
         if not self.max_abs_difference <= LOSS_TOLERANCE:
             found.append(f"the loss differs by up to {self.max_abs_difference:.2g} from the uninterrupted run")
         return found
@@ -43,6 +50,7 @@ def verify(run: Run, reference: Run, steps: int) -> Verified:
         if missing:
             raise ValueError(f"{name} never finished steps {missing[:5]} ({len(missing)} of {steps})")
     differences = {step: abs(ours[step].loss - theirs[step].loss) for step in range(1, steps + 1)}
+    smaller = [step for step in range(1, steps + 1) if ours[step].world != theirs[step].world]
     unequal = [step for step, difference in differences.items() if difference > 0]
     repeated = skipped = 0
     for step in range(1, steps + 1):
@@ -54,7 +62,8 @@ def verify(run: Run, reference: Run, steps: int) -> Verified:
         final=ours[steps].loss,
         uninterrupted_final=theirs[steps].loss,
         max_abs_difference=max(differences.values()),
-        exact_through=(min(unequal) - 1) if unequal else steps,
+        exact_through=min(unequal, default=steps + 1) - 1,
+        exact_due=min(smaller, default=steps + 1) - 1,
         seen=sum(len(ours[step].samples) for step in range(1, steps + 1)),
         repeated=repeated,
         skipped=skipped,
