@@ -256,9 +256,7 @@ _SECONDS = (
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "lab": MappingProxyType({}),
-        "production": MappingProxyType(
-            {"log_format": "json", "kernel_log": Path("/dev/kmsg"), "metrics_listen": "127.0.0.1:7703"}
-        ),
+        "production": MappingProxyType({"log_format": "json", "metrics_listen": "127.0.0.1:7703"}),
     }
 )
 """``lab``: everything on one machine, free ports. ``production``: a fixed port for Prometheus, JSON logs."""

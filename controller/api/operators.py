@@ -210,8 +210,14 @@ class OperatorRoutes:
 def _changed(command: ev.OperatorCommand, tx: Transaction, now: float) -> op.Changed:
     told = len(tx.audit)
     tx.handle(command, now)
-    sentences = [row.sentence for row in tx.audit[told:]]
-    return op.Changed(trace=command.trace, sentence=" ".join(sentences)[:4096])
+    sentences = _without_echoes([row.sentence for row in tx.audit[told:]])
+    return op.Changed(trace=command.trace, sentence="; ".join(sentences)[:4096])
+
+
+def _without_echoes(sentences: list[str]) -> list[str]:
+    """Those that another one does not say already: an order's own words come again in what followed from it."""
+    different = list(dict.fromkeys(sentences))
+    return [one for one in different if not any(one != other and one in other for other in different)]
 
 
 def _started_probe(event: ev.ProbeRequested, tx: Transaction, now: float) -> str:
