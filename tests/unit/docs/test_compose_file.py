@@ -1,0 +1,123 @@
+"""docker-compose.yml and what it mounts: what the programs would make of it, without starting a container."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from agent.config import from_command_line, read_token
+from controller.config import load_settings, read_password, read_secret
+from controller.main import _parser
+from everstep.tokens import Identity, TokenRole, verify
+
+ROOT = Path(__file__).parents[3]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+AGENTS = [name for name in SERVICES if name.startswith("agent-")]
+DOCKERFILE = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_the_agents_settings_are_free_of_contradictions(name: str) -> None:
+    settings = from_command_line(SERVICES[name]["command"], environ={})
+    assert settings.node == name
+    assert settings.vault_listen.partition(":")[0] == name, "its peers reach the vault by the service's name"
+
+
+def test_the_controllers_settings_are_free_of_contradictions() -> None:
+    given = vars(_parser().parse_args(SERVICES["controller"]["command"]))
+    assert given.pop("command") == "serve"
+    preset, file = given.pop("preset"), given.pop("settings")
+    settings = load_settings(given, preset=preset, file=file, environment={})
+    assert settings.database_password_file
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_service_has_a_health_check(name: str) -> None:
+    service = SERVICES[name]
+    assert "healthcheck" in service or "HEALTHCHECK" in stage(service["build"]["target"])
+
+
+def stage(target: str) -> str:
+    """The part of the Dockerfile that makes ``target``."""
+    return re.split(r"^FROM ", DOCKERFILE.split(f" AS {target}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_published_port_is_on_the_loopback_interface(name: str) -> None:
+    assert all(str(port).startswith("127.0.0.1:") for port in SERVICES[name].get("ports", []))
+
+
+def test_whoever_waits_for_health_waits_for_a_service_that_is_here() -> None:
+    waits = {other: how for service in SERVICES.values() for other, how in service.get("depends_on", {}).items()}
+    assert waits.keys() <= SERVICES.keys()
+    assert all(how == {"condition": "service_healthy"} for how in waits.values())
+
+
+def test_secrets_come_from_ignored_files_and_are_granted_where_they_are_read() -> None:
+    files = [Path(secret["file"]) for secret in COMPOSE["secrets"].values()]
+    assert all(file.parent == Path("deploy/secrets") for file in files)
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert {"deploy/secrets/", "/.env"} <= set(ignored)
+    for name, service in SERVICES.items():
+        read = set(re.findall(r"/run/secrets/([\w-]+)", str(service)))
+        assert read == set(service.get("secrets", [])) & read, f"{name} reads a secret that it is not granted"
+        assert set(service.get("secrets", [])) <= COMPOSE["secrets"].keys()
+
+
+def test_no_secret_stands_in_the_file() -> None:
+    for name, service in SERVICES.items():
+        for variable, value in service.get("environment", {}).items():
+            if re.search("PASSWORD|SECRET|TOKEN", variable):
+                assert variable.endswith("_FILE"), f"{name}: {variable}"
+                assert value.startswith("/run/secrets/"), f"{name}: {variable}"
+    for url in re.findall(r"\w+://[^\s\"']+", (ROOT / "docker-compose.yml").read_text()):
+        assert not re.search(r"//[^/@]*:[^/@]*@", url), f"a password in {url}"
+
+
+def test_prometheus_scrapes_the_services_at_the_ports_they_listen_on() -> None:
+    config = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
+    jobs = {job["job_name"]: job["static_configs"][0]["targets"] for job in config["scrape_configs"]}
+    listens = [from_command_line(SERVICES[name]["command"], environ={}).metrics_listen for name in AGENTS]
+    assert jobs["everstep-agent"] == [
+        f"{name}:{at.rpartition(':')[2]}" for name, at in zip(AGENTS, listens, strict=True)
+    ]
+    assert jobs["everstep-controller"] == ["controller:7700"]
+    for name in ("prometheus", "grafana"):
+        for mount in SERVICES[name].get("volumes", []):
+            source = mount.split(":")[0]
+            assert (ROOT / source).exists() or source in COMPOSE["volumes"], mount
+
+
+def test_make_secrets_writes_what_the_programs_take(tmp_path: Path) -> None:
+    """As its owner; the containers' own users read what is open inside a directory that only the owner enters."""
+    shutil.copytree(ROOT / "deploy", tmp_path / "deploy", ignore=shutil.ignore_patterns("secrets"))
+    command = tmp_path / "everstep-controller"
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m controller.main "$@"\n')
+    command.chmod(0o700)
+    environment = {**os.environ, "EVERSTEP_CONTROLLER_COMMAND": str(command), "PYTHONPATH": str(ROOT)}
+    run = [str(tmp_path / "deploy" / "make-secrets.sh")]
+    subprocess.run(run, check=True, capture_output=True, env=environment)
+    folder = tmp_path / "deploy" / "secrets"
+    first = {file.name: file.read_text() for file in folder.iterdir()}
+    subprocess.run(run, check=True, capture_output=True, env=environment)
+    assert {file.name: file.read_text() for file in folder.iterdir()} == first, "a second run changes no secret"
+
+    assert {Path(secret["file"]).name for secret in COMPOSE["secrets"].values()} <= first.keys()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    secret = read_secret(str(folder / "fleet"))
+    assert read_password(str(folder / "postgres"))
+    assert len(set(first.values())) == len(first), "no two are alike"
+    for name in AGENTS:
+        token = read_token(folder / f"token-{name}", "agent token")
+        assert verify(secret, token) == Identity(TokenRole.AGENT, name)
+    assert verify(secret, first["token-prometheus"].strip()).role is TokenRole.VIEWER
+    assert (tmp_path / ".env").read_text() == f"EVERSTEP_UID={os.getuid()}\nEVERSTEP_GID={os.getgid()}\n"

@@ -1,0 +1,62 @@
+"""The systemd units' command lines, as the programs take them."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from agent.config import from_command_line
+from controller.config import load_settings
+from controller.main import _parser
+
+UNITS = Path(__file__).parents[3] / "deploy" / "systemd"
+
+
+def settings_of(unit: str) -> dict[str, list[str]]:
+    """Each key's values, continued lines joined."""
+    found: dict[str, list[str]] = {}
+    for line in (UNITS / unit).read_text().replace("\\\n", " ").splitlines():
+        key, equals, value = line.partition("=")
+        if equals and not line.startswith("#"):
+            found.setdefault(key, []).append(value)
+    return found
+
+
+def command(unit: str) -> list[str]:
+    return shlex.split(settings_of(unit)["ExecStart"][0].replace("%H", "node-17").replace("${EVERSTEP_LISTEN}", "h:1"))
+
+
+def test_the_agents_command_line_is_taken_with_what_its_environment_file_names() -> None:
+    program, *arguments = command("everstep-agent.service")
+    assert program.endswith("/everstep-agent")
+    environment = {
+        "EVERSTEP_AGENT_CONTROLLERS": "http://10.0.0.1:7700",
+        "EVERSTEP_AGENT_VAULT_LISTEN": "10.0.0.7:7702",
+        "EVERSTEP_AGENT_RACK": "r1",
+        "EVERSTEP_AGENT_SWITCH": "s1",
+        "EVERSTEP_AGENT_POWER": "p1",
+    }
+    settings = from_command_line(arguments, environ=environment)
+    assert (settings.node, settings.preset, settings.kernel_log_path) == ("node-17", "production", "/dev/kmsg")
+
+
+def test_the_vault_outlives_a_stop_of_the_agent_and_is_found_again() -> None:
+    unit = settings_of("everstep-agent.service")
+    assert unit["KillMode"] == ["process"]
+    assert unit["RuntimeDirectoryPreserve"] == ["yes"]
+    assert "--die-with-parent" not in command("everstep-agent.service")
+
+
+def test_the_controllers_command_line_is_taken() -> None:
+    program, *arguments = command("everstep-controller.service")
+    assert program.endswith("/everstep-controller")
+    given = vars(_parser().parse_args(arguments))
+    given.pop("command")
+    preset, file = given.pop("preset"), given.pop("settings")
+    assert load_settings(given, preset=preset, file=file, environment={}).listen == "h:1"
+
+
+def test_both_are_started_again_for_ever() -> None:
+    for unit in ("everstep-agent.service", "everstep-controller.service"):
+        assert settings_of(unit)["Restart"] == ["always"]
+        assert settings_of(unit)["StartLimitIntervalSec"] == ["0"]
