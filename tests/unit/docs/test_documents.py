@@ -1,0 +1,226 @@
+"""What the documents say exists: links, make targets, commands and their flags, tests, routes, methods, alerts."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from fastapi.testclient import TestClient
+
+from agent.config import from_command_line
+from controller.config import load_settings
+from controller.main import _parser as controller_parser
+from everstep.cli.main import app
+from everstep.vocabulary import JobState, NodeState
+from tests.support.controllers import InProcess
+from trainer_hooks.launch.options import _parser as launch_parser
+
+ROOT = Path(__file__).parents[3]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+
+
+# --- links -------------------------------------------------------------------------------------------------------
+
+
+def anchors(text: str) -> set[str]:
+    """What headings can be linked to by, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_document
+def test_every_relative_link_leads_somewhere(document: Path) -> None:
+    for link in LINK.findall(FENCE.sub("", document.read_text())):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        assert target.exists(), f"{link} leads nowhere"
+        assert not anchor or anchor in anchors(target.read_text()), f"{link}: no such heading"
+
+
+@each_document
+def test_every_file_that_is_named_in_code_is_there(document: Path) -> None:
+    for name in re.findall(
+        r"`((?:agent|controller|trainer_hooks|everstep|dashboards|deploy|docs)/[\w./*-]+)`", prose(document)
+    ):
+        if name.startswith("deploy/secrets"):
+            continue
+        assert list(ROOT.glob(name.rstrip("/"))), f"{name} is not there"
+
+
+def prose(document: Path) -> str:
+    return FENCE.sub("", document.read_text())
+
+
+# --- commands ----------------------------------------------------------------------------------------------------
+
+
+def command_lines(document: Path) -> Iterator[list[str]]:
+    """Words of every simple command in a fenced block of no language or of a shell's."""
+    for language, block in FENCE.findall(document.read_text()):
+        if language not in ("", "sh", "bash", "console"):
+            continue
+        for line in block.replace("\\\n", " ").splitlines():
+            yield from simple_commands(line)
+
+
+def simple_commands(line: str) -> Iterator[list[str]]:
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    words: list[str] = []
+    for word in [*lexer, ";"]:
+        if set(word) <= set("();<>|&"):
+            if words:
+                yield words
+            words = ["redirected:"] if set(word) <= set("<>") else []
+        elif words or not re.fullmatch(r"\w+=.*", word):
+            words.append(word)
+
+
+def check_everstep(arguments: list[str]) -> None:
+    command: Any = typer.main.get_command(app)
+    options = {option for parameter in command.params for option in parameter.opts}
+    while arguments:
+        word = arguments.pop(0)
+        if word.startswith("-"):
+            assert word.split("=")[0] in {*options, "--help"}, f"no such option: {word}"
+        elif hasattr(command, "commands") and word in command.commands:
+            command = command.commands[word]
+            options = {option for parameter in command.params for option in parameter.opts}
+        elif hasattr(command, "commands"):
+            assert word.startswith(("http", "/", "deploy/")) or "." in word, f"no such command: {word}"
+    assert not hasattr(command, "commands"), "a subcommand is missing"
+
+
+def check_controller(arguments: list[str]) -> None:
+    given = vars(controller_parser().parse_args(arguments))
+    if given.pop("command") == "serve":
+        preset, file = given.pop("preset"), given.pop("settings")
+        load_settings(given, preset=preset, file=file, environment={})
+
+
+CHECKS = {
+    "everstep": check_everstep,
+    "everstep-controller": check_controller,
+    "everstep-agent": lambda arguments: from_command_line(arguments, environ={}),
+    "everstep-launch": lambda arguments: launch_parser({}).parse_args(arguments),
+}
+
+
+@each_document
+def test_every_command_is_taken_by_its_program(document: Path) -> None:
+    for program, *arguments in command_lines(document):
+        if program in CHECKS:
+            try:
+                CHECKS[program](arguments)
+            except SystemExit as exit_:
+                pytest.fail(f"{program} {' '.join(arguments)}: exit {exit_.code}")
+
+
+@each_document
+def test_every_make_target_exists(document: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    called = [words[1] for words in command_lines(document) if words[0] == "make" and len(words) > 1]
+    called += re.findall(r"`make ([a-z-]+)", prose(document))
+    assert set(called) <= targets
+
+
+def test_the_documents_do_call_the_programs() -> None:
+    """The checks above would pass on documents they cannot read."""
+    called = {words[0] for document in DOCUMENTS for words in command_lines(document)}
+    assert called >= {*CHECKS, "make"}
+
+
+# --- tests -------------------------------------------------------------------------------------------------------
+
+
+def functions_of(path: str) -> set[str]:
+    tree = ast.parse((ROOT / path).read_text())
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+@each_document
+def test_every_test_that_is_named_exists(document: Path) -> None:
+    for path, name in TEST.findall(document.read_text()):
+        assert (ROOT / path).is_file(), path
+        assert name in functions_of(path), f"{path}::{name}"
+
+
+def rows(document: str, heading: str) -> list[list[str]]:
+    """The cells of the first table under a heading."""
+    text = (ROOT / document).read_text().split(f"{heading}\n", 1)[1]
+    table = re.search(r"^\|.*?(?=\n\n|\Z)", text, re.MULTILINE | re.DOTALL)
+    assert table is not None
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[0].splitlines()]
+    return cells[2:]
+
+
+def test_every_promise_has_a_test() -> None:
+    promises = rows("docs/guarantees.md", "## Promises")
+    assert len(promises) > 20
+    for promise, _, tests in promises:
+        assert TEST.search(tests), f"nothing proves: {promise}"
+
+
+def test_every_gpu_test_is_in_the_table() -> None:
+    named = {path for path, _ in TEST.findall((ROOT / "docs" / "gpu.md").read_text())}
+    marked = {
+        path for path in (ROOT / "tests").rglob("test_*.py") if re.search(r"^[@ ].*mark\.gpu", path.read_text(), re.M)
+    }
+    assert named == {str(path.relative_to(ROOT)) for path in marked}
+
+
+# --- what there is -----------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_routes_is_that_of_the_application(tmp_path: Path) -> None:
+    controller = InProcess(f"sqlite:///{tmp_path / 'controller.db'}")
+    with TestClient(controller):
+        assert controller.controller is not None
+        document = controller.controller.app
+        served = routes_of(document)
+    written = {(row[0], row[1].strip("`")) for row in rows("docs/api.md", "## REST")}
+    assert written == served
+
+
+def routes_of(application: Any) -> set[tuple[str, str]]:
+    from controller.api.routes import AGENT
+
+    found = {(route.method, route.path) for route in AGENT.values()}
+    for route in application._app.routes:  # FastAPI, behind the agents' routes
+        found |= {(method, route.path) for method in route.methods - {"HEAD"}}
+    return found
+
+
+def test_every_public_name_of_a_run_is_described() -> None:
+    tree = ast.parse((ROOT / "trainer_hooks" / "run.py").read_text())
+    (run,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Run")
+    public = {node.name for node in run.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
+    written = {name for row in rows("docs/api.md", "## Training") for name in re.findall(r"`(\w+)", row[0])}
+    assert written == public
+
+
+def test_every_alert_is_explained() -> None:
+    rules = yaml.safe_load((ROOT / "dashboards" / "prometheus" / "everstep.rules.yml").read_text())
+    alerts = {rule["alert"] for group in rules["groups"] for rule in group["rules"] if "alert" in rule}
+    assert {row[0] for row in rows("docs/operations.md", "## Alerts")} == alerts
+
+
+def test_every_state_is_explained() -> None:
+    assert {row[0] for row in rows("docs/operations.md", "## States of a node")} == set(NodeState)
+    jobs = {state for row in rows("docs/operations.md", "## Jobs") for state in row[0].split(", ")}
+    assert jobs == set(JobState)
