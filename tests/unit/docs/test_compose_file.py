@@ -36,8 +36,9 @@ def test_the_controllers_settings_are_free_of_contradictions() -> None:
     given = vars(_parser().parse_args(SERVICES["controller"]["command"]))
     assert given.pop("command") == "serve"
     preset, file = given.pop("preset"), given.pop("settings")
-    settings = load_settings(given, preset=preset, file=file, environment={})
+    settings = load_settings(given, preset=preset, file=file, environment=SERVICES["controller"]["environment"])
     assert settings.database_password_file
+    assert not settings.policy.probe_required, "the agents' image has no torch, and no node would come back"
 
 
 @pytest.mark.parametrize("name", SERVICES)
