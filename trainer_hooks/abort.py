@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from trainer_hooks import descriptors
+from trainer_hooks import descriptors, waiting
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +59,16 @@ def gloo_loops() -> list[int]:
 
 
 class GlooBackend:
-    """Ends gloo's collectives by shutting its connections; ``ProcessGroupGloo.abort`` does not wake a waiter."""
+    """Ends gloo's collectives by shutting its connections; ``ProcessGroupGloo.abort`` does not wake a waiter.
+
+    They are shut for reading only: gloo's thread then reads the end of the stream and closes them, which wakes those
+    that wait. Shut for writing too, its next write would fail in silence and leave the operation behind it waiting.
+    """
 
     name = "gloo"
 
     def prepare(self) -> None:
-        """gloo reads nothing early."""
+        waiting.install()
 
     def options(self) -> Any:
         return None
@@ -72,7 +78,8 @@ class GlooBackend:
 
     @staticmethod
     def _shut_connections_of(loop: int) -> int:
-        return descriptors.shut_connections(descriptors.watched(loop), lambda: descriptors.watched(loop))
+        watched = partial(descriptors.watched, loop)
+        return descriptors.shut_connections(watched(), watched, socket.SHUT_RD)
 
 
 class NcclBackend:

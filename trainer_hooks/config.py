@@ -61,6 +61,15 @@ class HookSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How often sockets are shut again while the main thread has not left a generation that is over: groups open
     connections lazily, and a join opens new ones."""
 
+    interrupt_after_s: float = 0.2
+    """How long a main thread that is asked to leave may take to come to a module call, a collective, an optimizer
+    step or the end of its step, before its Python code is interrupted wherever it is. Sooner gains little: a training
+    step passes many such places."""
+
+    leave_within_s: float = 2.0
+    """How long a main thread may take to leave a generation that is over, before its process is ended so that the
+    launcher replaces it. Nearly always it takes milliseconds; a wait in foreign C++ code cannot be interrupted."""
+
     outbox_frames: int = 1024
     """Messages kept while the agent is away; the oldest are dropped. 1024 seals are minutes of training."""
 
@@ -81,6 +90,11 @@ class HookSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigurationError(
                 f"first_step_allowance_s ({self.first_step_allowance_s}) must not be below hang_floor_s "
                 f"({self.hang_floor_s}): the first step is the slowest"
+            )
+        if self.interrupt_after_s >= self.leave_within_s:
+            raise ConfigurationError(
+                f"interrupt_after_s ({self.interrupt_after_s}) must be below leave_within_s ({self.leave_within_s}): "
+                "a process is replaced only when interrupting it did not help"
             )
         if self.explanation_grace_s >= self.regroup_wait_s:
             raise ConfigurationError(

@@ -71,24 +71,24 @@ def _on_copy(fd: int, question: Callable[[socket.socket], bool]) -> bool:
         return question(copy)
 
 
-def _shut(copy: socket.socket) -> bool:
+def _shut(copy: socket.socket, how: int) -> bool:
     try:
-        copy.shutdown(socket.SHUT_RDWR)
+        copy.shutdown(how)
     except OSError:  # not connected, or the peer was faster
         return False
     return True
 
 
-def shut_connections(fds: Iterable[int], still: Callable[[], Iterable[int]]) -> int:
-    """Shuts the connected TCP sockets among ``fds`` in both directions; returns how many.
+def shut_connections(fds: Iterable[int], still: Callable[[], Iterable[int]], how: int = socket.SHUT_RDWR) -> int:
+    """Shuts the connected TCP sockets among ``fds``, in both directions unless told otherwise; returns how many.
 
-    Whoever waits on them wakes at once. ``still`` is asked again after each was duplicated: a number that was closed
+    Whoever reads from them wakes at once. ``still`` is asked again after each was duplicated: a number that was closed
     and reused by somebody else in between is left alone.
     """
     copies = {fd: copy for fd in fds if (copy := _duplicate(fd)) is not None}
     try:
         confirmed = set(still())
-        return sum(_shut(copy) for fd, copy in copies.items() if fd in confirmed and not _is_listening(copy))
+        return sum(_shut(copy, how) for fd, copy in copies.items() if fd in confirmed and not _is_listening(copy))
     finally:
         for copy in copies.values():
             copy.close()

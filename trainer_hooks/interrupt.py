@@ -1,7 +1,13 @@
 """Calling a main thread back out of Python code.
 
-A collective is left by shutting its sockets; a main thread that loads data or computes is not in one. The signal
-thread then raises ``Regroup`` in it, between two byte codes, except inside an ``atomic`` section.
+A collective is left by shutting its sockets; a main thread that loads data or computes is not in one. There are two
+ways to reach it. *Asking* raises ``Regroup`` where the thread calls a module next: a place like any other where a
+training function may raise, with nothing half done. *Interrupting* raises it between two byte codes, wherever that
+is. It works in any Python code, but an exception that arrives just after a lock was taken in Python code
+(``threading.Condition``, ``queue.Queue``, ``logging``) leaves it taken; so it comes second, when asking did not help.
+
+For the same reason locks that this package's own threads share with the main thread are plain ``threading.Lock``
+objects in ``with`` statements, where no such gap exists.
 """
 
 from __future__ import annotations
@@ -10,6 +16,10 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 
 class Regroup(BaseException):
@@ -36,6 +46,13 @@ class Interrupter:
         self._raised = False
         self._atomic_depth = 0
         self._deferred = False
+        self._asking: RemovableHandle | None = None
+
+    def ask(self) -> None:
+        """From another thread: the running ``call`` ends with Regroup where it calls a module next."""
+        with self._lock:
+            if self._open and not self._raised and self._asking is None:
+                self._asking = register_module_forward_pre_hook(self._at_module_call)
 
     def interrupt(self) -> bool:
         """From another thread: makes the running ``call`` end with Regroup. False where there is none to end."""
@@ -48,6 +65,15 @@ class Interrupter:
             self._raised = True
             _set_async_exception(self._thread_id, Regroup)
             return True
+
+    def _at_module_call(self, module: Any, arguments: Any) -> None:
+        if threading.get_ident() != self._thread_id:
+            return
+        with self._lock:
+            due = self._open and not self._raised and self._atomic_depth == 0
+            self._raised = self._raised or due
+        if due:
+            raise Regroup
 
     def call(self, function: Callable[[], None]) -> BaseException | None:
         """Runs ``function`` and returns what it raised, or None. No interrupt is delivered outside of it."""
@@ -90,5 +116,8 @@ class Interrupter:
             if opened:
                 self._raised = self._deferred = False
                 self._atomic_depth = 0
-            else:
-                _set_async_exception(self._thread_id, None)
+                return
+            _set_async_exception(self._thread_id, None)
+            if self._asking is not None:
+                self._asking.remove()
+                self._asking = None

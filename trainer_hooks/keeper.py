@@ -115,7 +115,8 @@ class GenerationKeeper:
 
     def before_update(self) -> None:
         if self._snapshotter is not None:
-            self._snapshotter.wait()
+            with self._interrupter.atomic():  # shares a condition with the copier's thread
+                self._snapshotter.wait()
         self._fence()
 
     def step_finished(self, step: int) -> None:
@@ -137,11 +138,6 @@ class GenerationKeeper:
         """From the signal thread: the newest versions that the controller knows."""
         if self._snapshotter is not None:
             self._snapshotter.note(committed, verified)
-
-    def settle(self) -> None:
-        """Waits until the state of the last finished step is copied."""
-        if self._snapshotter is not None:
-            self._snapshotter.wait()
 
     def close(self) -> None:
         """Ends the snapshots of this generation.

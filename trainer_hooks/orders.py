@@ -10,10 +10,11 @@ from everstep.wire.v1.training import GenerationSpec
 
 
 class Orders:
-    """Written by the signal thread, read and waited for by the main thread. Older generations are dropped by rule."""
+    """Written by the link's thread, read and waited for by the main thread. Older generations are dropped by rule."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # never taken through the condition where an interrupt may come: see interrupt
+        self._changed = threading.Condition(self._lock)
         self._newest: GenerationSpec | None = None
         self._urgent_through = 0
         self._stop: StopJob | None = None
@@ -22,7 +23,7 @@ class Orders:
 
     def hear_generation(self, spec: GenerationSpec) -> bool:
         """Takes a generation; False where it is not newer than what is known."""
-        with self._changed:
+        with self._lock:
             if self._newest is not None and spec.number <= self._newest.number:
                 return False
             self._newest = spec
@@ -32,23 +33,23 @@ class Orders:
             return True
 
     def hear_stop(self, stop: StopJob) -> None:
-        with self._changed:
+        with self._lock:
             self._stop = self._stop or stop
             self._changed.notify_all()
 
     def hear_versions(self, notice: VersionNotice) -> None:
-        with self._changed:
+        with self._lock:
             self._committed, self._verified = notice.committed, notice.verified
 
     @property
     def versions(self) -> tuple[Version | None, Version | None]:
         """The newest committed and the newest verified version."""
-        with self._changed:
+        with self._lock:
             return self._committed, self._verified
 
     @property
     def stop(self) -> StopJob | None:
-        with self._changed:
+        with self._lock:
             return self._stop
 
     def is_over(self, number: int, step: int) -> bool:
@@ -57,7 +58,7 @@ class Orders:
         A generation with ``after_step`` leaves its predecessor in order, at that boundary; one without ends every
         older generation at once, whatever boundary had been set before.
         """
-        with self._changed:
+        with self._lock:
             if self._stop is not None or self._urgent_through > number:
                 return True
             newest = self._newest
@@ -67,7 +68,7 @@ class Orders:
 
     def superseded(self, number: int) -> bool:
         """Whether a newer generation, or the end of the job, is known."""
-        with self._changed:
+        with self._lock:
             return self._next(number) is not None
 
     def wait_next(self, number: int, timeout_s: float | None = None) -> GenerationSpec | StopJob | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 from time import perf_counter
 
+from trainer_hooks.config import HookSettings
 from trainer_hooks.interrupt import Interrupter
 from trainer_hooks.orders import Orders
 from trainer_hooks.progress import Progress
@@ -27,6 +28,7 @@ class Presence:
     Args:
         abort: ends the collectives of this process.
         cut: breaks the connection to the rendezvous store, for a thread that waits on it.
+        give_up: ends the process, when nothing else has helped.
     """
 
     def __init__(
@@ -36,16 +38,21 @@ class Presence:
         interrupter: Interrupter,
         abort: Callable[[], object],
         cut: Callable[[], object],
+        give_up: Callable[[], object],
+        settings: HookSettings,
     ) -> None:
         self._orders = orders
         self._progress = progress
         self._interrupter = interrupter
         self._abort = abort
         self._cut = cut
+        self._give_up = give_up
+        self._settings = settings
         self._lock = threading.Lock()
         self._where = Where.OUT
         self._number = 0
         self._presses = 0
+        self._pressed_at = 0.0
         self._disturbed_at: float | None = None
 
     # --- the main thread
@@ -91,17 +98,29 @@ class Presence:
     def press(self) -> None:
         """Gets the main thread out where its generation is over. Called with the news, and again until it is out.
 
-        The first time only the collectives are ended and the exception set: the store's connection is worth keeping.
-        A main thread that is still there at the next call may be waiting on the store.
+        At first the collectives are ended and the thread is asked to leave. One that is still there at the next call
+        may be waiting on the store, whose connection is worth keeping otherwise; then its Python code is interrupted;
+        in the end the process is given up.
         """
         with self._lock:
             if self._where is Where.OUT or not self.is_over():
                 return
-            self._presses += 1
+            now = perf_counter()
+            if self._presses == 0:
+                self._pressed_at = now
             if self._disturbed_at is None:
-                self._disturbed_at = perf_counter()
-            self._abort()
-            if self._where is Where.JOINING or self._presses > 1:
-                self._cut()
-            if self._where is Where.INSIDE:
+                self._disturbed_at = now
+            self._presses += 1
+            self._push(now - self._pressed_at)
+
+    def _push(self, pressed_s: float) -> None:
+        """One more attempt, ``pressed_s`` after the first."""
+        self._abort()
+        if self._where is Where.JOINING or self._presses > 1:
+            self._cut()
+        if self._where is Where.INSIDE:
+            self._interrupter.ask()
+            if pressed_s > self._settings.interrupt_after_s:
                 self._interrupter.interrupt()
+        if pressed_s > self._settings.leave_within_s:
+            self._give_up()

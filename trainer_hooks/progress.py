@@ -41,6 +41,10 @@ class LossReading:
         return self._value
 
 
+def _none() -> int:
+    return 0
+
+
 class Progress:
     """Steps of one rank in one generation. ``step`` is the last finished one (0: none); steps count from 1."""
 
@@ -53,7 +57,7 @@ class Progress:
         self._durations: deque[float] = deque(maxlen=window)
         self._median_s = 0.0
         self._step_began = perf_counter()
-        self._collectives: Callable[[], int] = lambda: 0
+        self._collectives: Callable[[], int] = _none
 
     def enter(self, generation: int, rank: int, collectives: Callable[[], int]) -> None:
         """A generation begins; steps counted so far belong to the one before."""
@@ -61,6 +65,10 @@ class Progress:
         self.finished_here = 0
         self._durations.clear()
         self._collectives = collectives
+
+    def leave(self) -> None:
+        """The generation is over: its process group is not asked any more, nor kept alive from here."""
+        self._collectives = _none
 
     def resume_from(self, step: int) -> None:
         """State of ``step`` stands restored."""

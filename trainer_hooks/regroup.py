@@ -23,11 +23,13 @@ from trainer_hooks import descriptors
 from trainer_hooks.abort import CollectiveBackend
 from trainer_hooks.config import HookSettings
 from trainer_hooks.interrupt import Regroup
+from trainer_hooks.waiting import wait_unless
 
 logger = logging.getLogger(__name__)
 
 CONNECT_RETRY_S = 0.01
 CONNECT_TIMEOUT_S = 2.0
+RELEASE_TIMEOUT_S = 0.5
 
 
 class Group:
@@ -71,6 +73,8 @@ class Rendezvous:
         self._address: tuple[str, int] | None = None
         self._connection: TCPStore | None = None
         self._cut = False
+        self._retired: list[object] = []
+        self._releasing: list[threading.Thread] = []
         self.group: Group | None = None
 
     # --- in
@@ -83,7 +87,7 @@ class Rendezvous:
         """
         try:
             self.group = self._join(spec, member, is_over)
-        except RuntimeError as error:
+        except (Regroup, RuntimeError) as error:
             self._forget_connection()
             self.leave(broken=True)
             if is_over():
@@ -100,7 +104,7 @@ class Rendezvous:
             torch.cuda.set_device(device)
         self._initialize(store, member.rank, spec.world_size)
         group = Group(spec, member, store, device)
-        self._prove(device, spec.world_size)
+        self._prove(device, spec.world_size, is_over)
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self._settings.collective_timeout_s))
         return group
 
@@ -144,33 +148,55 @@ class Rendezvous:
         sys.excepthook = hook  # torch wraps it anew each time, which would nest as generations pass
 
     @staticmethod
-    def _prove(device: torch.device, world_size: int) -> None:
+    def _prove(device: torch.device, world_size: int, is_over: Callable[[], bool]) -> None:
         """A first all-reduce: everybody is there, and every connection carries data."""
         present = torch.ones(1, device=device)
-        dist.all_reduce(present)
+        wait_unless(dist.all_reduce(present, async_op=True), is_over)
         if int(present.item()) != world_size:
             raise RuntimeError(f"{int(present.item())} of {world_size} ranks took part in the first all-reduce")
 
     # --- out
 
     def leave(self, *, broken: bool) -> None:
-        """Destroys all process groups of the process, if there are any.
+        """Destroys all process groups of the process, if there are any; ``release`` lets go of what they hold.
 
-        ``broken``: they are aborted first. gloo's threads take 10 to 20 ms to notice and end; that happens beside us,
-        in a thread that holds the last references (their destructors release the GIL).
+        ``broken``: they are aborted first, with whatever still waits in them.
         """
+        self._retire(self.group)
         self.group = None
         if not dist.is_initialized():
             return
         if broken:
             self._backend.abort()
-        groups = list(dist.distributed_c10d._world.pg_map)
+        for group in list(dist.distributed_c10d._world.pg_map):
+            self._retire(group)
         dist.destroy_process_group()
-        threading.Thread(target=groups.clear, name="everstep-release", daemon=True).start()
+
+    def _retire(self, group: object) -> None:
+        if group is not None:
+            self._retired.append(group)
+
+    def release(self) -> None:
+        """Drops the last references to groups that were left, beside the caller: call it when nobody else has any.
+
+        A group's destructor waits for its threads, which takes gloo 10 to 20 ms, and for an operation that nobody can
+        wake (see ``waiting``) until its time-out. It does so without the GIL.
+        """
+        retired, self._retired = self._retired, []
+        self._releasing = [thread for thread in self._releasing if thread.is_alive()]
+        if retired:
+            thread = threading.Thread(target=retired.clear, name="everstep-release", daemon=True)
+            thread.start()
+            self._releasing.append(thread)
 
     def close(self) -> None:
+        """The end of the process is near: a destructor that returned while the interpreter ends would abort it."""
         self.leave(broken=False)
         self._forget_connection()
+        self.release()
+        deadline = perf_counter() + RELEASE_TIMEOUT_S
+        for thread in self._releasing:
+            thread.join(max(0.0, deadline - perf_counter()))
 
     def _forget_connection(self) -> None:
         self._connection = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import logging
 import os
@@ -58,7 +59,13 @@ class Worker:
         backend.prepare()
         self._rendezvous = Rendezvous(backend, settings)
         self._presence = Presence(
-            self._orders, self._progress, self._interrupter, backend.abort, self._rendezvous.cut_store
+            self._orders,
+            self._progress,
+            self._interrupter,
+            backend.abort,
+            self._rendezvous.cut_store,
+            self._ask_for_replacement,
+            settings,
         )
         self._attendant = Attendant(
             self._orders, self._presence, self._progress, lambda m: self._link.send(m), settings, clock
@@ -140,9 +147,12 @@ class Worker:
         try:
             self._rendezvous.join(spec, member, self._presence.is_over)
         except Regroup:
+            self._presence.leave()
+            self._rendezvous.release()
             return False
         except RuntimeError as error:
             self._presence.leave()
+            self._rendezvous.release()
             self._tell_collective_failed(spec, member, error)
             if self._orders.wait_next(spec.number, self._settings.regroup_wait_s) is None:
                 self._blame_training(spec, member, describe(error), full_traceback(error))
@@ -205,7 +215,8 @@ class Worker:
         )
         order = self._orders.wait_next(spec.number)
         self._timeline = Timeline()
-        self._rendezvous.leave(broken=not isinstance(order, StopJob))
+        if not isinstance(order, StopJob):
+            self._leave_group(broken=True)
         self._timeline.end("teardown")
 
     def _failed(self, spec: GenerationSpec, member: Member, failure: BaseException) -> None:
@@ -215,12 +226,18 @@ class Worker:
         at_boundary = isinstance(failure, Regroup) and not self._orders.is_over(spec.number, -1)
         communication, text, trace = is_communication_error(failure), describe(failure), full_traceback(failure)
         release_frames(failure)
-        self._rendezvous.leave(broken=not at_boundary)
-        gc.collect()
+        self._leave_group(broken=not at_boundary)
         self._timeline.end("teardown")
         grace_s = self._settings.regroup_wait_s if communication else self._settings.explanation_grace_s
         if not isinstance(failure, Regroup) and self._orders.wait_next(spec.number, grace_s) is None:
             self._blame_training(spec, member, text, trace)
+
+    def _leave_group(self, *, broken: bool) -> None:
+        """Destroys the groups; those that the training function's objects held first let go of them here."""
+        self._progress.leave()
+        self._rendezvous.leave(broken=broken)
+        gc.collect()
+        self._rendezvous.release()
 
     def _tell_collective_failed(self, spec: GenerationSpec, member: Member, error: BaseException) -> None:
         """At once: a witness's word shortens the wait for a rank's loss to be believed."""
@@ -253,6 +270,12 @@ class Worker:
         if self._orders.wait_next(spec.number, self._settings.verdict_wait_s) is None:
             logger.error("nobody said what becomes of the job: giving up", extra=self._extra(spec))
             raise SystemExit(1)
+
+    def _ask_for_replacement(self) -> None:
+        """From the link's thread: the main thread is beyond reach. Whoever takes this place starts with clean hands."""
+        logger.error("the main thread did not leave within %.1f s: this process ends", self._settings.leave_within_s)
+        faulthandler.dump_traceback()
+        os._exit(os.EX_TEMPFAIL)
 
     def _report(self, spec: GenerationSpec) -> dict[str, Any]:
         return {"job": self._job, "at": self._clock.wall(), "trace": spec.trace}

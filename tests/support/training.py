@@ -36,9 +36,9 @@ def compute_in_python(run: Run) -> None:
 def wait_for_nobody(run: Run) -> None:
     """Rank 0 waits in a collective that the others never enter; they wait in Python."""
     for step in run.steps(until=STEPS):
-        if step > 1 and run.rank == 0 and run.generation == 1:
-            dist.all_reduce(torch.ones(1))
-        elif step > 1:
+        while step > 1 and run.generation == 1:
+            if run.rank == 0:
+                dist.all_reduce(torch.ones(1))
             time.sleep(0.01)
 
 

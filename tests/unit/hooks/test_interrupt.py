@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
+from torch.nn.modules import module as torch_modules
 
 from trainer_hooks.interrupt import Interrupter, Regroup
 
@@ -147,6 +149,62 @@ def test_each_call_can_be_interrupted_anew(interrupter, elsewhere):
 
         elsewhere(lambda started=started: started.wait(10) and interrupter.interrupt())
         assert isinstance(interrupter.call(function), Regroup)
+
+
+def test_a_thread_that_is_asked_leaves_where_it_calls_a_module_next(interrupter, elsewhere):
+    layer = torch.nn.Linear(2, 2)
+    started, asked = threading.Event(), threading.Event()
+    passed: list[str] = []
+
+    def function() -> None:
+        started.set()
+        spin_until(asked.is_set)
+        passed.append("python code goes on")
+        layer(torch.ones(1, 2))
+        passed.append("not reached")
+
+    elsewhere(lambda: started.wait(10) and (interrupter.ask(), asked.set()))
+    assert isinstance(interrupter.call(function), Regroup)
+    assert passed == ["python code goes on"]
+
+
+def test_asking_leaves_other_threads_and_later_calls_alone(interrupter, elsewhere):
+    layer = torch.nn.Linear(2, 2)
+    started, computed = threading.Event(), threading.Event()
+
+    def ask_and_compute() -> None:
+        started.wait(10)
+        interrupter.ask()
+        layer(torch.ones(1, 2))
+        computed.set()
+
+    def function() -> None:
+        started.set()
+        spin_until(computed.is_set)
+
+    elsewhere(ask_and_compute)
+    assert interrupter.call(function) is None
+    assert not torch_modules._global_forward_pre_hooks
+    assert interrupter.call(lambda: layer(torch.ones(1, 2)).sum() and None) is None
+
+
+def test_an_atomic_section_may_call_modules(interrupter, elsewhere):
+    layer = torch.nn.Linear(2, 2)
+    started, asked = threading.Event(), threading.Event()
+    written: list[str] = []
+
+    def function() -> None:
+        with interrupter.atomic():
+            started.set()
+            spin_until(asked.is_set)
+            layer(torch.ones(1, 2))
+            written.append("whole")
+        layer(torch.ones(1, 2))
+        written.append("not reached")
+
+    elsewhere(lambda: started.wait(10) and (interrupter.ask(), asked.set()))
+    assert isinstance(interrupter.call(function), Regroup)
+    assert written == ["whole"]
 
 
 def test_ordinary_handlers_let_regroup_pass():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
@@ -16,8 +17,8 @@ def resumed(scene: Stage, generation: int, count: int) -> list[Resumed]:
     return scene.heard(Resumed, count, where=lambda m: m.generation == generation)
 
 
-def test_survivors_of_a_killed_rank_compute_in_the_next_generation():
-    with stage(training.sum_ones) as scene:
+def test_survivors_of_a_killed_rank_compute_in_the_next_generation(forks):
+    with stage(forks, training.sum_ones) as scene:
         scene.start(0, 1, 2, 3)
         scene.form(1, 0, 1, 2, 3)
         resumed(scene, 1, 4)
@@ -34,34 +35,34 @@ def test_survivors_of_a_killed_rank_compute_in_the_next_generation():
         assert scene.finish() == [0, 0, 0]
 
 
-def test_ranks_blocked_by_a_stopped_peer_are_freed_by_the_news_alone():
-    with stage(training.sum_ones) as scene:
+def test_ranks_blocked_by_a_stopped_peer_are_freed_by_the_news_alone(forks):
+    with stage(forks, training.sum_ones) as scene:
         scene.start(0, 1, 2, 3)
         scene.form(1, 0, 1, 2, 3)
         resumed(scene, 1, 4)
-        scene.kill(2, signal.SIGSTOP)
+        scene.signal(2, signal.SIGSTOP)
         scene.form(2, 0, 1, 3)
         assert sorted(m.rank for m in resumed(scene, 2, 3)) == [0, 1, 2]
         scene.kill(2)
         assert scene.finish() == [0, 0, 0]
 
 
-def test_a_rank_that_slept_through_an_eviction_parks_when_it_wakes():
-    with stage(training.sum_ones) as scene:
+def test_a_rank_that_slept_through_an_eviction_parks_when_it_wakes(forks):
+    with stage(forks, training.sum_ones) as scene:
         scene.start(0, 1, 2)
         scene.form(1, 0, 1, 2)
         resumed(scene, 1, 3)
-        scene.kill(1, signal.SIGSTOP)
+        scene.signal(1, signal.SIGSTOP)
         scene.form(2, 0, 2)
         resumed(scene, 2, 2)
-        scene.kill(1, signal.SIGCONT)
+        scene.signal(1, signal.SIGCONT)
         scene.form(3, 0, 1, 2)
         resumed(scene, 3, 3)
         assert scene.finish() == [0, 0, 0]
 
 
-def test_a_replacement_takes_the_place_of_the_dead():
-    with stage(training.train_replicas) as scene:
+def test_a_replacement_takes_the_place_of_the_dead(forks):
+    with stage(forks, training.train_replicas) as scene:
         scene.start(0, 1, 2)
         scene.form(1, 0, 1, 2)
         resumed(scene, 1, 3)
@@ -72,8 +73,8 @@ def test_a_replacement_takes_the_place_of_the_dead():
         assert scene.finish() == [0, 0, 0]
 
 
-def test_python_code_is_interrupted():
-    with stage(training.compute_in_python) as scene:
+def test_python_code_is_interrupted(forks):
+    with stage(forks, training.compute_in_python) as scene:
         scene.start(0, 1)
         scene.form(1, 0, 1)
         resumed(scene, 1, 2)
@@ -82,13 +83,13 @@ def test_python_code_is_interrupted():
         assert scene.finish() == [0, 0]
 
 
-def test_a_boundary_is_left_after_the_same_step_by_all():
-    with stage(training.sum_ones) as scene:
+def test_a_boundary_is_left_after_the_same_step_by_all(forks):
+    with stage(forks, training.sum_ones) as scene:
         scene.start(0, 1, 2)
         scene.form(1, 0, 1)
         resumed(scene, 1, 2)
         step = scene.heard(Tick, 1, where=lambda t: t.step > 0)[0].step
-        boundary = step + 5000
+        boundary = step + 1000
         scene.form(2, 0, 1, 2, after_step=boundary)
         resumed(scene, 2, 3)
         last = [
@@ -99,8 +100,8 @@ def test_a_boundary_is_left_after_the_same_step_by_all():
         assert scene.finish() == [0, 0, 0]
 
 
-def test_a_join_that_can_never_succeed_is_left_for_a_newer_generation():
-    with stage(training.sum_ones) as scene:
+def test_a_join_that_can_never_succeed_is_left_for_a_newer_generation(forks):
+    with stage(forks, training.sum_ones) as scene:
         scene.start(0, 1)
         scene.form(1, 0, 1, 2)  # local rank 2 does not exist
         scene.heard(Tick, 2, where=lambda t: t.generation == 1)
@@ -109,14 +110,14 @@ def test_a_join_that_can_never_succeed_is_left_for_a_newer_generation():
         assert scene.finish() == [0, 0]
 
 
-def test_a_join_without_a_store_waits_for_a_newer_generation():
-    with stage(training.sum_ones) as scene:
+def test_a_join_without_a_store_waits_for_a_newer_generation(forks):
+    with stage(forks, training.sum_ones) as scene:
         scene.start(0, 1)
         scene.form(1, 0, 1)
         resumed(scene, 1, 2)
         old = scene.store
         scene.store = scene.new_store()
-        scene.kill_store(0)
+        scene.kill_store(old)
         scene.form(2, 0, 1, store=old)
         scene.heard(Tick, 2, where=lambda t: t.generation == 2)
         scene.form(3, 0, 1)
@@ -124,8 +125,8 @@ def test_a_join_without_a_store_waits_for_a_newer_generation():
         assert scene.finish() == [0, 0]
 
 
-def test_a_join_that_times_out_is_a_failed_collective():
-    with stage(training.sum_ones, join_timeout_s=0.5) as scene:
+def test_a_join_that_times_out_is_a_failed_collective(forks):
+    with stage(forks, training.sum_ones, join_timeout_s=0.5) as scene:
         scene.start(0, 1)
         scene.form(1, 0, 1, 2)
         scene.heard(CollectiveFailed, 2, where=lambda m: m.generation == 1)
@@ -134,8 +135,8 @@ def test_a_join_that_times_out_is_a_failed_collective():
         assert scene.finish() == [0, 0]
 
 
-def test_a_users_error_is_reported_whole_and_ends_the_rank_with_the_job():
-    with stage(training.fail_at_step_3, explanation_grace_s=0.05) as scene:
+def test_a_users_error_is_reported_whole_and_ends_the_rank_with_the_job(forks):
+    with stage(forks, training.fail_at_step_3, explanation_grace_s=0.05) as scene:
         scene.start(0, 1)
         scene.form(1, 0, 1)
         (error,) = scene.heard(UserError, 1)
@@ -145,8 +146,8 @@ def test_a_users_error_is_reported_whole_and_ends_the_rank_with_the_job():
         assert scene.finish(ok=False, reason="a user's error") == [1, 1]
 
 
-def test_a_users_error_may_be_tried_again():
-    with stage(training.fail_at_step_3, explanation_grace_s=0.05) as scene:
+def test_a_users_error_may_be_tried_again(forks):
+    with stage(forks, training.fail_at_step_3, explanation_grace_s=0.05) as scene:
         scene.start(0, 1)
         scene.form(1, 0, 1)
         scene.heard(UserError, 1)
@@ -155,8 +156,8 @@ def test_a_users_error_may_be_tried_again():
         assert scene.finish() == [0, 0]
 
 
-def test_a_finished_rank_waits_for_the_job_and_can_be_called_back():
-    with stage(training.sum_ones_a_few_times) as scene:
+def test_a_finished_rank_waits_for_the_job_and_can_be_called_back(forks):
+    with stage(forks, training.sum_ones_a_few_times) as scene:
         scene.start(0, 1)
         scene.form(1, 0, 1)
         assert {m.step for m in scene.heard(RankFinished, 2)} == {20}
@@ -165,8 +166,10 @@ def test_a_finished_rank_waits_for_the_job_and_can_be_called_back():
         assert scene.finish() == [0, 0]
 
 
-def test_stalled_ranks_say_where_they_are_and_how_many_collectives_they_began():
-    with stage(training.wait_for_nobody, hang_floor_s=0.3, hang_warmup_steps=1, first_step_allowance_s=5.0) as scene:
+def test_stalled_ranks_say_where_they_are_and_how_many_collectives_they_began(forks):
+    with stage(
+        forks, training.wait_for_nobody, hang_floor_s=0.3, hang_warmup_steps=1, first_step_allowance_s=5.0
+    ) as scene:
         scene.start(0, 1)
         scene.form(1, 0, 1)
         first, second = sorted(scene.heard(RankStalled, 2), key=lambda m: m.rank)
@@ -179,8 +182,8 @@ def test_stalled_ranks_say_where_they_are_and_how_many_collectives_they_began():
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_ten_losses_in_a_row_leave_nothing_behind(victim):
-    with stage(training.train_replicas) as scene:
+def test_ten_losses_in_a_row_leave_nothing_behind(forks, victim):
+    with stage(forks, training.train_replicas) as scene:
         scene.start(0, 1, 2)
         scene.form(1, 0, 1, 2)
         resumed(scene, 1, 3)
@@ -198,14 +201,8 @@ def test_ten_losses_in_a_row_leave_nothing_behind(victim):
 
 
 def threads_of(scene: Stage) -> dict[int, int]:
-    return {r: len(list_of(f"/proc/{p.pid}/task")) for r, p in scene.ranks.items()}
+    return {r: len(os.listdir(f"/proc/{p.pid}/task")) for r, p in scene.ranks.items()}
 
 
 def descriptors_of(scene: Stage) -> dict[int, int]:
-    return {r: len(list_of(f"/proc/{p.pid}/fd")) for r, p in scene.ranks.items()}
-
-
-def list_of(path: str) -> list[str]:
-    import os
-
-    return os.listdir(path)
+    return {r: len(os.listdir(f"/proc/{p.pid}/fd")) for r, p in scene.ranks.items()}

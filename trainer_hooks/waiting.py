@@ -1,0 +1,56 @@
+"""Waiting for a collective in a way that can be given up.
+
+gloo wakes whoever waits for an operation when its connection closes, with one exception: an operation whose transfer
+had begun (gloo/transport/tcp/pair.cc, ``signalException`` looks at neither ``rx_.ubuf`` nor ``tx_[i].ubuf``). Its
+waiter sleeps until the group's time-out, in C++, where nothing reaches it. So waits that begin in Python are cut into
+slices: between two of them the interpreter runs, and delivers what was raised in the thread. DistributedDataParallel
+without a communication hook waits in C++; there a process that cannot be freed is replaced (``Presence``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from trainer_hooks.interrupt import Regroup
+
+SLICE = timedelta(milliseconds=50)
+"""Bounds how late a thread notices; one that is woken in time never sees it. A slice that ends costs some 10 us."""
+
+_wait = dist.Work.wait
+
+
+def _wait_in_slices(work: dist.Work, timeout: timedelta | None = None) -> bool:
+    """``Work.wait``: an explicit time-out is kept as it is."""
+    if timeout is not None:
+        return _wait(work, timeout)
+    while True:
+        try:
+            return _wait(work, SLICE)
+        except RuntimeError:
+            if work.is_completed():
+                return _wait(work)  # at once; raises the work's own error, if that is what it was
+
+
+def install() -> None:
+    """Makes every ``work.wait()`` of this process, torch's own Python code included, one in slices.
+
+    For backends whose ``wait`` blocks the calling thread; NCCL's enqueues instead, and is to be left alone.
+    """
+    dist.Work.wait = _wait_in_slices  # type: ignore[assignment]
+
+
+def wait_unless(work: dist.Work, over: Callable[[], bool]) -> None:
+    """Waits for a collective; raises Regroup when ``over`` becomes true first."""
+    while True:
+        try:
+            _wait(work, SLICE)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                _wait(work)
+                return
+        if over():
+            raise Regroup
