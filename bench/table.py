@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import sys
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -93,8 +94,7 @@ def finish(title: str, rows: list[Row], json_path: Path | None, extra: dict[str,
         judged = row.floor is not None or row.aim is not None
         met = f"[{colour[row.met]}]{row.met}[/]" if judged else ""
         table.add_row(row.name, _number(row.value), row.unit, _number(row.floor), _number(row.aim), row.against, met)
-    console = Console()
-    console.print(table, width=None if console.is_terminal else WIDTH_IN_A_FILE)
+    Console(width=None if sys.stdout.isatty() else WIDTH_IN_A_FILE).print(table)
     if json_path is not None:
         document = {
             "machine": machine(),

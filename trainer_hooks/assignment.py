@@ -16,6 +16,7 @@ Not thread-safe: for the main thread.
 from __future__ import annotations
 
 import os
+import select
 import socket
 import sys
 
@@ -25,6 +26,7 @@ from everstep.ids import split_address
 from everstep.wire.v1.training import GenerationSpec, Member
 from trainer_hooks.launch.channel import Channel
 from trainer_hooks.launch.lineage import call_process
+from trainer_hooks.launch.memory import Waiting
 from trainer_hooks.launch.messages import Arrived, Promote
 
 JOB = "EVERSTEP_JOB"
@@ -34,6 +36,7 @@ NPROC_PER_NODE = "EVERSTEP_NPROC_PER_NODE"
 CONTROL_FD = "EVERSTEP_CONTROL_FD"
 WORKER_PID = "EVERSTEP_WORKER_PID"
 LOCAL_RANK = "LOCAL_RANK"
+FOLLOW_EVERY_S = 1.0
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +113,10 @@ def _announce(control: Channel[Promote]) -> None:
 
 
 def _promotion(control: Channel[Promote]) -> int:
+    memory = Waiting()
+    memory.follow()
+    while not select.select([control], [], [], FOLLOW_EVERY_S)[0]:
+        memory.follow()
     received = control.receive()
     if received is None:
         raise LauncherGone("everstep: the launcher is gone")

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from everstep.errors import ConfigurationError, EverstepError
 from everstep.system_clock import SYSTEM_CLOCK
 from trainer_hooks.launch.launcher import Outcome, launch
+from trainer_hooks.launch.lineage import die_with_parent
 from trainer_hooks.launch.options import UNUSED, LaunchOptions, parse
 
 log = logging.getLogger(__name__)
 
+PARENT = os.getppid()
 USAGE = 2
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -31,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parse(sys.argv[1:] if argv is None else argv, os.environ)
         for name in options.unused:
             log.info("--%s changes nothing here: %s", name.replace("_", "-"), UNUSED[name])
+        if options.die_with_parent:
+            die_with_parent(PARENT, signal.SIGTERM)
         outcome = asyncio.run(_run(options))
     except ConfigurationError as error:
         print(f"everstep-launch: {error}", file=sys.stderr)

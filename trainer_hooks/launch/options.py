@@ -60,12 +60,13 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     local_addr: this node's address for the other nodes' ranks; None: see ``rendezvous_host``.
     standbys: warm processes waiting for a death (1: single failures are by far the most frequent).
     standby_delay_s: seconds after a recovery began until the next standby is forked.
-    replicas: failure domains that hold each byte of a checkpoint; None: 2 where there are several nodes, else 1.
+    replicas: nodes that hold each byte of a checkpoint; on a single node, ranks (2: any one may be lost).
     digest_interval: steps between parameter digests (0: none).
     hang_threshold_s: seconds without progress that count as a hang; None: follows the job's own step time.
     join_wait_s: how long the first generation waits for ``max_nodes`` once ``min_nodes`` are there, seconds.
     grace_s: seconds between SIGTERM and SIGKILL when workers are ended (torchrun: 30; a step must not take that long).
     exit_wait_s: seconds workers may go on after the job finished (300, as torchrun's exit barrier).
+    die_with_parent: take the death of the process that started the launcher for SIGTERM.
     state_dir: logs and the private services' files; None: $XDG_STATE_HOME/everstep.
     log_dir: a directory for the workers' output; tee: also show it with a prefix.
     unused: torchrun flags that were given and change nothing.
@@ -84,12 +85,13 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     local_addr: str | None = None
     standbys: int = 1
     standby_delay_s: float = 1.0
-    replicas: int | None = None
+    replicas: int = 2
     digest_interval: int = 1
     hang_threshold_s: float | None = None
     join_wait_s: float = 30.0
     grace_s: float = 5.0
     exit_wait_s: float = 300.0
+    die_with_parent: bool = False
     state_dir: str | None = None
     log_dir: str | None = None
     tee: bool = False
@@ -111,7 +113,7 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("max_restarts", "standbys", "standby_delay_s", "digest_interval", "join_wait_s", "grace_s"):
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"--{name.replace('_', '-')} cannot be negative")
-        if self.replicas is not None and not 1 <= self.replicas <= 8:
+        if not 1 <= self.replicas <= 8:
             raise ConfigurationError(f"--replicas {self.replicas}: between 1 and 8 failure domains")
         if self.hang_threshold_s is not None and self.hang_threshold_s <= 0:
             raise ConfigurationError("--hang-threshold-s must be positive; leave it out to follow the job's step time")
@@ -123,14 +125,13 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def job_spec(self, nproc_per_node: int) -> JobSpec:
         """What is asked of the controller, the number of ranks being known."""
-        replicas = self.replicas if self.replicas is not None else (2 if self.max_nodes > 1 else 1)
         return JobSpec(
             job=self.job,
             min_nodes=self.min_nodes,
             max_nodes=self.max_nodes,
             nproc_per_node=nproc_per_node,
             join_wait_s=self.join_wait_s,
-            replicas=replicas,
+            replicas=self.replicas,
             digest_interval=self.digest_interval,
             hang_threshold_s=self.hang_threshold_s,
         )
@@ -173,6 +174,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
         join_wait_s=given.join_wait_s,
         grace_s=given.grace_s,
         exit_wait_s=given.exit_wait_s,
+        die_with_parent=given.die_with_parent,
         state_dir=given.state_dir,
         log_dir=given.log_dir,
         tee=given.tee not in (None, "0"),
@@ -224,7 +226,7 @@ def _own_flags(flag: _Flag) -> None:
     flag("agent-socket", default=None, help=f"the agent's socket (${AGENT_SOCKET_VARIABLE}, {DEFAULT_AGENT_SOCKET})")
     flag("standbys", type=int, default=1, help="warm processes waiting to replace one that died (1)")
     flag("standby-delay-s", type=float, default=1.0, help="seconds from a recovery to the next standby's fork (1)")
-    flag("replicas", type=int, default=None, help="failure domains that hold each byte of a checkpoint")
+    flag("replicas", type=int, default=2, help="nodes (on a single one: ranks) that hold each byte (2)")
     flag("digest-interval", type=int, default=1, help="steps between parameter digests, 0 for none (1)")
     flag("hang-threshold-s", type=float, default=None, help="seconds without progress that are a hang")
     flag("join-wait-s", type=float, default=30.0, help="seconds to wait for the maximum of nodes (30)")
@@ -237,6 +239,7 @@ def _own_flags(flag: _Flag) -> None:
         help="seconds between SIGTERM and SIGKILL (5)",
     )
     flag("exit-wait-s", type=float, default=300.0, help="seconds for workers to end after the job finished (300)")
+    flag("die-with-parent", action="store_true", help="end in order when the process that started this one ends")
     flag("state-dir", default=None, help="logs and private services' files ($XDG_STATE_HOME/everstep)")
 
 

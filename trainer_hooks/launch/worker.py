@@ -11,6 +11,7 @@ from types import TracebackType
 
 from trainer_hooks.assignment import CONTROL_FD, LOCAL_RANK, WORKER_PID
 from trainer_hooks.launch.lineage import call_process
+from trainer_hooks.launch.memory import keep_freed_memory
 
 
 def run(descriptors: tuple[int, ...], *, script: str, module: bool, arguments: list[str]) -> None:
@@ -24,6 +25,7 @@ def run(descriptors: tuple[int, ...], *, script: str, module: bool, arguments: l
     os.environ[CONTROL_FD] = str(control)
     os.environ[WORKER_PID] = str(os.getpid())
     _take_outputs(outputs)
+    keep_freed_memory()
     sys.argv = [script, *arguments]
     try:
         if module:

@@ -2,6 +2,7 @@
 
 State that several ranks hold alike is divided among them so that each byte lies on ``replicas`` different nodes and
 no rank stores more than it must. State that one rank holds alone is its own to store, and its vault's to send on.
+Where all ranks are on one node, ``replicas`` of them store each byte: a rank may die while it copies.
 """
 
 from __future__ import annotations
@@ -101,13 +102,14 @@ def _held_boxes(layouts: Sequence[Layout]) -> Iterator[_Held]:
 
 
 def _divide_among(boxes: list[_Held], nodes: Sequence[str], replicas: int, pieces: list[list[Piece]]) -> None:
-    """Gives every piece of ``boxes`` (all of the same holders) to the least loaded holders on different nodes."""
+    """Gives every piece of ``boxes`` (all of the same holders) to the least loaded holders, different nodes first."""
     holders = boxes[0].ranks
 
     def nodes_of(ranks: Sequence[int]) -> int:
         return len({nodes[rank] for rank in ranks})
 
-    copies = min(replicas, nodes_of(holders))
+    alone = nodes_of(range(len(nodes))) == 1
+    copies = min(replicas, len(holders) if alone else nodes_of(holders))
     total = sum(held.part.nbytes for held in boxes)
     largest = max(SMALLEST_CUT_BYTES, total * copies // (len(holders) * len(holders) * CUTS_PER_HOLDER) + 1)
     load = dict.fromkeys(holders, 0)
@@ -120,7 +122,9 @@ def _divide_among(boxes: list[_Held], nodes: Sequence[str], replicas: int, piece
             chosen = holders if held.part.nbytes <= SCALAR_BYTES else _least_loaded(load, nodes, copies)
         for rank in chosen:
             load[rank] += box.volume * held.part.itemsize
-            pieces[rank].append(Piece(held.indices[holders.index(rank)], box, nodes_of(chosen) < replicas))
+            pieces[rank].append(
+                Piece(held.indices[holders.index(rank)], box, not alone and nodes_of(chosen) < replicas)
+            )
 
 
 def _units(held: _Held, largest: int, holders: int) -> Iterator[Box]:
@@ -140,7 +144,7 @@ def _least_loaded(load: dict[int, int], nodes: Sequence[str], copies: int) -> li
     chosen: list[int] = []
     used: set[str] = set()
     for _ in range(copies):
-        rank = min((r for r in load if nodes[r] not in used), key=lambda r: (load[r], r))
+        rank = min((r for r in load if r not in chosen), key=lambda r: (nodes[r] in used, load[r], r))
         chosen.append(rank)
         used.add(nodes[rank])
     return chosen

@@ -108,10 +108,9 @@ def test_the_default_socket_is_used_only_where_there_is_one(
         assert parse([script], {}).agent_socket == str(path)
 
 
-def test_a_single_node_asks_for_one_copy_and_several_for_two(script: str) -> None:
+def test_every_byte_is_asked_for_twice_unless_told_otherwise(script: str) -> None:
     def spec_replicas(**given: int) -> int:
         return LaunchOptions(script=script, job="j", agent_socket="/a", **given).job_spec(2).replicas
 
-    assert spec_replicas() == 1
-    assert spec_replicas(max_nodes=4) == 2
+    assert spec_replicas() == 2
     assert spec_replicas(max_nodes=4, replicas=3) == 3

@@ -34,7 +34,7 @@ def sharded(rows: int, world: int) -> list[Layout]:
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=12), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
-def test_every_byte_of_replicated_state_lies_on_as_many_nodes_as_asked(
+def test_every_byte_of_replicated_state_lies_on_as_many_nodes_as_asked_or_ranks_of_a_single_one(
     sizes: list[int], nodes: int, per_node: int, replicas: int
 ) -> None:
     world = nodes * per_node
@@ -42,16 +42,17 @@ def test_every_byte_of_replicated_state_lies_on_as_many_nodes_as_asked(
     layouts = replicated(sizes, world)
     shares = divide(layouts, where, replicas)
     for index, tensor in enumerate(layouts[0].parts):
-        holders: dict[Box, set[str]] = {}
+        holders: dict[Box, set[str | int]] = {}
         for rank, share in enumerate(shares):
+            place = rank if nodes == 1 else where[rank]
             for piece in share.pieces:
                 if piece.part == index:
-                    assert where[rank] not in holders.setdefault(piece.box, set()) or tensor.nbytes <= 64
-                    holders[piece.box].add(where[rank])
+                    assert place not in holders.setdefault(piece.box, set()) or tensor.nbytes <= 64
+                    holders[piece.box].add(place)
         assert covers(tensor.shape, set(holders))
         assert sum(box.volume for box in holders) == tensor.box.volume
-        assert all(len(at) >= min(replicas, nodes) for at in holders.values())
-    assert all(piece.exclusive == (nodes < replicas) for share in shares for piece in share.pieces)
+        assert all(len(at) >= min(replicas, world if nodes == 1 else nodes) for at in holders.values())
+    assert all(piece.exclusive == (1 < nodes < replicas) for share in shares for piece in share.pieces)
 
 
 def test_shares_of_replicated_state_are_balanced_within_a_few_percent() -> None:
