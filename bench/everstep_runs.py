@@ -60,27 +60,10 @@ class Fleet:
         node = self.world.nodes["n1"]
         node.boot()
         wait_for(lambda: node.booted, "the agent is up")
-        command = [
-            "-m",
-            "trainer_hooks.launch",
-            "--nproc-per-node",
-            str(WORLD),
-            "--job",
-            JOB,
-            "--local-addr",
-            "127.0.0.1",
-        ]
-        command += [
-            "--local-addr",
-            "127.0.0.1",
-            "--standbys",
-            str(self._standbys),
-            "--standby-delay-s",
-            "0.3",
-            "--max-restarts",
-            "1000",
-        ]
-        command += ["--agent-socket", str(node.agent_socket), "--hang-threshold-s", "1.0", "-m", "bench.everstep_train"]
+        command = ["-m", "trainer_hooks.launch", "--nproc-per-node", str(WORLD), "--job", JOB, "--die-with-parent"]
+        command += ["--local-addr", "127.0.0.1", "--agent-socket", str(node.agent_socket)]
+        command += ["--standbys", str(self._standbys), "--standby-delay-s", "0.3", "--max-restarts", "1000"]
+        command += ["--hang-threshold-s", "1.0", "-m", "bench.everstep_train"]
         node.launcher = self.world.start("train", command, self._environment)
         return self
 

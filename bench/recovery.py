@@ -10,6 +10,7 @@ as the controller's log tells it.
 from __future__ import annotations
 
 import argparse
+import signal
 import statistics
 import sys
 from collections.abc import Callable, Iterable
@@ -134,6 +135,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--no-peers", action="store_true", help="leave torchft and torchrun out")
     parser.add_argument("--only", help="run the parts whose name contains this")
     options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     repeats = 3 if options.quick else options.repeats
     parts: list[tuple[str, Callable[[], list[Row]]]] = [
         (f"{layout} SIG{name} rank {victim} {where}", lambda c=(layout, victim, where, name): case(*c, repeats))  # type: ignore[misc]
