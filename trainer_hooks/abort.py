@@ -21,6 +21,10 @@ from trainer_hooks import descriptors, waiting
 
 logger = logging.getLogger(__name__)
 
+HOLD_S = 1.0
+"""How long aborted connections are kept open: survivors hear of a new generation within tens of milliseconds of one
+another, and none should see another's connection close before it has aborted its own."""
+
 
 class CollectiveBackend(Protocol):
     """What regrouping needs of one kind of process group."""
@@ -61,8 +65,10 @@ def gloo_loops() -> list[int]:
 class GlooBackend:
     """Ends gloo's collectives by shutting its connections; ``ProcessGroupGloo.abort`` does not wake a waiter.
 
-    They are shut for reading only: gloo's thread then reads the end of the stream and closes them, which wakes those
-    that wait. Shut for writing too, its next write would fail in silence and leave the operation behind it waiting.
+    They are shut for reading, and kept open for HOLD_S by duplicates. gloo's thread then reads the end of the stream,
+    which wakes those that wait. Were a connection closed at once, or shut for writing, a write that this or the other
+    process is about to make would fail; gloo ignores that and leaves the operation behind it waiting (pair.cc,
+    ``Pair::write`` on EPIPE and ECONNRESET).
     """
 
     name = "gloo"
@@ -74,10 +80,15 @@ class GlooBackend:
         return None
 
     def abort(self) -> int:
-        return sum(map(self._shut_connections_of, gloo_loops()))
+        held = [copy for loop in gloo_loops() for copy in self._shut_connections_of(loop)]
+        if held:
+            timer = threading.Timer(HOLD_S, descriptors.close_all, [held])
+            timer.daemon = True
+            timer.start()
+        return len(held)
 
     @staticmethod
-    def _shut_connections_of(loop: int) -> int:
+    def _shut_connections_of(loop: int) -> list[socket.socket]:
         watched = partial(descriptors.watched, loop)
         return descriptors.shut_connections(watched(), watched, socket.SHUT_RD)
 

@@ -79,19 +79,30 @@ def _shut(copy: socket.socket, how: int) -> bool:
     return True
 
 
-def shut_connections(fds: Iterable[int], still: Callable[[], Iterable[int]], how: int = socket.SHUT_RDWR) -> int:
-    """Shuts the connected TCP sockets among ``fds``, in both directions unless told otherwise; returns how many.
+def shut_connections(
+    fds: Iterable[int], still: Callable[[], Iterable[int]], how: int = socket.SHUT_RDWR
+) -> list[socket.socket]:
+    """Shuts the connected TCP sockets among ``fds``, in both directions unless told otherwise.
 
     Whoever reads from them wakes at once. ``still`` is asked again after each was duplicated: a number that was closed
-    and reused by somebody else in between is left alone.
+    and reused by somebody else in between is left alone. Returns the duplicates of those that were shut: the
+    connection lives until its owner and the caller have closed theirs.
     """
     copies = {fd: copy for fd in fds if (copy := _duplicate(fd)) is not None}
-    try:
-        confirmed = set(still())
-        return sum(_shut(copy, how) for fd, copy in copies.items() if fd in confirmed and not _is_listening(copy))
-    finally:
-        for copy in copies.values():
+    confirmed = set(still())
+    held = []
+    for fd, copy in copies.items():
+        if fd in confirmed and not _is_listening(copy) and _shut(copy, how):
+            held.append(copy)
+        else:
             copy.close()
+    return held
+
+
+def close_all(copies: Iterable[socket.socket]) -> None:
+    """Closes duplicates."""
+    for copy in copies:
+        copy.close()
 
 
 def connections_to(port: int) -> list[int]:

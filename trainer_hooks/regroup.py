@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from time import perf_counter, sleep
 from typing import Any
 
@@ -137,6 +138,9 @@ class Rendezvous:
 
     def _initialize(self, store: Store, rank: int, world_size: int) -> None:
         hook = sys.excepthook
+        # An initialization that failed has counted its group all the same, and the count names the next one: ranks
+        # that failed differently often would look for one another under different keys.
+        dist.distributed_c10d._world.group_count = 0
         dist.init_process_group(
             self._backend.name,
             store=store,
@@ -207,7 +211,8 @@ class Rendezvous:
             return
         port = self._address[1]
         self._cut = True
-        descriptors.shut_connections(descriptors.connections_to(port), lambda: descriptors.connections_to(port))
+        to_store = partial(descriptors.connections_to, port)
+        descriptors.close_all(descriptors.shut_connections(to_store(), to_store))
 
 
 def _bind_like(store_host: str) -> None:

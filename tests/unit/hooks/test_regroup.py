@@ -8,9 +8,20 @@ import signal
 import pytest
 
 from everstep.wire.v1.local import Tick
-from everstep.wire.v1.training import CollectiveFailed, RankFinished, RankStalled, Resumed, UserError
+from everstep.wire.v1.training import (
+    CollectiveFailed,
+    JobSpec,
+    RankFinished,
+    RankStalled,
+    RestoreRule,
+    Resumed,
+    Sealed,
+    UserError,
+)
 from tests.support import training
+from tests.support.generations import JOB
 from tests.support.stage import Stage, stage
+from tests.support.vaults import vaults
 
 
 def resumed(scene: Stage, generation: int, count: int) -> list[Resumed]:
@@ -179,6 +190,28 @@ def test_stalled_ranks_say_where_they_are_and_how_many_collectives_they_began(fo
         scene.form(2, 0)
         resumed(scene, 2, 1)
         assert scene.finish() == [0, 0]
+
+
+def test_tracked_state_goes_on_from_the_last_finished_step(forks):
+    spec = JobSpec(job=JOB, replicas=1, nproc_per_node=3)
+    with vaults() as fleet:
+        vault = fleet.start("n1")
+        fleet.configure(vault)
+        with stage(forks, training.train_tracked, vault.run_dir) as scene:
+            scene.start(0, 1, 2)
+            scene.form(1, 0, 1, 2, spec=spec)
+            sealed = scene.heard(Sealed, 9, where=lambda m: m.version.step >= 3)
+            scene.kill(1)
+            whole = max(s for s in {m.version.step for m in sealed} if sum(m.version.step == s for m in sealed) == 3)
+            scene.start(1)
+            scene.form(2, 0, 1, 2, spec=spec, restore=RestoreRule())
+            acknowledged = resumed(scene, 2, 3)
+            (restored,) = {m.restored for m in acknowledged}
+            assert restored is not None
+            assert restored.generation == 1
+            assert restored.step >= whole
+            assert {m.step for m in acknowledged} == {restored.step + 1}
+            assert scene.finish() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("victim", [0, 2])

@@ -1,0 +1,148 @@
+"""The run object, and what it does where Everstep does not run the script."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import trainer_hooks
+from trainer_hooks.keeper import IdleKeeper
+from trainer_hooks.rng import stream_seed
+from trainer_hooks.run import Place, Run
+from trainer_hooks.thread_state import reset_thread_state
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def draws() -> tuple[float, float, float]:
+    return torch.rand(1).item(), random.random(), float(np.random.rand())
+
+
+def test_the_public_names_are_these():
+    assert trainer_hooks.__all__ == ["ElasticSampler", "HookSettings", "Regroup", "Run", "main"]
+    for name in trainer_hooks.__all__:
+        assert getattr(trainer_hooks, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        trainer_hooks.nonsense  # noqa: B018 - the access is the test
+
+
+def test_importing_the_package_does_not_import_torch():
+    code = "import sys, trainer_hooks; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_without_everstep_there_is_one_rank_and_steps_are_a_range(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "EVERSTEP_WORKER_PID"):
+        monkeypatch.delenv(name, raising=False)
+    seen: list[int] = []
+
+    def train(run: Run) -> None:
+        model = run.replicate(torch.nn.Linear(2, 2))
+        run.track(model=model)
+        assert (run.rank, run.world_size, run.distributed, run.generation) == (0, 1, False, 0)
+        assert isinstance(model, torch.nn.Linear)
+        with pytest.raises(RuntimeError, match=r"run\.distributed"):
+            run.mesh  # noqa: B018 - the access is the test
+        for step in run.steps(until=4):
+            with run.atomic():
+                run.report(loss=torch.tensor(1.0))
+            seen.append(step)
+        assert run.finished == 4
+
+    trainer_hooks.main(train)
+    assert seen == [1, 2, 3, 4]
+
+
+def test_an_error_of_the_training_function_is_raised_as_it_is(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+
+    def train(run: Run) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        trainer_hooks.main(train)
+
+
+def test_random_streams_depend_on_seed_step_and_rank_only():
+    def streams(rank: int, seed: int) -> list[tuple[float, float, float]]:
+        run = Run(Place(rank=rank, world_size=2), IdleKeeper())
+        return [draws() for _ in run.steps(until=3, seed=seed)]
+
+    assert streams(0, 1) == streams(0, 1)
+    values = [v for rank in (0, 1) for seed in (1, 2) for v in streams(rank, seed)]
+    assert len(set(values)) == len(values)
+    assert 0 <= stream_seed(1, 2, 3) < 1 << 63
+
+
+def test_a_step_that_was_left_is_not_finished():
+    run = Run(Place(), IdleKeeper())
+    for step in run.steps(until=10):
+        if step == 3:
+            break
+    assert run.finished == 2
+    assert next(iter(run.steps(until=10))) == 3
+
+
+def test_a_loop_of_ones_own_says_when_a_step_is_finished():
+    run = Run(Place(), IdleKeeper())
+    run.step_finished()
+    run.step_finished()
+    assert run.finished == 2
+
+
+def test_the_optimizer_asks_before_every_update():
+    class Counting(IdleKeeper):
+        asked = 0
+
+        def before_update(self) -> None:
+            self.asked += 1
+
+    keeper = Counting()
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    Run(Place(), keeper).track(model=model, optimizer=optimizer)
+    optimizer.step()
+    optimizer.step()
+    assert keeper.asked == 2
+
+
+def test_steps_resume_after_the_restored_one():
+    class Restored(IdleKeeper):
+        def track(self, objects: object) -> int:
+            return 41
+
+    run = Run(Place(), Restored())
+    run.track(model=torch.nn.Linear(1, 1))
+    assert list(run.steps(until=43)) == [42, 43]
+
+
+def test_the_threads_torch_state_is_put_back():
+    torch.set_grad_enabled(False)
+    torch.set_autocast_enabled("cpu", True)
+    torch._C._autograd._push_saved_tensors_default_hooks(lambda t: t, lambda t: t)
+    reset_thread_state()
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_under_torchrun_the_group_comes_from_the_environment(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, torch.distributed as dist, trainer_hooks as everstep\n"
+        "def train(run):\n"
+        "    total = run.mean(torch.tensor(float(run.rank)))\n"
+        "    assert run.distributed and run.mesh.size() == 2 and total == 0.5, total\n"
+        "    print('steps', list(run.steps(until=2)))\n"
+        "everstep.main(train, settings=everstep.HookSettings(backend='gloo'))\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("steps [1, 2]") == 2
