@@ -17,6 +17,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""By its name from torch 2.13 on; the older one warns there."""
+
+
 def mean_in_rank_order(
     group: dist.ProcessGroup | None,
     bucket: dist.GradBucket,  # type: ignore[name-defined]  # exported at run time
@@ -37,7 +41,7 @@ def mean_in_rank_order(
     for other in parts[1:]:
         mine += other
     mine /= world
-    dist.all_gather_into_tensor(padded, mine, group=group)
+    _all_gather(padded, mine, group=group)
     if padding:
         buffer.copy_(padded[: buffer.numel()])
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()

@@ -46,6 +46,7 @@ class ProbeChild:
         self._channel = ours
         self._decoder: FrameDecoder[FromChild] = FrameDecoder(FromChild, MAX_FRAME_BYTES)
         self.doing = "loading torch"
+        self._hung_up = False
 
     @property
     def pid(self) -> int:
@@ -65,19 +66,25 @@ class ProbeChild:
                     self.doing = message.doing
                 else:
                     return message
+        self._hung_up = True
         return None
 
     async def end(self) -> str:
         """Kills it and says how it ended."""
         self._channel.close()
+        if self._hung_up:  # it died: a moment later it can be reaped
+            await self._reaped()
         killed = self.alive
         if killed:
             self._process.kill()
+        await self._reaped()
+        return "killed" if killed else f"exit status {self._process.returncode}"
+
+    async def _reaped(self) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + REAP_WAIT_S
         while self.alive and loop.time() < deadline:
             await asyncio.sleep(REAP_CHECK_S)
-        return "killed" if killed else f"exit status {self._process.returncode}"
 
 
 class Prober:

@@ -92,7 +92,8 @@ class ForkServerLink:
             return
         process.terminate()  # while it still imports it would not look at the channel
         try:
-            await asyncio.wait_for(death(process), END_WAIT_S)
+            async with asyncio.timeout(END_WAIT_S):
+                await death(process)
         except TimeoutError:
             log.warning("the fork server did not end within %s s; killing it", END_WAIT_S)
             process.kill()

@@ -98,7 +98,8 @@ class AgentLink:
             return
         try:
             writer.write(encode_frame(Goodbye(detail=detail[:4096])))
-            await asyncio.wait_for(writer.drain(), 1.0)
+            async with asyncio.timeout(1.0):  # wait_for of Python 3.11 may swallow a second Ctrl-C's cancellation
+                await writer.drain()
         except (OSError, TimeoutError):
             log.debug("the agent did not hear the goodbye")
         finally:
@@ -125,7 +126,8 @@ class AgentLink:
         """Waits for Welcome; returns what came in the same breath after it."""
         messages: list[FromAgent] = []
         while not messages:
-            data = await asyncio.wait_for(reader.read(1 << 16), GREETING_S)
+            async with asyncio.timeout(GREETING_S):
+                data = await reader.read(1 << 16)
             if not data:
                 raise Unavailable("it closed the connection instead of a welcome; its log says why")
             messages = decoder.feed(data)

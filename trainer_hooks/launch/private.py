@@ -158,7 +158,8 @@ class Service:
             return
         process.terminate()
         try:
-            await asyncio.wait_for(death(process), END_WAIT_S)
+            async with asyncio.timeout(END_WAIT_S):
+                await death(process)
         except TimeoutError:
             log.warning("the private %s did not end within %s s; killing it", self._name, END_WAIT_S)
             with contextlib.suppress(ProcessLookupError):
