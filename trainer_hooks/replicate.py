@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """By its name from torch 2.13 on; the older one warns there."""
 

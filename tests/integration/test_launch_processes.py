@@ -137,6 +137,7 @@ def test_a_second_ctrl_c_waits_for_nobody(agent: FakeAgent, script: Path) -> Non
     with start(agent, script, "--grace-s", "3600") as launcher:
         holder(launcher, script.parent, 0)
         below = launcher.descendants()
+        agent.heard(LauncherJoined)
         launcher.process.send_signal(signal.SIGINT)
         agent.heard(Goodbye)
         launcher.process.send_signal(signal.SIGINT)

@@ -131,6 +131,12 @@ class Crew:
         self._arrived = True
         return self._refill()
 
+    @property
+    def ready(self) -> bool:
+        """Whether every local rank has a process whose script came to ``trainer_hooks.main``."""
+        arrived = {worker.local_rank for worker in self._workers.values() if worker.arrived}
+        return all(local_rank in arrived for local_rank in range(self._settings.nproc))
+
     def standby_due(self) -> list[Action]:
         """The delay of a ``StandbyLater`` is over."""
         self._standbys_due -= 1

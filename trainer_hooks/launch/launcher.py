@@ -142,7 +142,6 @@ class Work:
 
     async def until_over(self) -> Outcome:
         """Works until the job, or this node's part in it, is over."""
-        self._line = asyncio.create_task(self._link.run(), name="agent link")
         self._carry_out(self._crew.start())
         while True:
             outcome = self._handle(await self._events.get())
@@ -182,7 +181,9 @@ class Work:
             case Lost():
                 return self._lost_forks()
             case Heard():
-                return self._carry_out(self._crew.arrived(event.serial))
+                outcome = self._carry_out(self._crew.arrived(event.serial))
+                self._offer_node()
+                return outcome
             case StandbyDue():
                 return self._carry_out(self._crew.standby_due()) if self._stopping is None else None
             case NewGeneration():
@@ -285,6 +286,11 @@ class Work:
             self._later(LAST_WORD_WAIT_S, LastWordOverdue())
             return None
         return Outcome(0, "every rank of this node finished, and no agent was there to say that the job is over")
+
+    def _offer_node(self) -> None:
+        """Joins the job once all ranks here could begin: a spare that still imports would hold everybody up."""
+        if self._line is None and self._crew.ready:
+            self._line = asyncio.create_task(self._link.run(), name="agent link")
 
     def _joined(self) -> LauncherJoined:
         host, port = self._staff.address
