@@ -127,6 +127,7 @@ def assemble(stage: Stage) -> None:
         node.join(stage.command(node))
     stage.wait_world(RANKS)
     spare.join(stage.command(spare))
+    stage.wait_spares(1)
     stage.wait_step(10)
 
 

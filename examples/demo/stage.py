@@ -128,6 +128,11 @@ class Stage:
         """Waits until some rank has finished ``step``."""
         self.watch.wait(lambda: self.step() >= step, f"step {step}", PATIENCE_S + 120)
 
+    def wait_spares(self, nodes: int) -> None:
+        """Waits until so many nodes stand ready outside the roster."""
+        watch = self.watch
+        watch.wait(lambda: watch.job is not None and watch.job.summary.spares >= nodes, f"{nodes} spare(s)", PATIENCE_S)
+
     def wait_world(self, nodes: int) -> None:
         """Waits until the roster has ``nodes`` nodes and all of them step."""
         self.watch.wait(
