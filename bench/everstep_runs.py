@@ -63,7 +63,13 @@ class Fleet:
         command = ["-m", "trainer_hooks.launch", "--nproc-per-node", str(WORLD), "--job", JOB, "--die-with-parent"]
         command += ["--local-addr", "127.0.0.1", "--agent-socket", str(node.agent_socket)]
         command += ["--standbys", str(self._standbys), "--standby-delay-s", "0.3", "--max-restarts", "1000"]
-        command += ["--hang-threshold-s", "1.0", "-m", "bench.everstep_train"]
+        command += [
+            "--hang-threshold-s",
+            "1.0",
+            *os.environ.get("BENCH_FLAGS", "").split(),
+            "-m",
+            "bench.everstep_train",
+        ]
         node.launcher = self.world.start("train", command, self._environment)
         return self
 

@@ -24,7 +24,7 @@ def train(run: everstep.Run) -> None:
     torch.set_num_threads(1)
     layout, steps = os.environ["BENCH_LAYOUT"], int(os.environ["BENCH_STEPS"])
     model = build_model()
-    whole: nn.Module = sharded(model, run) if layout == "fsdp2" else run.replicate(model)
+    whole: nn.Module = sharded(model, run) if layout == "fsdp2" else run.replicate(model, exact=layout != "inexact")
     optimizer = torch.optim.AdamW(model.parameters())
     run.track(model=model, optimizer=optimizer)
     log = StepLog(os.environ["BENCH_FOLDER"], f"rank{run.rank}")

@@ -59,8 +59,8 @@ class Fault:
         self._log, self._folder = log, Path(os.environ.get("BENCH_FOLDER", "."))
         self._now = -1
         if self._armed and where == "backward":
-            parameters = list(model.parameters())
-            parameters[len(parameters) // 2].register_hook(self._in_backward)
+            layers = list(model.children())
+            layers[len(layers) // 2].register_forward_hook(self._watch_backward)
 
     def before_step(self, step: int) -> None:
         """Call at the boundary, before the forward of ``step``."""
@@ -68,8 +68,9 @@ class Fault:
         if self._where == "between":
             self._strike(step)
 
-    def _in_backward(self, grad: torch.Tensor) -> None:
-        self._strike(self._now)
+    def _watch_backward(self, _layer: nn.Module, _inputs: object, output: torch.Tensor) -> None:
+        """On an activation, since a sharded model's parameters are not those that gradients arrive at."""
+        output.register_hook(lambda _gradient: self._strike(self._now))
 
     def _strike(self, step: int) -> None:
         mark = self._folder / f"fault-{step}"

@@ -95,6 +95,11 @@ class Presence:
         """Whether the main thread was told to leave and has not."""
         return self._presses > 0 and self._where is not Where.OUT
 
+    @property
+    def unwelcome(self) -> bool:
+        """Whether the training function runs in a generation that it was told to leave."""
+        return self._presses > 0 and self._where is Where.INSIDE
+
     def press(self) -> None:
         """Gets the main thread out where its generation is over. Called with the news, and again until it is out.
 

@@ -16,9 +16,14 @@ def stream_seed(seed: int, step: int, rank: int) -> int:
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seeds torch (all devices), ``random`` and, where it is loaded, numpy's global generator."""
+    """Seeds torch (the CPU and all CUDA devices), ``random`` and, where it is loaded, numpy's global generator.
+
+    Not by ``torch.manual_seed``: that asks every kind of device there could be, which costs 65 us a step.
+    """
     value = stream_seed(seed, step, rank)
-    torch.manual_seed(value)
+    torch.default_generator.manual_seed(value)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(value)
     random.seed(value)
     numpy = sys.modules.get("numpy")
     if numpy is not None:

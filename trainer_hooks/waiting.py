@@ -9,6 +9,7 @@ without a communication hook waits in C++; there a process that cannot be freed 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -16,10 +17,12 @@ import torch.distributed as dist
 
 from trainer_hooks.interrupt import Regroup
 
-SLICE = timedelta(milliseconds=50)
+SLICE = timedelta(milliseconds=20)
 """Bounds how late a thread notices; one that is woken in time never sees it. A slice that ends costs some 10 us."""
 
 _wait = dist.Work.wait
+_over: Callable[[], bool] = bool
+"""Whether the main thread's generation is over: whoever waits there leaves between two slices."""
 
 
 def _wait_in_slices(work: dist.Work, timeout: timedelta | None = None) -> bool:
@@ -32,6 +35,14 @@ def _wait_in_slices(work: dist.Work, timeout: timedelta | None = None) -> bool:
         except RuntimeError:
             if work.is_completed():
                 return _wait(work)  # at once; raises the work's own error, if that is what it was
+        if threading.current_thread() is threading.main_thread() and _over():
+            raise Regroup
+
+
+def leave_when(over: Callable[[], bool]) -> None:
+    """Waits of the main thread that begin inside the training function raise Regroup once ``over`` is true."""
+    global _over  # one main thread, one training function
+    _over = over
 
 
 def install() -> None:

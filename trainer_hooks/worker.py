@@ -17,6 +17,7 @@ from everstep.wire.v1.directives import StopJob
 from everstep.wire.v1.local import Hello, Role, Welcome
 from everstep.wire.v1.training import CollectiveFailed, GenerationSpec, Member, RankFinished, UserError
 from everstep.wire.version import SPOKEN
+from trainer_hooks import waiting
 from trainer_hooks.abort import backend_named
 from trainer_hooks.assignment import Assignment, set_torchrun_environment
 from trainer_hooks.attendant import Attendant
@@ -67,6 +68,7 @@ class Worker:
             self._ask_for_replacement,
             settings,
         )
+        waiting.leave_when(lambda: self._presence.unwelcome)
         self._attendant = Attendant(
             self._orders, self._presence, self._progress, lambda m: self._link.send(m), settings, clock
         )

@@ -72,7 +72,7 @@ class Spool:
     Over its bounds the oldest seals go first, then the oldest mild findings, and only then the oldest of the rest.
 
     Args:
-        file: where to keep them for a next life, or None to keep them in memory only.
+        file: where to keep them (checkpoint seals apart) for a next life, or None to keep them in memory only.
         most_reports, most_bytes: the bounds.
         window_s: how long a report that is not urgent may wait for company.
     """
@@ -124,7 +124,8 @@ class Spool:
         frame = encode_frame(_Kept(self._last, report))
         self._entries[self._last] = _Entry(Numbered(number=self._last, body=report), len(frame), due)
         self._bytes += len(frame)
-        self._append(frame)
+        if not isinstance(report, Sealed):  # one that is lost delays a commit by a step; they come with every step
+            self._append(frame)
         self._shrink()
         return self._last
 

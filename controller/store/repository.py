@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import msgspec
 from sqlalchemy import Column, Connection, Engine, Table, and_, delete, desc, func, insert, select, tuple_, update
 from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.sql.dml import Insert
 
 from controller.store import tables
 from controller.store.database import writing
@@ -28,9 +30,14 @@ class Superseded(Unavailable):
 
 def _upsert(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
     """Inserts rows, or updates every other column where the primary key is there; None leaves a column as it is."""
-    if not rows:
-        return
-    dialect: Any = postgresql if connection.dialect.name == "postgresql" else sqlite
+    if rows:
+        connection.execute(_upsert_statement(connection.dialect.name, table), rows)
+
+
+@cache
+def _upsert_statement(dialect_name: str, table: Table) -> Insert:
+    """Built once: putting it together takes SQLAlchemy several times as long as a transaction takes SQLite."""
+    dialect: Any = postgresql if dialect_name == "postgresql" else sqlite
     statement = dialect.insert(table)
     keys = [column.name for column in table.primary_key]
     changes = {
@@ -38,7 +45,8 @@ def _upsert(connection: Connection, table: Table, rows: list[dict[str, Any]]) ->
         for column in table.columns
         if column.name not in keys
     }
-    connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=changes), rows)
+    upsert: Insert = statement.on_conflict_do_update(index_elements=keys, set_=changes)
+    return upsert
 
 
 def _insert(connection: Connection, table: Table, rows: Iterable[msgspec.Struct]) -> None:

@@ -61,7 +61,7 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     standbys: warm processes waiting for a death (1: single failures are by far the most frequent).
     standby_delay_s: seconds after a recovery began until the next standby is forked.
     replicas: nodes that hold each byte of a checkpoint; on a single node, ranks (2: any one may be lost).
-    digest_interval: steps between parameter digests (0: none).
+    digest_interval: steps between parameter digests (0: none); a corruption is found at most so many steps late.
     hang_threshold_s: seconds without progress that count as a hang; None: follows the job's own step time.
     join_wait_s: how long the first generation waits for ``max_nodes`` once ``min_nodes`` are there, seconds.
     grace_s: seconds between SIGTERM and SIGKILL when workers are ended (torchrun: 30; a step must not take that long).
@@ -86,7 +86,7 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     standbys: int = 1
     standby_delay_s: float = 1.0
     replicas: int = 2
-    digest_interval: int = 1
+    digest_interval: int = 10
     hang_threshold_s: float | None = None
     join_wait_s: float = 30.0
     grace_s: float = 5.0
@@ -227,7 +227,7 @@ def _own_flags(flag: _Flag) -> None:
     flag("standbys", type=int, default=1, help="warm processes waiting to replace one that died (1)")
     flag("standby-delay-s", type=float, default=1.0, help="seconds from a recovery to the next standby's fork (1)")
     flag("replicas", type=int, default=2, help="nodes (on a single one: ranks) that hold each byte (2)")
-    flag("digest-interval", type=int, default=1, help="steps between parameter digests, 0 for none (1)")
+    flag("digest-interval", type=int, default=10, help="steps between parameter digests, 0 for none (10)")
     flag("hang-threshold-s", type=float, default=None, help="seconds without progress that are a hang")
     flag("join-wait-s", type=float, default=30.0, help="seconds to wait for the maximum of nodes (30)")
     flag(

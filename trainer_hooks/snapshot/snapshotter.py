@@ -308,6 +308,12 @@ class Snapshotter:
     def _tell(self, planned: Planned, slot: int, version: Version, digests: dict[str, str]) -> None:
         exclusive = planned.manifest.exclusive
         to = self._spec.replica_nodes.get(self._member.node, ()) if exclusive else ()
+        size = planned.manifest.payload_bytes
+        if not to:  # the slot's header says all that the vault needs to know
+            nothing: Future[Replicated] = Future()
+            nothing.set_result(Replicated(request=0, nodes=()))
+            self._report(nothing, to, version, size, digests)
+            return
         future = self._vault.sealed(
             job=self._spec.job,
             generation=self._spec.number,
@@ -315,12 +321,10 @@ class Snapshotter:
             local_rank=self._member.local_rank,
             slot=slot,
             version=version,
-            replicate=((0, exclusive),) if to else (),
+            replicate=((0, exclusive),),
             to=to,
         )
-        if to:
-            self._replicating[version] = future
-        size = planned.manifest.payload_bytes
+        self._replicating[version] = future
         future.add_done_callback(lambda answered: self._report(answered, to, version, size, digests))
 
     def _report(
