@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import statistics
 import tempfile
 import time
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from everstep.cli.client import Client
 from everstep.wire.v1.operator import JobDetail, Recovery
 from examples.demo.world import World, wait_for
 
-JOB, WORLD, FIRST, APART = "bench", 4, 40, 30
+JOB, WORLD, FIRST, APART = "bench", 4, 30, 20
 PATIENCE_S = 120.0
 
 
@@ -145,7 +146,7 @@ def _away(logs: dict[str, list[dict[str, float]]], died: float, back: float, kil
     survivor = next(rows for name, rows in logs.items() if name.startswith("rank0-"))
     at = [row["at"] for row in survivor]
     gaps = [(earlier, later - earlier) for earlier, later in itertools.pairwise(at)]
-    median = sorted(gap for moment, gap in gaps if moment < died)[len(at) // 2 // 2]
+    median = statistics.median(gap for moment, gap in gaps if moment < died)
     longest = max(gap for moment, gap in gaps if died <= moment < back)
     after = next((moment - back for moment in at if moment > back), None) if kill_rank else None
     return ControllerAway(longest, median, after)

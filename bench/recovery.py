@@ -21,7 +21,7 @@ from bench import everstep_runs as ours
 from bench.peers import run as peers
 from bench.plain_runs import plain_step_seconds
 from bench.recoveries import Recovered
-from bench.table import Row, add_arguments, finish
+from bench.table import Row, add_arguments, finish, write_json
 
 KILL_FLOOR_S, KILL_AIM_S = 0.5, 0.15
 STOP_FLOOR_S, STOP_AIM_S = 1.5, 1.2
@@ -153,6 +153,8 @@ def main(argv: list[str]) -> int:
         for name, part in parts:
             progress.update(task, description=name)
             rows += part()
+            if options.json is not None:
+                write_json(options.json, rows)  # what was measured so far outlives a part that fails
             progress.advance(task)
     return finish("From a fault to the next finished step", rows, options.json)
 

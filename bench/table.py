@@ -84,7 +84,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer repeats, for make bench")
 
 
-def finish(title: str, rows: list[Row], json_path: Path | None, extra: dict[str, object] | None = None) -> int:
+def write_json(path: Path, rows: list[Row]) -> None:
+    """Machine, versions and rows, for machines."""
+    judged = [{**asdict(row), "met": row.met} for row in rows]
+    path.write_text(json.dumps({"machine": machine(), "versions": versions(), "rows": judged}, indent=2) + "\n")
+
+
+def finish(title: str, rows: list[Row], json_path: Path | None) -> int:
     """Prints the table, writes the JSON, and returns the exit status: 1 where a row misses its floor."""
     table = Table(title=title)
     for column in ("name", "value", "unit", "floor", "aim", "against", "met"):
@@ -96,11 +102,5 @@ def finish(title: str, rows: list[Row], json_path: Path | None, extra: dict[str,
         table.add_row(row.name, _number(row.value), row.unit, _number(row.floor), _number(row.aim), row.against, met)
     Console(width=None if sys.stdout.isatty() else WIDTH_IN_A_FILE).print(table)
     if json_path is not None:
-        document = {
-            "machine": machine(),
-            "versions": versions(),
-            "rows": [{**asdict(row), "met": row.met} for row in rows],
-            **(extra or {}),
-        }
-        json_path.write_text(json.dumps(document, indent=2) + "\n")
+        write_json(json_path, rows)
     return int(any(row.met == "no" for row in rows))

@@ -44,6 +44,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--layout", choices=["ddp", "fsdp2"], default="ddp", help="replicas that vote, or shards")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="where report.html and summary.json go")
     parser.add_argument("--steps", type=int, help="train this many steps")
+    parser.add_argument("--without-reference", action="store_true", help="leave the undisturbed run out")
     parsed = parser.parse_args(argv)
     parsed.steps = parsed.steps or (FAST_STEPS if parsed.fast else FULL_STEPS)
     return parsed
@@ -200,7 +201,7 @@ def main(argv: list[str]) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     started_at = SYSTEM_CLOCK.wall()
     with World(options.out, NAMES) as world:
-        reference = uninterrupted(world, options, console)
+        reference = Run() if options.without_reference else uninterrupted(world, options, console)
         world.start_controller()
         view = View(options.steps, SYSTEM_CLOCK.wall())
 

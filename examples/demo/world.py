@@ -19,6 +19,8 @@ from types import TracebackType
 from everstep.tokens import TokenRole, mint
 
 START_DEADLINE_S = 60.0
+PREFIX = "everstep-demo-"
+OWNER = "owner.pid"
 
 
 def wait_for(condition: Callable[[], bool], what: str, deadline_s: float = START_DEADLINE_S) -> None:
@@ -44,6 +46,18 @@ def descendants(pid: int) -> list[int]:
     for parent in found:
         found.extend(children.get(parent, []))
     return found
+
+
+def sweep() -> None:
+    """Removes what worlds left behind whose process was killed: their processes have ended with it by themselves."""
+    for folder in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
+        try:
+            owner = int((folder / OWNER).read_text())
+        except (OSError, ValueError):
+            continue
+        if not Path(f"/proc/{owner}").exists():
+            _remove(folder)
+            _remove(Path("/dev/shm", folder.name))
 
 
 class Node:
@@ -135,7 +149,9 @@ class World:
             folder.mkdir(parents=True, exist_ok=True)
             for old in folder.iterdir():
                 old.unlink()
-        self.folder = Path(tempfile.mkdtemp(prefix="everstep-demo-"))  # short: unix socket paths end at 107 bytes
+        sweep()
+        self.folder = Path(tempfile.mkdtemp(prefix=PREFIX))  # short: unix socket paths end at 107 bytes
+        (self.folder / OWNER).write_text(str(os.getpid()))
         self.shared_memory = Path("/dev/shm", self.folder.name)
         self.secret = secrets.token_hex(32).encode()
         self.secret_file = self.folder / "secret"

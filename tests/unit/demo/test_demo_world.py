@@ -1,0 +1,42 @@
+"""The demonstration's own housekeeping."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from examples.demo.world import OWNER, PREFIX, World, descendants, sweep, wait_for
+
+
+def test_what_a_killed_world_left_is_swept_and_what_a_live_one_uses_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for name, owner in (("dead", gone.pid), ("alive", os.getpid())):
+        (tmp_path / f"{PREFIX}{name}").mkdir()
+        (tmp_path / f"{PREFIX}{name}" / OWNER).write_text(str(owner))
+    sweep()
+    assert [path.name for path in tmp_path.iterdir()] == [f"{PREFIX}alive"]
+
+
+def test_a_world_ends_what_it_started_and_what_that_started(tmp_path: Path) -> None:
+    child = "import subprocess, sys, signal; signal.signal(15, signal.SIG_IGN); subprocess.run(['sleep', '600'])"
+    with World(tmp_path, []) as world:
+        folder = world.folder
+        process = world.start("stubborn", ["-c", child])
+        wait_for(lambda: len(descendants(process.pid)) == 2, "its child")
+        below = descendants(process.pid)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in below)
+    assert not folder.exists()
+
+
+def test_secrets_are_readable_by_their_owner_alone(tmp_path: Path) -> None:
+    with World(tmp_path, []) as world:
+        assert world.secret_file.stat().st_mode & 0o777 == 0o600
+        assert world.folder.stat().st_mode & 0o777 == 0o700
