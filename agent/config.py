@@ -110,7 +110,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0.003
     seal_window_s: Annotated[
         float, _doc("seconds that checkpoint reports are gathered into one request; urgent reports never wait")
-    ] = 0.1
+    ] = 0.02
     spool_reports: Annotated[
         int, _doc("unsent reports kept while the controller is away; the oldest checkpoint reports give way first")
     ] = 8192

@@ -19,7 +19,6 @@ from everstep.clock import Clock
 from everstep.errors import MalformedMessage, Unavailable, VersionMismatch
 from everstep.framing import FrameDecoder, encode_frame
 from everstep.wire.v1.local import MAX_FRAME_BYTES, FromAgent, Goodbye, Hello, Tick, ToAgent, Welcome
-from everstep.wire.v1.training import Sealed
 from everstep.wire.version import negotiate
 from trainer_hooks.config import HookSettings
 
@@ -124,15 +123,10 @@ class Link:
         return self._welcome
 
     def send(self, message: ToAgent) -> None:
-        """Sends a message, at once where the agent takes it, else when it does. Never blocks; from any thread.
-
-        A seal goes with the next tick: one comes with every step, and each alone would wake the agent.
-        """
+        """Sends a message, at once where the agent takes it, else when it does. Never blocks; from any thread."""
         frame = encode_frame(message)
         with self._lock:
             self._outbox.put(frame)
-            if isinstance(message, Sealed):
-                return
             self._flush()
             waiting = bool(self._outbox) and self._connection is not None
         if waiting:

@@ -138,7 +138,11 @@ def restore_rule(turn: Turn, job: JobRecord) -> RestoreRule:
     """
     if job.ceiling == NOTHING or job.last_number == 0:
         return RestoreRule(scratch=True)
-    return RestoreRule(floor=turn.state.live_jobs[job.job].committed, ceiling=job.ceiling)
+    if job.ceiling is not None:
+        # What was verified last may be overwritten already: ranks pin by notices, which take their time. Any older
+        # version is clean too; Version(0, 0) admits it, and still forbids to start anew in silence.
+        return RestoreRule(floor=Version(0, 0), ceiling=job.ceiling)
+    return RestoreRule(floor=turn.state.live_jobs[job.job].committed)
 
 
 def roll_back(turn: Turn, job: JobRecord) -> str:

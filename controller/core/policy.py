@@ -61,8 +61,9 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tie_count: int = 3
     """Digest votes of a job inside ``flap_window_s`` that ended without the liar's eviction (no majority, or held by
     the budget) after which the job is stopped: it would only compute the same wrong steps again."""
-    notice_interval_s: float = 0.2
-    """Least seconds between version notices of a job. Vaults reclaim by them; a slot or two more is all they cost."""
+    notice_interval_s: float = 0.05
+    """Least seconds between version notices of a job. Ranks pin by them: a verified version must be noticed before it
+    is overwritten, three steps after it was sealed."""
 
     # eviction
     eviction_count: int = 4

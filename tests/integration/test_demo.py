@@ -69,7 +69,7 @@ def demo(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 @pytest.mark.timeout(280)
 def test_every_fault_is_recovered_and_the_run_is_as_if_nothing_had_happened(tmp_path: Path) -> None:
     before = left_in_shared_memory()
-    process = start(tmp_path, "--fast", "--steps", "260")
+    process = start(tmp_path, "--fast", "--steps", "450")
     try:
         status = process.wait(270)
     finally:

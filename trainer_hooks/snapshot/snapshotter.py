@@ -286,8 +286,9 @@ class Snapshotter:
 
     def _slot(self, planned: Planned) -> int:
         """Where to write. While every slot is needed, that of the oldest version is replicated; training waits then."""
-        view, keep = planned.segment.view, self._needed()
+        view = planned.segment.view
         headers = [view.header(slot) for slot in range(view.slots)]
+        keep = self._needed({h.version for h in headers if h is not None})
         self._replicating = {v: f for v, f in self._replicating.items() if not f.done()}
         try:
             return slot_to_fill(headers, keep | self._replicating.keys())
@@ -297,11 +298,16 @@ class Snapshotter:
                 wait_for([self._replicating.pop(oldest)], timeout=REPLICATION_PATIENCE_S)
             return slot_to_fill(headers, keep | self._replicating.keys())
 
-    def _needed(self) -> set[Version]:
+    def _needed(self, here: set[Version]) -> set[Version]:
+        """Of the versions that are here: the newest committed, the newest verified, and the one restored until then.
+
+        A notice may come when its version is overwritten already; the one kept before it is kept on.
+        """
         with self._changed:
             replaced = self._committed is not None and self._restored is not None and self._committed > self._restored
-            versions = (self._committed, self._verified, None if replaced else self._restored)
-            return {v for v in versions if v is not None}
+            bounds = (self._committed, self._verified, None if replaced else self._restored)
+        newest = (max((v for v in here if v <= bound), default=None) for bound in bounds if bound is not None)
+        return {version for version in newest if version is not None}
 
     # --- telling the vault and the controller
 

@@ -150,7 +150,7 @@ def test_corruption_goes_back_to_the_newest_verified_version() -> None:
     fleet.seal(5, digests=dict.fromkeys(range(4), ""))
     effects = fleet.seal(6, digests={2: "bad"})
     assert decisions(effects) == [("n3", "evict")]
-    assert fleet.spec().restore == RestoreRule(floor=Version(1, 4), ceiling=Version(1, 4))
+    assert fleet.spec().restore == RestoreRule(floor=Version(0, 0), ceiling=Version(1, 4))
     assert fleet.seats() == ["n1", "n2", "n5", "n4"]
     assert "n3" not in [holder.node for holder in fleet.spec().holders]
     assert "n3" in sent(effects, NewGeneration)
