@@ -142,7 +142,7 @@ def test_a_second_ctrl_c_waits_for_nobody(agent: FakeAgent, script: Path) -> Non
         agent.heard(Goodbye)
         launcher.process.send_signal(signal.SIGINT)
         assert launcher.wait() == 130
-        assert not any(map(alive, below))
+        launcher.eventually(lambda: not any(map(alive, below)), "the end of everybody, by the kernel's hand")
 
 
 def test_a_finished_job_lets_the_script_go_on_to_its_end(agent: FakeAgent, script: Path) -> None:

@@ -25,6 +25,14 @@ def test_what_a_killed_world_left_is_swept_and_what_a_live_one_uses_is_not(
     assert [path.name for path in tmp_path.iterdir()] == [f"{PREFIX}alive"]
 
 
+def runs(pid: int) -> bool:
+    """Whether a process is there, and no zombie that an orphan's new parent has not reaped yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def test_a_world_ends_what_it_started_and_what_that_started(tmp_path: Path) -> None:
     child = "import subprocess, sys, signal; signal.signal(15, signal.SIG_IGN); subprocess.run(['sleep', '600'])"
     with World(tmp_path, []) as world:
@@ -32,7 +40,7 @@ def test_a_world_ends_what_it_started_and_what_that_started(tmp_path: Path) -> N
         process = world.start("stubborn", ["-c", child])
         wait_for(lambda: len(descendants(process.pid)) == 2, "its child")
         below = descendants(process.pid)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in below)
+    wait_for(lambda: not any(map(runs, below)), "the end of both")
     assert not folder.exists()
 
 
