@@ -131,7 +131,8 @@ class FakeAgent:
         with self._changed:
             if isinstance(message, Hello):
                 peer.hello = message
-                self.greet(peer)
+                with contextlib.suppress(OSError):  # it may be gone again
+                    self.greet(peer)
             else:
                 peer.messages.append(message)
             self._changed.notify_all()
