@@ -60,7 +60,7 @@ def launcher(world: World, options: argparse.Namespace, node: Node) -> list[str]
     """The command that joins ``node`` to the job."""
     flags = ["--nnodes", "3:4", "--nproc-per-node", "1", "--job", JOB, "--standbys", "1", "--die-with-parent"]
     flags += ["--local-addr", "127.0.0.1", "--agent-socket", str(node.agent_socket), "--join-wait-s", "30"]
-    flags += ["--hang-threshold-s", "1.0", "--digest-interval", "1"]
+    flags += ["--hang-threshold-s", "1.0", "--digest-interval", "1" if options.layout == "ddp" else "0"]
     return ["-m", "trainer_hooks.launch", *flags, *training(options)]
 
 
