@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from controller.core.eviction import budget_left
 from controller.core.state import FleetState, JobLive, JobRecord, NodeRecord
 from controller.push import Outbox
 from everstep import __version__
@@ -36,7 +37,7 @@ class Desk(msgspec.Struct, frozen=True, kw_only=True):
 
     def budget_left(self) -> int:
         """How many nodes may be evicted now."""
-        return eviction_budget_left(self.state, self.now())
+        return budget_left(self.state, self.now())
 
     def node(self, node: str) -> NodeRecord:
         """Raises NotFound."""
@@ -181,13 +182,3 @@ def fleet_status(desk: Desk) -> op.FleetStatus:
         breaker=state.fleet.breaker,
         newest_event=desk.newest_event(),
     )
-
-
-def eviction_budget_left(state: FleetState, now: float) -> int:
-    """Evictions that the budget still allows at ``now``; none while the breaker is latched."""
-    if state.fleet.breaker:
-        return 0
-    policy = state.policy
-    allowed = max(1, min(policy.eviction_count, int(policy.eviction_share * len(state.nodes))))
-    recent = sum(1 for at in state.fleet.evictions if now - at < policy.eviction_window_s)
-    return max(0, allowed - recent)

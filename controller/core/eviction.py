@@ -9,10 +9,18 @@ from controller.core.turn import Turn
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, JobState, NodeState
 
 
-def budget(turn: Turn) -> int:
+def budget(state: FleetState) -> int:
     """Evictions that the window allows: by count and by share, and always one."""
-    policy = turn.policy
-    return max(1, min(policy.eviction_count, int(policy.eviction_share * len(turn.state.nodes))))
+    policy = state.policy
+    return max(1, min(policy.eviction_count, int(policy.eviction_share * len(state.nodes))))
+
+
+def budget_left(state: FleetState, now: float) -> int:
+    """Evictions that the budget still allows at ``now``; none while the breaker is latched."""
+    if state.fleet.breaker:
+        return 0
+    recent = sum(1 for at in state.fleet.evictions if at > now - state.policy.eviction_window_s)
+    return max(0, budget(state) - recent)
 
 
 def evict(turn: Turn, node: str, finding: Finding, sentence: str) -> bool:
@@ -66,7 +74,7 @@ def _over_budget(turn: Turn) -> str:
     fleet.evictions = [at for at in fleet.evictions if at > turn.now - policy.eviction_window_s]
     if fleet.breaker:
         return fleet.breaker
-    allowed = budget(turn)
+    allowed = budget(turn.state)
     if len(fleet.evictions) < allowed:
         return ""
     fleet.breaker = (

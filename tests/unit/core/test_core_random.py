@@ -14,7 +14,6 @@ from controller.core.eviction import budget
 from controller.core.fleet import handle, next_deadline, restore, touch
 from controller.core.policy import CorePolicy
 from controller.core.state import FleetState
-from controller.core.turn import Turn
 from everstep.errors import EverstepError
 from everstep.vocabulary import JobState
 from everstep.wire.v1.training import RankProgress
@@ -144,7 +143,7 @@ def test_invariants_hold_after_every_event(history: list[Act]) -> None:
 
 def _check_budget(fleet: CoreFleet) -> None:
     recent = [at for at in fleet.state.fleet.evictions if at > fleet.now - fleet.policy.eviction_window_s]
-    assert len(recent) <= max(1, budget(Turn(fleet.state, fleet.now, "")))
+    assert len(recent) <= max(1, budget(fleet.state))
 
 
 def _check_history(fleet: CoreFleet) -> None:
