@@ -1,35 +1,15 @@
-"""How a process of the agent begins and ends: alone in its run directory, not longer than its parent, nothing left."""
+"""How a process of the agent begins and ends: alone in its run directory, and nothing left."""
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from everstep.errors import ConfigurationError
-
-_PR_SET_PDEATHSIG = 1
-_PARENT = os.getppid()
-"""Whose child this process was when it began: process 1 may well be the real parent, in a container."""
-
-
-def die_with_parent(signum: signal.Signals = signal.SIGTERM) -> None:
-    """Asks the kernel to send ``signum`` to this process when its parent ends (Linux).
-
-    Raises ConfigurationError where the kernel refuses, and SystemExit where the parent has ended meanwhile (the signal
-    would never come). The kernel counts the parent's *thread*: a child must be started by a thread that lives as long
-    as its process.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:
-        raise ConfigurationError(f"cannot follow the parent's end: {os.strerror(ctypes.get_errno())}")
-    if os.getppid() != _PARENT:
-        raise SystemExit("the process that started this one is gone already, and --die-with-parent was given")
 
 
 def private_directory(path: Path) -> Path:

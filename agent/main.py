@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
 
 from agent.config import AgentSettings, from_command_line
-from agent.lifecycle import die_with_parent
 from agent.log_format import log_to_stderr
 from agent.supervisor import Supervisor
 from everstep.errors import ConfigurationError, EverstepError
+from everstep.lineage import die_with_parent
 from everstep.system_clock import SYSTEM_CLOCK
 
 log = logging.getLogger(__name__)
@@ -23,23 +24,24 @@ EXIT_UNUSABLE = 2
 EXIT_FAILED = 1
 
 
-async def serve(settings: AgentSettings) -> None:
-    """Runs the agent until it is told to end."""
+async def serve(settings: AgentSettings, parent: int) -> None:
+    """Runs the agent until it is told to end, or with ``die_with_parent`` until ``parent`` ends."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
     if settings.die_with_parent:
-        die_with_parent()
+        die_with_parent(parent)
     await Supervisor(settings, SYSTEM_CLOCK).run(stop)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command's entry; returns its exit status."""
+    parent = os.getppid()
     try:
         settings = from_command_line(arguments)
         log_to_stderr(settings.log_format, settings.log_level)
-        asyncio.run(serve(settings))
+        asyncio.run(serve(settings, parent))
     except ConfigurationError as error:
         print(f"everstep-agent: {error}", file=sys.stderr)
         return EXIT_UNUSABLE

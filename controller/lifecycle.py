@@ -1,37 +1,17 @@
-"""How the process begins and ends: not longer than its parent, announced when it serves, its log readable."""
+"""How the process is seen from outside: announced when it serves, its log readable."""
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import logging
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from everstep.errors import ConfigurationError
-
-_PR_SET_PDEATHSIG = 1
 _FIELDS = ("node", "job", "generation", "trace")
-
-
-def die_with_parent(parent: int, signum: signal.Signals = signal.SIGTERM) -> None:
-    """Asks the kernel to send ``signum`` to this process when its parent ends (Linux).
-
-    Args:
-        parent: what ``os.getppid()`` said when the process began.
-
-    Raises ConfigurationError where the kernel refuses, SystemExit where the parent has ended meanwhile.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) != 0:
-        raise ConfigurationError(f"cannot follow the parent's end: {os.strerror(ctypes.get_errno())}")
-    if os.getppid() != parent:
-        raise SystemExit("the process that started this one is gone already, and --die-with-parent was given")
 
 
 def write_atomically(path: Path, content: Any) -> None:

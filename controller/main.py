@@ -24,7 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from controller.app import Controller
 from controller.config import PRESETS, ControllerSettings, load_settings, read_password, read_secret
-from controller.lifecycle import die_with_parent, log_to_stderr, write_atomically
+from controller.lifecycle import log_to_stderr, write_atomically
 from controller.remediation.base import Remediation
 from controller.remediation.dry_run import DryRun
 from controller.remediation.webhook import Webhook
@@ -32,6 +32,7 @@ from controller.store.database import open_database, parse_url
 from controller.store.diagnose import diagnose
 from everstep import __version__
 from everstep.errors import ConfigurationError, EverstepError
+from everstep.lineage import die_with_parent
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.tokens import TokenRole, mint
 

@@ -25,9 +25,9 @@ import msgspec
 from everstep.ids import split_address
 from everstep.wire.v1.training import GenerationSpec, Member
 from trainer_hooks.launch.channel import Channel
-from trainer_hooks.launch.lineage import call_process
 from trainer_hooks.launch.memory import Waiting
 from trainer_hooks.launch.messages import Arrived, Promote
+from trainer_hooks.launch.process import call_process
 
 JOB = "EVERSTEP_JOB"
 AGENT_SOCKET = "EVERSTEP_AGENT_SOCKET"

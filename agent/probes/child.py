@@ -19,11 +19,11 @@ import torch
 import torch.distributed
 import xxhash
 
-from agent.drivers.parent import end_with
 from agent.probes.arithmetic import row, store_address
 from agent.probes.frames import MAX_FRAME_BYTES, Ask, Stage
 from everstep.errors import ConfigurationError
 from everstep.framing import FrameDecoder, encode_frame
+from everstep.lineage import die_with_parent
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import ProbeFinished
@@ -224,7 +224,7 @@ def serve(channel: socket.socket) -> None:
 
 def main() -> None:
     descriptor, parent = map(int, sys.argv[1:3])
-    end_with(parent)
+    die_with_parent(parent, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides
     os.nice(5)
     torch.set_num_threads(1)

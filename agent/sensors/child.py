@@ -22,13 +22,13 @@ if "ctypes.util" not in sys.modules:
     sys.modules["ctypes.util"].find_library = lambda name: None  # type: ignore[attr-defined]
 
 from agent.drivers import sysfs
-from agent.drivers.parent import end_with
 from agent.sensors.frames import DOING_BYTES, Begin, Poll
 from agent.sensors.gpu import GpuSensor
 from agent.sensors.host import HostSensor, PathSensor
 from agent.sensors.network import NetworkSensor
 from agent.virtual.machine import Machine
 from everstep.framing import FrameDecoder, encode_frame
+from everstep.lineage import die_with_parent
 from everstep.system_clock import SYSTEM_CLOCK
 
 PCI_EVERY = 60
@@ -163,7 +163,7 @@ def serve(channel: socket.socket, page: mmap.mmap) -> None:
 
 def main() -> None:
     descriptor, page_descriptor, parent = map(int, sys.argv[1:4])
-    end_with(parent)
+    die_with_parent(parent, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the supervisor decides
     channel = socket.socket(fileno=descriptor)
     page = mmap.mmap(page_descriptor, DOING_BYTES)

@@ -15,12 +15,13 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from agent.lifecycle import die_with_parent, private_directory, write_atomically
+from agent.lifecycle import private_directory, write_atomically
 from agent.log_format import log_to_stderr
 from agent.vault.segments import SegmentStore
 from agent.vault.service import Vault
 from agent.vault.settings import VaultSettings
 from everstep.errors import ConfigurationError
+from everstep.lineage import die_with_parent
 from everstep.system_clock import SYSTEM_CLOCK
 
 log = logging.getLogger("agent.vault")
@@ -72,13 +73,13 @@ def hold(directory: Path) -> int:
     return hold(directory)  # a vault that ended at this moment took the file along
 
 
-async def serve(settings: VaultSettings) -> None:
-    """Runs a vault until SIGTERM or SIGINT."""
+async def serve(settings: VaultSettings, parent: int) -> None:
+    """Runs a vault until SIGTERM or SIGINT, or with ``die_with_parent`` until ``parent`` ends."""
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     if settings.die_with_parent:
-        die_with_parent()
+        die_with_parent(parent)
     held = [hold(settings.run_dir), hold(settings.segment_dir)]
     store = SegmentStore(settings.segment_dir, settings.node, settings.memory_limit)
     found = await asyncio.to_thread(store.adopt)
@@ -118,8 +119,9 @@ def _remove_if_empty(directory: Path) -> None:
 
 def main() -> None:
     """The process's entry."""
+    parent = os.getppid()
     try:
-        asyncio.run(serve(parse()))
+        asyncio.run(serve(parse(), parent))
     except ConfigurationError as error:
         raise SystemExit(f"everstep vault: {error}") from error
 

@@ -22,10 +22,11 @@ from typing import Any
 
 import msgspec
 
+from everstep.lineage import die_with_parent
 from trainer_hooks.launch.channel import Channel
-from trainer_hooks.launch.lineage import call_process, die_with_parent, fresh_signals, signal_group
 from trainer_hooks.launch.messages import Exited, Fork, Forked, Ready, Signal, ToForkServer
 from trainer_hooks.launch.preload import MODULES, preload
+from trainer_hooks.launch.process import call_process, fresh_signals, signal_group
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -160,7 +161,7 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--preload", nargs="*", default=list(MODULES))
     options = parser.parse_args()
-    die_with_parent(options.parent, signal.SIGTERM)
+    die_with_parent(options.parent)
     call_process("everstep-forks")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Python 3.12 counts numpy's BLAS threads, which step aside for a fork by themselves (pthread_atfork).

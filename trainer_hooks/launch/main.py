@@ -10,14 +10,13 @@ import sys
 from collections.abc import Sequence
 
 from everstep.errors import ConfigurationError, EverstepError
+from everstep.lineage import die_with_parent
 from everstep.system_clock import SYSTEM_CLOCK
 from trainer_hooks.launch.launcher import Outcome, launch
-from trainer_hooks.launch.lineage import die_with_parent
 from trainer_hooks.launch.options import UNUSED, LaunchOptions, parse
 
 log = logging.getLogger(__name__)
 
-PARENT = os.getppid()
 USAGE = 2
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -28,13 +27,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: the job finished. 1: it failed. 2: the command line is wrong. 128 and the signal's number: ended by it (130 for
     Ctrl-C). A script that never calls ``trainer_hooks.main``: the status of the first of its processes that failed.
     """
+    parent = os.getppid()
     logging.basicConfig(level=logging.INFO, format="everstep-launch: %(message)s", stream=sys.stderr)
     try:
         options = parse(sys.argv[1:] if argv is None else argv, os.environ)
         for name in options.unused:
             log.info("--%s changes nothing here: %s", name.replace("_", "-"), UNUSED[name])
         if options.die_with_parent:
-            die_with_parent(PARENT, signal.SIGTERM)
+            die_with_parent(parent)
         outcome = asyncio.run(_run(options))
     except ConfigurationError as error:
         print(f"everstep-launch: {error}", file=sys.stderr)

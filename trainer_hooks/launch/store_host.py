@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from trainer_hooks.launch.lineage import call_process
+from trainer_hooks.launch.process import call_process
 
 
 def host(descriptors: tuple[int, ...], *, address: str, port: int) -> None:

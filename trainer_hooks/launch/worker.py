@@ -10,8 +10,8 @@ import traceback
 from types import TracebackType
 
 from trainer_hooks.assignment import CONTROL_FD, LOCAL_RANK, WORKER_PID
-from trainer_hooks.launch.lineage import call_process
 from trainer_hooks.launch.memory import keep_freed_memory
+from trainer_hooks.launch.process import call_process
 
 
 def run(descriptors: tuple[int, ...], *, script: str, module: bool, arguments: list[str]) -> None:

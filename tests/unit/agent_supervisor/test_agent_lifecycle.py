@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,9 +12,6 @@ import pytest
 from agent.lifecycle import RunDirectory, clear_segments, private_directory, write_atomically
 from agent.log_format import JsonLines, TextLines
 from everstep.errors import ConfigurationError
-
-DEADLINE_S = 20.0
-
 
 def test_two_agents_never_share_a_run_directory(tmp_path: Path) -> None:
     first = RunDirectory(tmp_path / "run")
@@ -76,38 +70,6 @@ def test_a_neighbours_segments_stay(tmp_path: Path) -> None:
     other.mkdir()
     clear_segments(mine)
     assert other.is_dir()
-
-
-def test_a_process_ends_with_its_parent(tmp_path: Path) -> None:
-    child = (
-        "import os, time; from agent.lifecycle import die_with_parent; die_with_parent();"
-        f"open({str(tmp_path / 'pid')!r} + '.tmp', 'w').write(str(os.getpid()));"
-        f"os.rename({str(tmp_path / 'pid')!r} + '.tmp', {str(tmp_path / 'pid')!r}); time.sleep(60)"
-    )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"]
-    )
-    try:
-        wait_for((tmp_path / "pid").exists)
-        pid = int((tmp_path / "pid").read_text())
-    finally:
-        parent.kill()
-        parent.wait()
-    wait_for(lambda: not is_running(pid))
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_for(condition: object) -> None:
-    end = time.perf_counter() + DEADLINE_S
-    while not condition():  # type: ignore[operator]
-        assert time.perf_counter() < end, "waited in vain"
-        time.sleep(0.005)
 
 
 def record(**extra: object) -> logging.LogRecord:

@@ -1,4 +1,4 @@
-"""What the kernel knows of a process: whom it dies with, how it takes signals, what it is called."""
+"""What a forked process is made to look like: what it is called, how it takes signals, how its group is reached."""
 
 from __future__ import annotations
 
@@ -6,21 +6,8 @@ import ctypes
 import os
 import signal
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def die_with_parent(parent: int, number: signal.Signals) -> None:
-    """Asks the kernel to send ``number`` when ``parent`` dies; ends this process at once where it already has.
-
-    The kernel ties the signal to the *thread* that forked: the parent must fork from a thread that lives as long as
-    it does itself (its main thread).
-    """
-    if _libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:
-        os._exit(128 + int(number))
+_libc = ctypes.CDLL(None)
 
 
 def call_process(name: str) -> None:

@@ -1,0 +1,75 @@
+"""A process that follows its parent's end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from everstep.errors import ConfigurationError
+from everstep.lineage import die_with_parent
+
+DEADLINE_S = 20.0
+
+FOLLOWER = """
+import os, signal, sys, time
+from everstep.lineage import die_with_parent
+path, parent, signum = sys.argv[1], int(sys.argv[2]), signal.Signals(int(sys.argv[3]))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+die_with_parent(parent or os.getppid(), signum)
+with open(path + ".draft", "w") as file:
+    file.write(str(os.getpid()))
+os.rename(path + ".draft", path)
+time.sleep(60)
+"""
+
+STARTER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    end = time.perf_counter() + DEADLINE_S
+    while not condition():
+        assert time.perf_counter() < end, f"waited in vain for {what}"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_a_process_ends_with_its_parent(tmp_path: Path, signum: signal.Signals) -> None:
+    ready = tmp_path / "pid"
+    parent = subprocess.Popen([sys.executable, "-c", STARTER, FOLLOWER, str(ready), "0", str(int(signum))])
+    try:
+        wait_for(ready.exists, "the follower")
+        pid = int(ready.read_text())
+    finally:
+        parent.kill()
+        parent.wait()
+    wait_for(lambda: not is_running(pid), "the follower's end")
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 7), (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_process_whose_parent_is_gone_already_gets_the_signal_at_once(
+    tmp_path: Path, signum: signal.Signals, status: int
+) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    follower = [sys.executable, "-c", FOLLOWER, str(tmp_path / "pid"), str(gone.pid), str(int(signum))]
+    assert subprocess.run(follower, timeout=DEADLINE_S, check=False).returncode == status
+    assert not (tmp_path / "pid").exists()
+
+
+def test_what_the_kernel_refuses_is_said() -> None:
+    with pytest.raises(ConfigurationError, match="cannot follow the parent's end: Invalid argument"):
+        die_with_parent(os.getppid(), 4096)  # type: ignore[arg-type]
