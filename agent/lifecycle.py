@@ -41,12 +41,24 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = private_directory(path.absolute())
-        self._lock = os.open(self.path / "agent.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        self._lock_file = self.path / "agent.lock"
+        lock = None
+        while lock is None:  # an agent that ends at this moment takes the file along
+            lock = self._take()
+        self._lock = lock
+
+    def _take(self) -> int | None:
+        """The lock's descriptor, or None where the file was unlinked before it was ours."""
+        lock = os.open(self._lock_file, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(self._lock)
-            raise ConfigurationError(f"another agent runs in {path}; stop it, or give another --run-dir") from None
+            os.close(lock)
+            raise ConfigurationError(f"another agent runs in {self.path}; stop it, or give another --run-dir") from None
+        if self._lock_file.exists() and os.path.samestat(self._lock_file.stat(), os.fstat(lock)):
+            return lock
+        os.close(lock)
+        return None
 
     def incarnation(self, wall: float) -> int:
         """This life's number: milliseconds of ``wall``, but more than any earlier life's where the clock went back."""
@@ -57,9 +69,10 @@ class RunDirectory:
         return now
 
     def leave(self, *names: str) -> None:
-        """Removes ``names`` from the directory and lets go of the lock. The directory itself stays."""
+        """Removes ``names`` and the lock from the directory, which itself stays, with what the next life needs."""
         for name in names:
             (self.path / name).unlink(missing_ok=True)
+        self._lock_file.unlink(missing_ok=True)
         os.close(self._lock)
 
 

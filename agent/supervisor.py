@@ -32,6 +32,7 @@ from agent.uplink.spool import Spool
 from agent.vault_keeper import VaultKeeper
 from everstep import __version__
 from everstep.clock import Clock
+from everstep.errors import ConfigurationError
 from everstep.vocabulary import Finding
 from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.directives import Directive, RunProbe, VersionNotice
@@ -82,6 +83,11 @@ class Supervisor:
         self._settings = settings
         self._clock = clock
         self._directory = RunDirectory(settings.run_dir)
+        try:
+            self._sensors = SensorProcess(_sensor_settings(settings), clock, self._on_picture)
+        except ConfigurationError:
+            self._directory.leave()
+            raise
         self.incarnation = self._directory.incarnation(clock.wall())
         self._loop = asyncio.get_running_loop()
         self._picture: Picture | None = None
@@ -93,7 +99,6 @@ class Supervisor:
         self._metrics: MetricsServer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._board = FindingBoard(self.new_trace)
-        self._sensors = SensorProcess(_sensor_settings(settings), clock, self._on_picture)
         self._vault = VaultKeeper(settings, clock, self.finding, self._on_vault)
         self._spool = Spool(
             settings.run_dir / "reports.spool",

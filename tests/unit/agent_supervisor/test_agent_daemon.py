@@ -136,8 +136,8 @@ def a_segment(agent: AgentProcess) -> Path:
 
 
 def left_of(agent: AgentProcess) -> list[str]:
-    """Sockets, ready files and segments that are still there."""
-    files = [p.name for p in agent.run_dir.glob("*") if p.suffix in (".sock", ".json", ".spool")]
+    """What is still there and is not for the node's next agent."""
+    files = [p.name for p in agent.run_dir.glob("*") if p.name not in ("incarnation", "sensors.state")]
     return files + [str(p) for p in agent.segments.rglob("*")]
 
 

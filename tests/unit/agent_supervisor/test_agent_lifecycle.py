@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -13,12 +14,35 @@ from agent.lifecycle import RunDirectory, clear_segments, private_directory, wri
 from agent.log_format import JsonLines, TextLines
 from everstep.errors import ConfigurationError
 
+
 def test_two_agents_never_share_a_run_directory(tmp_path: Path) -> None:
     first = RunDirectory(tmp_path / "run")
     with pytest.raises(ConfigurationError, match="another agent runs in"):
         RunDirectory(tmp_path / "run")
     first.leave()
     RunDirectory(tmp_path / "run").leave()
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_lock_that_went_with_its_holder_is_not_taken_for_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = RunDirectory(tmp_path)
+    flock = fcntl.flock
+    tried: list[int] = []
+
+    def flock_after_the_holder_has_left(descriptor: int, operation: int) -> None:
+        if not tried:
+            first.leave()
+        tried.append(descriptor)
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock_after_the_holder_has_left)
+    second = RunDirectory(tmp_path)
+    assert len(tried) == 2
+    with pytest.raises(ConfigurationError, match="another agent runs in"):
+        RunDirectory(tmp_path)
+    second.leave()
 
 
 def test_a_run_directory_is_for_its_owner_alone(tmp_path: Path) -> None:
