@@ -54,6 +54,13 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         _doc("where the vault keeps slots: a directory on a memory file system (default: /dev/shm/everstep-UID/NODE)"),
     ] = None
     vault_listen: Annotated[str, _doc("host:port for other nodes' vaults; port 0 takes a free one")] = "127.0.0.1:0"
+    vault_memory_limit_bytes: Annotated[
+        int | None,
+        _doc(
+            "bytes that all slots on this node may take; more is refused, and that rank trains on without checkpoints "
+            "(default: what the file system and the machine have free)"
+        ),
+    ] = None
     metrics_listen: Annotated[
         str, _doc("host:port of /metrics; port 0 takes a free one, an empty string turns it off")
     ] = "127.0.0.1:0"
@@ -159,6 +166,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         _check_names(self)
         _check_addresses(self)
         _check_times(self)
+        _check_sizes(self)
         return self
 
 
@@ -234,6 +242,14 @@ def _check_times(s: AgentSettings) -> None:
     _refuse(
         s.retry_idle_s < s.retry_busy_s,
         f"--retry-idle-s {s.retry_idle_s} is under --retry-busy-s {s.retry_busy_s}: an idle node may wait longer",
+    )
+
+
+def _check_sizes(s: AgentSettings) -> None:
+    limit = s.vault_memory_limit_bytes
+    _refuse(
+        limit is not None and limit <= 0,
+        f"--vault-memory-limit-bytes {limit} leaves no room for any slot: give more, or leave it out",
     )
     _refuse(s.spool_reports < 64, "--spool-reports under 64 loses reports in the first second of an absence")
     _refuse(s.spool_bytes < 1 << 20, f"--spool-bytes {s.spool_bytes} is under 1 MiB, the size of one request")

@@ -235,6 +235,8 @@ class VaultKeeper:
         command += ["--run-dir", str(self._settings.run_dir), "--segment-dir", str(self._settings.segments)]
         command += ["--listen", listen]
         command += ["--log-format", self._settings.log_format, "--log-level", self._settings.log_level]
+        if self._settings.vault_memory_limit_bytes is not None:
+            command += ["--memory-limit", str(self._settings.vault_memory_limit_bytes)]
         if self._settings.die_with_parent:
             command.append("--die-with-parent")
         self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)

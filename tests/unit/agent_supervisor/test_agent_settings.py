@@ -91,6 +91,7 @@ def test_virtual_gpus_come_without_the_machines_kernel_log() -> None:
         ({"ca_file": Path("/ca")}, "https"),
         ({"vault_listen": "0.0.0.0:7702"}, "name the address"),
         ({"vault_listen": "7702"}, "host:port"),
+        ({"vault_memory_limit_bytes": 0}, "no room for any slot"),
         ({"metrics_listen": "here"}, "host:port"),
         ({"token_file": None}, "--metrics-token-file"),
         ({"preset": "production", "controllers": ("https://c:1",)}, "--vault-listen 10"),

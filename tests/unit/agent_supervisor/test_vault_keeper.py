@@ -19,8 +19,10 @@ from agent.config import AgentSettings
 from agent.vault_keeper import VaultKeeper
 from everstep.errors import Unavailable
 from everstep.system_clock import SYSTEM_CLOCK
+from everstep.wire.v1 import local
 from everstep.wire.v1.training import FindingRaised
 from tests.support.agents import is_running, until
+from tests.support.vaults import VaultClient
 
 
 class Place:
@@ -124,6 +126,22 @@ def test_statistics_are_answered_and_none_where_nobody_serves(place: Place) -> N
         serving.cancel()
         await keeper.stop()
         assert await keeper.statistics(0.01) is None
+
+    play(story())
+
+
+def test_the_vault_keeps_to_the_memory_limit_of_the_agents_settings(place: Place) -> None:
+    async def story() -> None:
+        keeper = await place.started(vault_memory_limit_bytes=1 << 20)
+        rank = VaultClient(place.run_dir / "vault.sock")
+        try:
+            answer = rank.ask(local.OpenSegment, job="j", local_rank=0, slot_bytes=1 << 20)
+        finally:
+            rank.close()
+        assert isinstance(answer, local.Failed), answer
+        assert answer.code == "slot_memory"
+        assert f"--memory-limit {1 << 20}" in answer.message
+        await keeper.stop()
 
     play(story())
 
