@@ -107,21 +107,31 @@ class Worker:
     # --- from generation to generation
 
     def _live(self, train: TrainingFunction) -> None:
-        number = 0
+        number, parked = 0, True
         while True:
-            order = self._orders.wait_next(number)
+            order = self._next_order(number, parked)
             if isinstance(order, StopJob):
                 self._stop(order)
                 return
-            assert order is not None
             assert self._welcome is not None
             number = order.number
-            self._timeline.end("wait")
             member = order.member(self._welcome.node, self._local_rank)
+            parked = member is None
             if member is None:
                 logger.info("generation %d goes on without this process: parked", number, extra=self._extra(order))
             else:
+                self._timeline.end("wait")
                 self._take_part(order, member, train)
+
+    def _next_order(self, number: int, parked: bool) -> GenerationSpec | StopJob:
+        """What follows generation ``number``. The timeline of a parked process begins when that arrives."""
+        order = self._orders.wait_next(number, 0.0)
+        if order is None:
+            order = self._orders.wait_next(number)
+            if parked:
+                self._timeline = Timeline()
+        assert order is not None
+        return order
 
     def _stop(self, stop: StopJob) -> None:
         if not stop.ok:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 
@@ -70,6 +71,33 @@ def test_a_rank_that_slept_through_an_eviction_parks_when_it_wakes(forks):
         scene.form(3, 0, 1, 2)
         resumed(scene, 3, 3)
         assert scene.finish() == [0, 0, 0]
+
+
+def test_the_time_that_a_process_was_parked_is_no_part_of_a_regrouping(forks):
+    with stage(forks, training.sum_ones) as scene:
+        scene.start(0, 1)
+        scene.form(1, 0)
+        resumed(scene, 1, 1)
+        scene.form(2, 0)
+        resumed(scene, 2, 1)
+        told = time.perf_counter()
+        scene.form(3, 0, 1)
+        assert max(sum(m.phases_s.values()) for m in resumed(scene, 3, 2)) < time.perf_counter() - told
+        assert scene.finish() == [0, 0]
+
+
+def test_the_time_that_a_spare_waited_for_its_first_generation_is_no_part_of_a_regrouping(forks):
+    with stage(forks, training.sum_ones) as scene:
+        scene.start(0)
+        scene.form(1, 0)
+        resumed(scene, 1, 1)
+        scene.start(1)
+        seen = len(scene.peer(0).messages)
+        scene.agent.wait_until(lambda: len(scene.peer(0).messages) > seen + 3 or None, "the others to go on meanwhile")
+        told = time.perf_counter()
+        scene.form(2, 0, 1)
+        assert max(sum(m.phases_s.values()) for m in resumed(scene, 2, 2)) < time.perf_counter() - told
+        assert scene.finish() == [0, 0]
 
 
 def test_a_replacement_takes_the_place_of_the_dead(forks):
