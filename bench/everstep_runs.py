@@ -48,12 +48,11 @@ def _environment(folder: Path, layout: str, steps: int, fault: str) -> dict[str,
 class Fleet:
     """A controller, an agent and one launcher with four ranks of the workload; a context manager."""
 
-    def __init__(self, layout: str, steps: int, fault: str, standbys: int = 1, min_nodes: int = 1) -> None:
+    def __init__(self, layout: str, steps: int, fault: str) -> None:
         self._out = tempfile.TemporaryDirectory(prefix="everstep-bench-")
         self.folder = Path(self._out.name)
         self.world = World(self.folder, ["n1"])
         self._environment = _environment(self.folder / "steps", layout, steps, fault)
-        self._standbys = standbys
         self.steps = steps
 
     def __enter__(self) -> Fleet:
@@ -63,7 +62,7 @@ class Fleet:
         wait_for(lambda: node.booted, "the agent is up")
         command = ["-m", "trainer_hooks.launch", "--nproc-per-node", str(WORLD), "--job", JOB, "--die-with-parent"]
         command += ["--local-addr", "127.0.0.1", "--agent-socket", str(node.agent_socket)]
-        command += ["--standbys", str(self._standbys), "--standby-delay-s", "0.3", "--max-restarts", "1000"]
+        command += ["--standbys", "1", "--standby-delay-s", "0.3", "--max-restarts", "1000"]
         command += [
             "--hang-threshold-s",
             "1.0",

@@ -47,9 +47,6 @@ class FindingKind(StrEnum):
     TRANSFER_CORRUPT = "vault.transfer_corrupt"
     DIGEST_MISMATCH = "sdc.digest_mismatch"
     PROBE_FAILED = "probe.failed"
-    PROBE_SLOW = "probe.slow"
-    NODE_SILENT = "node.silent"
-    NODE_DISCONNECTED = "node.disconnected"
     AGENT_OVERFLOW = "agent.overflow"
 
 
@@ -159,7 +156,6 @@ class Decision(StrEnum):
     QUARANTINE = "quarantine"
     READMIT = "readmit"
     REPAIR = "repair"
-    REFUTE = "refute"
     NO_ACTION = "no_action"
 
 

@@ -31,8 +31,6 @@ from trainer_hooks.launch.process import call_process
 
 JOB = "EVERSTEP_JOB"
 AGENT_SOCKET = "EVERSTEP_AGENT_SOCKET"
-LAUNCHER_PID = "EVERSTEP_LAUNCHER_PID"
-NPROC_PER_NODE = "EVERSTEP_NPROC_PER_NODE"
 CONTROL_FD = "EVERSTEP_CONTROL_FD"
 WORKER_PID = "EVERSTEP_WORKER_PID"
 LOCAL_RANK = "LOCAL_RANK"
@@ -45,8 +43,6 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     agent_socket: str
     local_rank: int | None
-    nproc_per_node: int
-    launcher_pid: int
 
 
 class LauncherGone(SystemExit):
@@ -65,8 +61,6 @@ def current_assignment() -> Assignment | None:
         job=os.environ[JOB],
         agent_socket=os.environ[AGENT_SOCKET],
         local_rank=None if local_rank is None else int(local_rank),
-        nproc_per_node=int(os.environ[NPROC_PER_NODE]),
-        launcher_pid=int(os.environ[LAUNCHER_PID]),
     )
 
 

@@ -41,7 +41,6 @@ class Run:
         self._place = place
         self._keeper = keeper
         self._finished = 0
-        self._tracked = False
 
     @property
     def rank(self) -> int:
@@ -118,7 +117,6 @@ class Run:
         that were stored.
         """
         self._finished = self._keeper.track(objects)
-        self._tracked = True
         for tracked in objects.values():
             if isinstance(tracked, torch.optim.Optimizer):
                 tracked.register_step_pre_hook(lambda *_: self._keeper.before_update())

@@ -43,7 +43,6 @@ class KernelLog:
         self._kind = 0
         self._rest = b""
         self._cut = False
-        self.overruns = 0
         self.error = ""
 
     @property
@@ -158,8 +157,7 @@ class KernelLog:
                 break
             except OSError as error:
                 if error.errno == errno.EPIPE:
-                    self.overruns += 1
-                    continue
+                    continue  # overwritten before it was read
                 self._fail(error)
                 break
             if not record:

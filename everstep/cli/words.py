@@ -25,7 +25,6 @@ STYLES: dict[str, str] = {
     Decision.EVICT: "bold red",
     Decision.HOLD_BY_BUDGET: "yellow",
     Decision.READMIT: "green",
-    Decision.REFUTE: "green",
 }
 
 

@@ -37,9 +37,7 @@ def play(socket_path: str, local_rank: int, train: Callable[..., None], settings
     from trainer_hooks.config import HookSettings
     from trainer_hooks.worker import Worker
 
-    assignment = Assignment(
-        job=JOB, agent_socket=socket_path, local_rank=local_rank, nproc_per_node=4, launcher_pid=os.getppid()
-    )
+    assignment = Assignment(job=JOB, agent_socket=socket_path, local_rank=local_rank)
     Worker(assignment, HookSettings(backend="gloo", **settings), SYSTEM_CLOCK).work(train)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from trainer_hooks.assignment import AGENT_SOCKET, JOB, LAUNCHER_PID, LOCAL_RANK, NPROC_PER_NODE
+from trainer_hooks.assignment import AGENT_SOCKET, JOB, LOCAL_RANK
 from trainer_hooks.launch.options import LaunchOptions
 
 log = logging.getLogger(__name__)
@@ -24,14 +24,12 @@ def server_environment(options: LaunchOptions, environ: Mapping[str, str]) -> di
 
 
 def worker_environment(
-    options: LaunchOptions, *, agent_socket: str, launcher_pid: int, nproc: int, local_rank: int | None
+    options: LaunchOptions, *, agent_socket: str, nproc: int, local_rank: int | None
 ) -> dict[str, str | None]:
     """What a worker has from its birth; a standby's LOCAL_RANK is unset, whatever the launcher's own is."""
     return {
         JOB: options.job,
         AGENT_SOCKET: agent_socket,
-        LAUNCHER_PID: str(launcher_pid),
-        NPROC_PER_NODE: str(nproc),
         LOCAL_RANK: None if local_rank is None else str(local_rank),
         "LOCAL_WORLD_SIZE": str(nproc),
         "TORCHELASTIC_RUN_ID": options.job,

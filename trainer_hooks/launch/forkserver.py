@@ -15,7 +15,6 @@ import selectors
 import signal
 import socket
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -166,10 +165,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Python 3.12 counts numpy's BLAS threads, which step aside for a fork by themselves (pthread_atfork).
     warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
-    started = time.perf_counter()
     preload(options.preload)
     control: Channel[ToForkServer] = Channel(socket.socket(fileno=options.control), ToForkServer)
-    control.send(Ready(preload_s=time.perf_counter() - started))
+    control.send(Ready())
     task = ForkServer(control).serve()
     if task is not None:
         task.run()

@@ -31,9 +31,7 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """From the fork server: what was to be imported is. ``preload_s`` is what that took."""
-
-    preload_s: float
+    """From the fork server: what was to be imported is."""
 
 
 class Forked(msgspec.Struct, frozen=True, kw_only=True, tag=True):

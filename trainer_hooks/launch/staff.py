@@ -97,9 +97,7 @@ class Staff:
     def start_worker(self, serial: int, local_rank: int | None, *, nproc: int, agent_socket: str) -> None:
         """Forks a worker, or a standby where ``local_rank`` is None."""
         options = self._options
-        environment = worker_environment(
-            options, agent_socket=agent_socket, launcher_pid=os.getpid(), nproc=nproc, local_rank=local_rank
-        )
+        environment = worker_environment(options, agent_socket=agent_socket, nproc=nproc, local_rank=local_rank)
         if options.max_nodes == 1 and local_rank is not None:
             host, port = self.address
             environment |= plain_environment(local_rank=local_rank, nproc=nproc, host=host, port=port)

@@ -94,7 +94,7 @@ def test_verdicts_arrive_in_order_and_signed() -> None:
 
 def test_decisions_that_change_nothing_outside_are_not_told() -> None:
     with receiving(200) as receiver, webhook(receiver.url, threading.Semaphore(0)) as hook:
-        hook.verdicts([verdict(1, Decision.NO_ACTION), verdict(2, Decision.REFUTE), verdict(3)])
+        hook.verdicts([verdict(1, Decision.NO_ACTION), verdict(2, Decision.HOLD_BY_BUDGET), verdict(3)])
         receiver.wait(1)
     assert [one.id for one, _, _ in receiver.received] == ["n1-3"]
 
