@@ -163,6 +163,7 @@ def conclude(stage: Stage, reference: Run, options: argparse.Namespace, started_
     timeline = [(event.at - started_at, event.kind, event.sentence) for event in stage.watch.events]
     write_report(
         options.out / "report.html",
+        layout=options.layout,
         run=run,
         reference=reference,
         faults=stage.faults,
@@ -173,6 +174,7 @@ def conclude(stage: Stage, reference: Run, options: argparse.Namespace, started_
     )
     summary = {
         "ok": not problems,
+        "layout": options.layout,
         "problems": problems,
         "faults": [fault.summary() for fault in stage.faults],
         "loss": {

@@ -8,7 +8,12 @@ from pathlib import Path
 from examples.demo.story import FaultRecord, Run
 from examples.demo.verify import Verified
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 1080, 360, 56, 34, 26
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 1080, 360, 56, 34, 30
+MARK_RADIUS = 10
+LAYOUTS = {
+    "ddp": "Every rank holds the whole model, so the ranks vote on their parameters.",
+    "fsdp2": "Every rank holds a shard of its own, of which another node's vault has a copy; there is nobody to vote.",
+}
 
 STYLE = Path(__file__).with_name("report.css")
 
@@ -50,14 +55,16 @@ def _axes(scale: _Scale, steps: int, low: float, high: float) -> list[str]:
 
 
 def _marks(scale: _Scale, faults: list[FaultRecord]) -> list[str]:
-    parts = []
+    parts, label = [], 0.0
     for number, fault in enumerate(faults, 1):
         x = scale.x(max(1, fault.step))
+        label = max(x, label + 2 * MARK_RADIUS)  # faults may be few steps apart
         parts.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" stroke="#dc2626" '
             f'stroke-dasharray="3 4"/>'
-            f'<circle cx="{x:.1f}" cy="{TOP - 8}" r="9" fill="#dc2626"/>'
-            f'<text x="{x:.1f}" y="{TOP - 4}" text-anchor="middle" style="fill:#fff;font-weight:600">{number}</text>'
+            f'<circle cx="{label:.1f}" cy="{TOP - 12}" r="{MARK_RADIUS}" fill="#dc2626"/>'
+            f'<text x="{label:.1f}" y="{TOP - 8}" text-anchor="middle" style="fill:#fff;font-weight:600">'
+            f"{number}</text>"
         )
     return parts
 
@@ -96,6 +103,7 @@ def _fault_rows(faults: list[FaultRecord]) -> str:
 def write_report(
     path: Path,
     *,
+    layout: str,
     run: Run,
     reference: Run,
     faults: list[FaultRecord],
@@ -127,7 +135,8 @@ def write_report(
         f"<!doctype html><html lang=en><meta charset=utf-8><title>Everstep demo</title>"
         f"<style>{STYLE.read_text()}</style>"
         f"<h1>A training run that would not stop</h1>"
-        f"<p class=lead>Four nodes and a spare on one machine; the faults are real signals to real processes.</p>"
+        f"<p class=lead>Four nodes and a spare on one machine; the faults are real signals to real processes. "
+        f"{LAYOUTS[layout]}</p>"
         f"<div class=cards>{card_html}</div>{wrong}"
         f"<h2>Loss</h2><p class=why><span style='color:var(--ours)'>■</span> this run &nbsp; "
         f"<span style='color:var(--theirs)'>■</span> the same seed, uninterrupted &nbsp; "

@@ -109,6 +109,7 @@ def test_the_report_shows_what_was_not_as_it_must_be(tmp_path: Path, reference: 
     fault = FaultRecord("rank_killed", "SIGKILL <to> a rank", "n1", step=2, injected_at=10.0, found_at=10.5)
     write_report(
         tmp_path / "report.html",
+        layout="ddp",
         run=reference,
         reference=reference,
         faults=[fault],
