@@ -155,8 +155,6 @@ class LocalJobs:
             return
         if job.spec is not None and seat.came_in <= job.spec.number:
             self._offer(seat, job.spec)
-        if job.notice is not None:
-            seat.peer.send(job.notice)
 
     def _offer(self, seat: RankSeat, spec: GenerationSpec) -> None:
         if seat.tick is None or seat.tick.generation < spec.number:
@@ -324,12 +322,9 @@ class LocalJobs:
         job = self._jobs.get(body.job)
         if job is None or job.stopped is not None:
             return
-        job.notice = body
         for seat in job.ranks.values():
             if not seat.condemned:
                 seat.peer.send(body)
-        if job.spec is not None:
-            self._outside.configure_vault(job)
 
     def _stop(self, body: StopJob) -> None:
         job = self._jobs.get(body.job)

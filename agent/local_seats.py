@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from everstep.wire.v1.directives import StopJob, VersionNotice
+from everstep.wire.v1.directives import StopJob
 from everstep.wire.v1.local import FromAgent, RankExited, Tick
 from everstep.wire.v1.training import GenerationSpec, LauncherJoined
 
@@ -126,7 +126,6 @@ class LocalJob:
         self.name = name
         self.spec: GenerationSpec | None = None
         self.newest = 0
-        self.notice: VersionNotice | None = None
         self.stopped: StopJob | None = None
         self.launcher: LauncherSeat | None = None
         self.launcher_incarnation = 0

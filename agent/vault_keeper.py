@@ -54,9 +54,6 @@ GONE_WITHIN_S = 10.0
 SETTLED_AFTER_S = 10.0
 """A vault that ran for so long and ended is started again at once; a sooner end lengthens the back-off."""
 
-MOST_UNSENT_BYTES = 4 << 20
-"""A vault that reads nothing is not sent what can wait (committed versions), beyond this."""
-
 _UCRED = struct.Struct("iII")
 
 
@@ -103,10 +100,9 @@ class VaultKeeper:
     # --- what the supervisor says --------------------------------------------------------------------------------
 
     def configure(self, job: LocalJob) -> None:
-        """Tells the vault a job's newest generation and versions, now and after each of its restarts."""
+        """Tells the vault a job's newest generation, now and after each of its restarts."""
         if job.spec is None:
             return
-        before = self._jobs.get(job.name)
         self._request += 1
         message = Configure(
             request=self._request,
@@ -114,11 +110,9 @@ class VaultKeeper:
             generation=job.spec.number,
             secret=job.spec.secret,
             holders=job.spec.holders,
-            committed=job.notice.committed if job.notice is not None else None,
-            verified=job.notice.verified if job.notice is not None else None,
         )
         self._jobs[job.name] = message
-        self._send(message, can_wait=before is not None and before.generation == message.generation)
+        self._send(message)
 
     def forget(self, job: str) -> None:
         """The job is over: the vault unlinks its segments."""
@@ -270,11 +264,9 @@ class VaultKeeper:
 
     # --- serving -------------------------------------------------------------------------------------------------
 
-    def _send(self, message: Configure | Forget | Statistics, *, can_wait: bool = False) -> None:
+    def _send(self, message: Configure | Forget | Statistics) -> None:
         if self._writer is None or self._writer.is_closing():
             return  # it hears everything again when it is back
-        if can_wait and self._writer.transport.get_write_buffer_size() > MOST_UNSENT_BYTES:
-            return
         self._writer.write(encode_frame(message))
 
     def _say_everything_again(self) -> None:

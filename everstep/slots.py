@@ -28,6 +28,8 @@ CHUNK_BYTES = 8 << 20
 DIGEST_BYTES = 16
 MAGIC = b"EVRSTEP\x01"
 LAYOUT = 1
+SLOTS = 5
+"""Of one rank: the one being filled, the two sealed last, the committed one, and the one to be committed next."""
 
 _SEGMENT = struct.Struct("<8sIIQ")
 _SLOT = struct.Struct("<IIQQQQ")
@@ -254,8 +256,7 @@ class SegmentView:
 def slot_to_fill(headers: list[SlotHeader | None], keep: set[Version]) -> int:
     """Which slot to fill next: an empty or unfinished one, else the oldest that is not to be kept.
 
-    ``keep`` are versions that somebody may still need: the newest committed and the newest verified one. Raises
-    OutOfSlotMemory where every slot holds one of those.
+    ``keep`` are versions that somebody may still need. Raises OutOfSlotMemory where every slot holds one of those.
     """
     free = [i for i, h in enumerate(headers) if h is None or h.state is not SlotState.SEALED]
     if free:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 from everstep.clock import Clock
-from everstep.ids import Version
 from everstep.wire.v1.directives import NewGeneration, StopJob, VersionNotice
 from everstep.wire.v1.local import FromAgent, LauncherLost, Tick, ToAgent
 from everstep.wire.v1.training import GenerationSpec, Member, RankStalled
@@ -21,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 class VersionListener(Protocol):
-    def note_versions(self, committed: Version | None, verified: Version | None) -> None:
-        """The newest versions that the controller knows."""
+    def note_versions(self, notice: VersionNotice) -> None:
+        """What is committed, and what may be next."""
 
 
 class Attendant:
@@ -67,9 +66,8 @@ class Attendant:
             self._orders.hear_stop(message)
             self._presence.press()
         elif isinstance(message, VersionNotice):
-            self._orders.hear_versions(message)
             if (keeper := self.keeper) is not None:
-                keeper.note_versions(message.committed, message.verified)
+                keeper.note_versions(message)
         elif isinstance(message, LauncherLost):
             logger.warning("the launcher is gone, this rank will not be replaced: %s", message.detail)
 

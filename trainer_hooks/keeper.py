@@ -10,6 +10,7 @@ import torch
 
 from everstep.clock import Clock
 from everstep.ids import Version
+from everstep.wire.v1.directives import VersionNotice
 from everstep.wire.v1.local import ToAgent
 from everstep.wire.v1.training import GenerationSpec, Resumed
 from trainer_hooks.interrupt import Interrupter, Regroup
@@ -109,7 +110,6 @@ class GenerationKeeper:
         self._snapshotter = Snapshotter(
             vault, state, group.spec, group.member, group.store, self._send, restored=result.version, clock=self._clock
         )
-        self._snapshotter.note(*self._orders.versions)
         self._progress.resume_from(result.step)
         return result.step
 
@@ -134,10 +134,10 @@ class GenerationKeeper:
     def atomic(self) -> AbstractContextManager[None]:
         return self._interrupter.atomic()
 
-    def note_versions(self, committed: Version | None, verified: Version | None) -> None:
-        """From the signal thread: the newest versions that the controller knows."""
-        if self._snapshotter is not None:
-            self._snapshotter.note(committed, verified)
+    def note_versions(self, notice: VersionNotice) -> None:
+        """From the signal thread: what is committed, and which step's version may be next."""
+        if self._snapshotter is not None and notice.generation == self._spec.number:
+            self._snapshotter.note(notice.committed, notice.candidate)
 
     def close(self) -> None:
         """Ends the snapshots of this generation.

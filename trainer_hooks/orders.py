@@ -1,11 +1,10 @@
-"""What the agent has told this process: the newest generation, the end of the job, the versions that are safe."""
+"""What the agent has told this process: the newest generation, and the end of the job."""
 
 from __future__ import annotations
 
 import threading
 
-from everstep.ids import Version
-from everstep.wire.v1.directives import StopJob, VersionNotice
+from everstep.wire.v1.directives import StopJob
 from everstep.wire.v1.training import GenerationSpec
 
 
@@ -18,8 +17,6 @@ class Orders:
         self._newest: GenerationSpec | None = None
         self._urgent_through = 0
         self._stop: StopJob | None = None
-        self._committed: Version | None = None
-        self._verified: Version | None = None
 
     def hear_generation(self, spec: GenerationSpec) -> bool:
         """Takes a generation; False where it is not newer than what is known."""
@@ -36,16 +33,6 @@ class Orders:
         with self._lock:
             self._stop = self._stop or stop
             self._changed.notify_all()
-
-    def hear_versions(self, notice: VersionNotice) -> None:
-        with self._lock:
-            self._committed, self._verified = notice.committed, notice.verified
-
-    @property
-    def versions(self) -> tuple[Version | None, Version | None]:
-        """The newest committed and the newest verified version."""
-        with self._lock:
-            return self._committed, self._verified
 
     @property
     def stop(self) -> StopJob | None:

@@ -24,7 +24,7 @@ from everstep.backoff import Backoff
 from everstep.clock import Clock
 from everstep.framing import FrameDecoder, encode_frame
 from everstep.ids import Version
-from everstep.slots import SegmentView
+from everstep.slots import SLOTS, SegmentView
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.local import (
     MAX_FRAME_BYTES,
@@ -120,7 +120,7 @@ class VaultClient:
 
     # --- requests
 
-    def open_segment(self, job: str, local_rank: int, slot_bytes: int, slots: int = 4) -> MappedSegment:
+    def open_segment(self, job: str, local_rank: int, slot_bytes: int, slots: int = SLOTS) -> MappedSegment:
         """The rank's segment, mapped writable, with slots of at least ``slot_bytes``.
 
         Raises OutOfSlotMemory where the node has no room, Unavailable where the vault does not answer.
@@ -145,6 +145,7 @@ class VaultClient:
         version: Version,
         replicate: tuple[tuple[int, int], ...] = (),
         to: tuple[str, ...] = (),
+        keep: tuple[Version, ...] = (),
     ) -> Future[Replicated]:
         """Says that a slot is sealed; the future holds which nodes have a copy now. Returns at once."""
         return self._ask(
@@ -158,6 +159,7 @@ class VaultClient:
                 version=version,
                 replicate=replicate,
                 to=to,
+                keep=keep,
             )
         )
 

@@ -1,4 +1,4 @@
-"""What the vault was told about each job: its generation, its secret, who holds its slots, what to keep."""
+"""What the vault was told about each job: its generation, its secret, who holds its slots."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import threading
 import msgspec
 
 from everstep.errors import ConfigurationError, NotFound, StaleGeneration
-from everstep.ids import Version
 from everstep.wire.v1.local import Configure
 
 SHORTEST_SECRET = 16
@@ -20,13 +19,6 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     secret: bytes
     holders: dict[str, str]
-    committed: Version | None
-    verified: Version | None
-
-    @property
-    def keep(self) -> set[Version]:
-        """Versions that no fill may overwrite."""
-        return {v for v in (self.committed, self.verified) if v is not None}
 
     def address(self, node: str) -> str:
         """Where ``node``'s vault listens. Raises NotFound where it is no holder of the job."""
@@ -57,8 +49,6 @@ class JobBook:
                 generation=message.generation,
                 secret=message.secret.encode(),
                 holders={h.node: h.vault for h in message.holders},
-                committed=message.committed or (known.committed if known else None),
-                verified=message.verified or (known.verified if known else None),
             )
             self._jobs[message.job] = facts
             return facts
@@ -77,12 +67,6 @@ class JobBook:
         if generation < facts.generation:
             raise StaleGeneration(f"job {job} is in generation {facts.generation}, {generation} is over")
         return facts
-
-    def keep(self, job: str) -> set[Version]:
-        """Versions of the job that no fill may overwrite; none for a job nobody has configured."""
-        with self._lock:
-            facts = self._jobs.get(job)
-        return facts.keep if facts else set()
 
     def forget(self, job: str) -> None:
         with self._lock:

@@ -69,7 +69,7 @@ class Receiver:
             self._still_wanted(job)
             if _holds(segment, put):
                 return None
-            incoming = Incoming(job, sender, put, segment, self._free_slot(segment, job))
+            incoming = Incoming(job, sender, put, segment, self._free_slot(segment, put))
             with self._lock:
                 self._incoming[incoming.id] = incoming
             return incoming
@@ -100,11 +100,11 @@ class Receiver:
             self._findings.transfer_corrupt(job, sender, put.rank, put.version, "the manifest did not hash right")
             raise DigestMismatch("the manifest is not what was sealed")
 
-    def _free_slot(self, segment: Segment, job: str) -> int:
+    def _free_slot(self, segment: Segment, put: Put) -> int:
         with self._lock:
             taken = {i.slot for i in self._incoming.values() if i.segment is segment}
         free = [slot for slot in range(segment.view.slots) if slot not in taken]
-        return free[slot_to_fill([segment.view.header(slot) for slot in free], self._book.keep(job))]
+        return free[slot_to_fill([segment.view.header(slot) for slot in free], set(put.keep))]
 
     def part(self, job: str, sender: str, part: Part, channel: Channel) -> None:
         """Receives a part's chunks and hashes each.

@@ -35,6 +35,7 @@ class Task(msgspec.Struct, frozen=True):
     segment: Segment
     slot: int
     header: SlotHeader
+    keep: tuple[Version, ...]
 
     @property
     def version(self) -> Version:
@@ -101,7 +102,7 @@ class Replicator:
         segment, header = self._sealed(message)
         if not message.replicate:
             return Replicated(request=message.request, nodes=())
-        task = Task(message.generation, segment, message.slot, header)
+        task = Task(message.generation, segment, message.slot, header, message.keep)
         nodes = tuple(dict.fromkeys(n for n in message.to if n != self._node))
         outcomes = await asyncio.gather(*(self._lane(message.job, header.rank, n).submit(task) for n in nodes))
         failed = {node: why for node, why in zip(nodes, outcomes, strict=True) if why}
@@ -133,7 +134,7 @@ class Replicator:
         job = task.segment.key.job
         try:
             self._book.current(job, task.generation)
-            send = partial(self._sender.send, task.generation, node, task.segment, task.slot, task.header)
+            send = partial(self._sender.send, task.generation, node, task.segment, task.slot, task.header, task.keep)
             await asyncio.get_running_loop().run_in_executor(self._threads, send)
         except EverstepError as error:
             self._tally.refuse(error.code)

@@ -14,6 +14,7 @@ from agent.vault.segments import Segment
 from agent.vault.settings import VaultSettings
 from agent.vault.statistics import Tally
 from everstep.errors import ConfigurationError, Conflict, DigestMismatch, EverstepError, MalformedMessage, Unavailable
+from everstep.ids import Version
 from everstep.slots import CHUNK_BYTES, SlotHeader, chunk_count
 from everstep.wire.v1.transfer import (
     MAX_TRANSFER_FRAME_BYTES,
@@ -85,14 +86,16 @@ class Sender:
         self._tally = tally
         self._streams = streams
 
-    def send(self, generation: int, node: str, segment: Segment, slot: int, header: SlotHeader) -> None:
-        """Returns once ``node`` holds a copy that it has hashed.
+    def send(
+        self, generation: int, node: str, segment: Segment, slot: int, header: SlotHeader, keep: tuple[Version, ...]
+    ) -> None:
+        """Returns once ``node`` holds a copy that it has hashed; its copies of the versions ``keep`` stay.
 
         Raises Conflict where the rank filled the slot anew meanwhile, DigestMismatch where the bytes did not arrive as
         sealed (this vault then looks at its own), and what the peer refuses for.
         """
         reading = Reading(segment, slot, header)
-        put = _put(reading, generation)
+        put = _put(reading, generation, keep)
         job = segment.key.job
         try:
             self._peers.call(job, node, lambda channel: self._send(channel, job, node, put, reading))
@@ -147,7 +150,7 @@ def _most_telling(failures: list[EverstepError]) -> EverstepError:
     return next((f for f in failures if not isinstance(f, Unavailable | MalformedMessage)), failures[0])
 
 
-def _put(reading: Reading, generation: int) -> Put:
+def _put(reading: Reading, generation: int, keep: tuple[Version, ...]) -> Put:
     header, view = reading.header, reading.segment.view
     size = len(reading.manifest) + sum(map(len, reading.digests))
     if size > MAX_TRANSFER_FRAME_BYTES - 4096:
@@ -164,4 +167,5 @@ def _put(reading: Reading, generation: int) -> Put:
         payload_bytes=header.payload_bytes,
         manifest=reading.manifest,
         digests=b"".join(reading.digests),
+        keep=keep,
     )

@@ -1,17 +1,25 @@
-"""Which versions are safe, which are clean, and what a generation may start from."""
+"""Which versions are safe, which are clean, and what a generation may start from.
+
+A version is committed when every rank keeps it (the controller announces the step in time, so that they all do) and
+its bytes are in as many places as the job asks for. It stays until each rank has heard of a later commit, so that one
+version that is whole is always there, however late a notice comes.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 
 import msgspec
 
 from controller.core.effects import PutVersion
-from controller.core.signals import notice_versions
+from controller.core.membership import seats_of
+from controller.core.progress import step_by, step_seconds
 from controller.core.state import Ballot, JobLive, JobRecord, VersionRecord
 from controller.core.turn import Turn
 from everstep.ids import Version
+from everstep.wire.v1.directives import VersionNotice
 from everstep.wire.v1.training import GenerationSpec, RestoreRule, Sealed
 
 NOTHING = Version(0, 0)
@@ -61,28 +69,20 @@ def take_seal(turn: Turn, job: JobRecord, spec: GenerationSpec, report: Sealed) 
     if ballot is None:
         turn.ignore("sealed.old_version")
         return None
-    complete_before = len(ballot.said) == spec.world_size
     ballot.said.add(report.rank)
     ballot.bytes[report.rank] = report.bytes
     for group, digest in report.digests.items():
         ballot.digests.setdefault(group, {})[report.rank] = digest
-    if report.safe:
+    if report.safe and report.kept:
         ballot.safe.add(report.rank)
-    if len(ballot.said) < spec.world_size:
-        return None
-    if ballot.digests and not (complete_before and ballot.agreed):
-        vote = count_votes(ballot.digests)
-        if not vote.unanimous:
-            return vote
-        ballot.agreed = corroborated(ballot.digests, frozenset(ballot.said))
-    if len(ballot.safe) == spec.world_size:
-        _finish(turn, job, live, report.version, ballot)
+    if len(ballot.said) == spec.world_size:
+        return _settle(turn, job, live, report.version, ballot)
     return None
 
 
 def _ballot(turn: Turn, live: JobLive, version: Version) -> Ballot | None:
     """The ballot of ``version``, or None for one that is decided or has fallen out of the window."""
-    if live.committed is not None and version <= live.committed:
+    if live.settled is not None and version <= live.settled:
         return None
     if version not in live.ballots:
         if len(live.ballots) >= turn.policy.version_window:
@@ -94,38 +94,84 @@ def _ballot(turn: Turn, live: JobLive, version: Version) -> Ballot | None:
     return live.ballots[version]
 
 
-def _finish(turn: Turn, job: JobRecord, live: JobLive, version: Version, ballot: Ballot) -> None:
-    for old in [v for v in live.ballots if v <= version]:
-        del live.ballots[old]
-    commit(turn, job, version, verified=ballot.agreed, size=sum(ballot.bytes.values()), ranks=len(ballot.said))
-
-
-def commit(turn: Turn, job: JobRecord, version: Version, *, verified: bool, size: int = 0, ranks: int = 0) -> None:
-    """Logs ``version`` as durable, and as clean where ``verified``. Older than what is known: no effect."""
-    live = turn.state.live_jobs[job.job]
-    if live.committed is not None and version <= live.committed:
-        return
-    live.committed = version
+def _settle(turn: Turn, job: JobRecord, live: JobLive, version: Version, ballot: Ballot) -> Vote | None:
+    """All ranks have told of ``version``. What they told of older ones will not be complete any more."""
+    vote = count_votes(ballot.digests)
+    if not vote.unanimous:
+        return vote
+    live.settled = version
+    live.ballots = {v: b for v, b in live.ballots.items() if v > version}
+    verified = bool(ballot.digests) and corroborated(ballot.digests, frozenset(ballot.said))
     if verified:
         live.verified = version
+    if ballot.safe == ballot.said and live.candidate in (None, version.step):
+        _commit(turn, job, version, ballot, verified=verified)
+    return None
+
+
+# --- commits -----------------------------------------------------------------------------------------------------
+
+
+def _commit(turn: Turn, job: JobRecord, version: Version, ballot: Ballot, *, verified: bool) -> None:
+    """Logs ``version`` as durable: every rank keeps it, and its bytes are in as many places as the job asks for."""
+    live = turn.state.live_jobs[job.job]
+    live.committed = version
     if job.ceiling is not None:
         job.ceiling = None
         turn.job_changed(job.job)
-    verified_at = turn.now if verified else None
-    record = VersionRecord(
-        job=job.job, version=version, committed_at=turn.now, verified_at=verified_at, bytes=size, ranks=ranks
+    turn.emit(
+        PutVersion(
+            VersionRecord(
+                job=job.job,
+                version=version,
+                committed_at=turn.now,
+                verified_at=turn.now if verified else None,
+                bytes=sum(ballot.bytes.values()),
+                ranks=len(ballot.said),
+            )
+        )
     )
-    turn.emit(PutVersion(record))
-    notice_versions(turn, job)
+    _announce(turn, job, live)
 
 
-def note_restored(turn: Turn, job: JobRecord, restored: Version) -> None:
-    """The ranks chose a version that was not logged yet: all of them found it whole, which is a commit."""
+def expect_commit(turn: Turn, job: JobRecord) -> None:
+    """A generation steps. Its first candidate is the first version it seals, which every rank knows by itself."""
     live = turn.state.live_jobs[job.job]
-    if job.ceiling is not None:
+    if live.candidate is None and live.candidate_due == 0.0:
+        _look_later(turn, job, live, turn.policy.candidate_patience_s)
+
+
+def check_candidate(turn: Turn, job: JobRecord) -> None:
+    """At a deadline: a candidate that not every rank kept, because one heard of it too late, gives way to another."""
+    live = turn.state.live_jobs[job.job]
+    if not live.candidate_due or turn.now < live.candidate_due:
         return
-    if live.committed is None or restored > live.committed:
-        commit(turn, job, restored, verified=False, ranks=job.generation.world_size if job.generation else 0)
+    if live.candidate is not None and (live.newest_step or 0) < live.candidate:
+        _look_later(turn, job, live, turn.policy.candidate_patience_s)
+    else:
+        _announce(turn, job, live)
+
+
+def _announce(turn: Turn, job: JobRecord, live: JobLive) -> None:
+    """Tells ranks what is committed, and which step's version is next: one that none of them has finished yet."""
+    running = job.leaving or job.generation
+    step_s = step_seconds(live)
+    if running is None or live.newest_step is None or step_s <= 0:
+        _look_later(turn, job, live, turn.policy.commit_interval_s)
+        return
+    now_at = step_by(live, turn.now, turn.policy.candidate_patience_s)
+    live.candidate = now_at + 1 + math.ceil(turn.policy.commit_interval_s / step_s)
+    steps_s = (live.candidate - now_at) * step_s
+    _look_later(turn, job, live, turn.policy.candidate_patience_s + 2 * steps_s)
+    notice = VersionNotice(job=job.job, generation=running.number, committed=live.committed, candidate=live.candidate)
+    for node in seats_of(running):
+        if node in turn.state.reachable:
+            turn.send(node, notice)
+
+
+def _look_later(turn: Turn, job: JobRecord, live: JobLive, seconds: float) -> None:
+    live.candidate_due = turn.now + seconds
+    turn.wake(live.candidate_due, "job", job.job)
 
 
 # --- what a generation may start from ----------------------------------------------------------------------------
@@ -138,24 +184,22 @@ def restore_rule(turn: Turn, job: JobRecord) -> RestoreRule:
     """
     if job.ceiling == NOTHING or job.last_number == 0:
         return RestoreRule(scratch=True)
-    if job.ceiling is not None:
-        # What was verified last may be overwritten already: ranks pin by notices, which take their time. Any older
-        # version is clean too; Version(0, 0) admits it, and still forbids to start anew in silence.
-        return RestoreRule(floor=Version(0, 0), ceiling=job.ceiling)
-    return RestoreRule(floor=turn.state.live_jobs[job.job].committed)
+    return RestoreRule(floor=turn.state.live_jobs[job.job].committed, ceiling=job.ceiling)
 
 
 def roll_back(turn: Turn, job: JobRecord) -> str:
-    """After corruption: nothing newer than the newest verified version counts. Returns the words for it."""
+    """After corruption: nothing newer than the newest clean version counts. Returns the words for it.
+
+    Clean is what was verified, and what was committed where there was nobody to compare with.
+    """
     live = turn.state.live_jobs[job.job]
     live.ballots = {}
-    live.committed = live.verified
-    job.ceiling = live.verified or NOTHING
+    clean = max((v for v in (live.verified, live.committed) if v is not None), default=None)
+    job.ceiling = clean or NOTHING
     turn.job_changed(job.job)
-    notice_versions(turn, job)
-    if live.verified is None:
-        return "no version was ever verified, so the job starts anew"
-    return f"the job goes back to version {live.verified}, the newest verified one"
+    if clean is None:
+        return "no version was ever committed, so the job starts anew"
+    return f"nothing newer than version {clean}, the newest known to be clean, is restored"
 
 
 def doubt_open_votes(turn: Turn, job: JobRecord) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from controller.core import agents, corruption, hangs, invariants, jobs, liveness, losses, operators, verdict
+from controller.core.checkpoints import check_candidate
 from controller.core.effects import Effect
 from controller.core.events import (
     AgentRegistered,
@@ -24,7 +25,6 @@ from controller.core.hangs import settle
 from controller.core.progress import take_progress
 from controller.core.quarantine import PROBE_PASSED, PROBE_SKIPPED, check_probe, probe_reported
 from controller.core.restart import restore, started
-from controller.core.signals import notice_versions
 from controller.core.state import FleetState, JobRecord, NodeLive, NodeRecord
 from controller.core.turn import Turn, pop_due, push_deadline
 from everstep.vocabulary import JobState, NodeState
@@ -154,8 +154,8 @@ def _check_job(turn: Turn, job: JobRecord) -> None:
         if live.pending is not None and turn.now >= live.pending.due:
             settle(turn, job)
         check_boundary(turn, job)
+        check_candidate(turn, job)
     jobs.check_job(turn, job)
-    notice_versions(turn, job)
 
 
 def _heartbeat(turn: Turn, event: HeartbeatChanged) -> None:

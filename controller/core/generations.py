@@ -17,12 +17,15 @@ from controller.core.membership import (
     store_node,
 )
 from controller.core.placement import place_replicas
+from controller.core.progress import step_by, step_seconds
 from controller.core.signals import send_generation, send_kill
 from controller.core.state import JobLive, JobRecord
 from controller.core.turn import Turn
 from everstep.vocabulary import GenerationReason, JobState
 from everstep.wire.v1.training import GenerationSpec, Holder
 
+BOUNDARY_UNSEEN_S = 1.5
+"""Steps since the newest known one are counted for so long: a heartbeat with news of them comes each second."""
 FORMER_NODES = 64
 """How many nodes of earlier rosters are remembered as holders of slots."""
 
@@ -146,6 +149,7 @@ def _begin(turn: Turn, job: JobRecord, live: JobLive, spec: GenerationSpec) -> N
 def forget_running(live: JobLive) -> None:
     """Drops progress and open votes: they belong to a generation that is over."""
     live.progress, live.newest_step, live.ballots = {}, None, {}
+    live.candidate, live.candidate_due = None, 0.0
 
 
 def _pause(turn: Turn, job: JobRecord, cause: Cause, seats: list[str]) -> None:
@@ -190,14 +194,8 @@ def boundary_step(turn: Turn, job: JobRecord, live: JobLive) -> int | None:
     margin = turn.policy.boundary_margin_steps
     if step_s <= 0:
         return live.newest_step + margin
-    unseen = int(min(turn.now - live.newest_at, turn.policy.boundary_margin_s) / step_s)
-    return live.newest_step + unseen + max(margin, math.ceil(turn.policy.boundary_margin_s / step_s))
-
-
-def step_seconds(live: JobLive) -> float:
-    """The median of the ranks' step times; 0.0 while none is known."""
-    times = sorted(progress.step_s for progress in live.progress.values() if progress.step_s > 0)
-    return times[len(times) // 2] if times else 0.0
+    margin_s = turn.policy.boundary_margin_s
+    return step_by(live, turn.now, BOUNDARY_UNSEEN_S) + max(margin, math.ceil(margin_s / step_s))
 
 
 def _fallback_s(turn: Turn, live: JobLive, after_step: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from controller.core.checkpoints import NOTHING
 from controller.core.membership import next_seats, seats_of
 from controller.core.state import FleetState, JobRecord, NodeRecord
 from everstep.vocabulary import JobState, NodeState
@@ -48,12 +47,11 @@ def _check_job(state: FleetState, job: JobRecord) -> None:
         assert job.generation is not None, f"{job.job}: leaves a generation for none"
         assert job.leaving.number < job.generation.number, f"{job.job}: generations must increase"
         assert job.generation.after_step is not None, f"{job.job}: leaves a generation without a boundary"
-    if live.verified is not None:
-        assert live.committed is not None, f"{job.job}: verified and not committed"
-        assert live.verified <= live.committed, f"{job.job}: verified beyond what is committed"
+    if live.settled is not None:
+        assert live.committed is None or live.committed <= live.settled, f"{job.job}: committed and not settled"
+        assert all(v > live.settled for v in live.ballots), f"{job.job}: a vote on what is settled"
     if job.ceiling is not None:
         assert live.committed is None or live.committed <= job.ceiling, f"{job.job}: committed above the ceiling"
-        assert job.ceiling == NOTHING or live.committed == job.ceiling, f"{job.job}: the ceiling is not committed"
     if job.state is JobState.RUNNING:
         _check_running(state, job)
     elif job.state is JobState.PAUSED:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from controller.core.checkpoints import NOTHING, note_restored
+from controller.core.checkpoints import NOTHING, expect_commit
 from controller.core.generations import Cause, boundary_crossed, consider_growth, regroup
 from controller.core.membership import able_nodes, most_nodes, seats_of
 from controller.core.signals import send_generation, send_stop
@@ -166,8 +166,6 @@ def rank_resumed(turn: Turn, job: JobRecord, node: str, report: Resumed) -> None
     total = sum(report.phases_s.values())
     if live.slowest is None or total > live.slowest[0]:
         live.slowest = (total, report.rank, dict(report.phases_s))
-    if report.restored is not None:
-        note_restored(turn, job, report.restored)
     if len(live.resumed) == spec.world_size and job.resumed_at is None:
         _all_resumed(turn, job, spec, report)
 
@@ -176,6 +174,7 @@ def _all_resumed(turn: Turn, job: JobRecord, spec: GenerationSpec, last: Resumed
     live = turn.state.live_jobs[job.job]
     job.resumed_at = turn.now
     live.resume_attempts = 0
+    expect_commit(turn, job)
     turn.job_changed(job.job)
     took = turn.now - job.opened_at
     start = f"from version {last.restored}" if last.restored else "from scratch"

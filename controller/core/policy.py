@@ -61,9 +61,11 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tie_count: int = 3
     """Digest votes of a job inside ``flap_window_s`` that ended without the liar's eviction (no majority, or held by
     the budget) after which the job is stopped: it would only compute the same wrong steps again."""
-    notice_interval_s: float = 0.05
-    """Least seconds between version notices of a job. Ranks pin by them: a verified version must be noticed before it
-    is overwritten, three steps after it was sealed."""
+    commit_interval_s: float = 0.5
+    """Seconds between commits of a job that are aimed at, and the time in which a notice of the next one must reach
+    every rank. Where a step takes longer, every second or third step is committed."""
+    candidate_patience_s: float = 2.0
+    """Seconds beyond its due time after which a version that was to be committed is given up for a later one."""
 
     # eviction
     eviction_count: int = 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from controller.core.state import FleetState
+from controller.core.state import FleetState, JobLive
 from controller.core.turn import push_deadline
 from everstep.vocabulary import JobState
 from everstep.wire.v1.training import RankProgress
@@ -32,3 +32,18 @@ def take_progress(state: FleetState, node: str, ranks: Iterable[RankProgress], n
         live.progress[progress.rank] = progress
         if live.newest_step is None or progress.step > live.newest_step:
             live.newest_step, live.newest_at = progress.step, now
+
+
+def step_seconds(live: JobLive) -> float:
+    """The median of the ranks' step times; 0.0 while none is known."""
+    times = sorted(progress.step_s for progress in live.progress.values() if progress.step_s > 0)
+    return times[len(times) // 2] if times else 0.0
+
+
+def step_by(live: JobLive, now: float, most_s: float) -> int:
+    """The step that the furthest rank has finished by now, as its step time says of at most ``most_s`` unseen ones.
+
+    Needs a known step and step time.
+    """
+    assert live.newest_step is not None
+    return live.newest_step + int(min(now - live.newest_at, most_s) / step_seconds(live))

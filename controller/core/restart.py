@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from controller.core.checkpoints import expect_commit
 from controller.core.liveness import watch
 from controller.core.membership import seats_of
 from controller.core.policy import CorePolicy
@@ -22,7 +23,7 @@ def restore(
 ) -> FleetState:
     """The state as it was stored; with nothing stored, a new one. Send ``ControllerStarted`` first.
 
-    ``versions``: at least each job's newest committed and newest verified one; more do no harm. Raises
+    ``versions``: at least each job's newest one, and its newest verified one; more do no harm. Raises
     ConfigurationError for a policy that contradicts itself.
     """
     state = FleetState(policy.validate())
@@ -53,6 +54,7 @@ def _restore_version(state: FleetState, record: VersionRecord) -> None:
         live.committed = record.version
     if record.verified_at is not None and (live.verified is None or record.version > live.verified):
         live.verified = record.version
+    live.settled = live.committed
 
 
 def started(turn: Turn) -> None:
@@ -73,6 +75,8 @@ def started(turn: Turn) -> None:
     for name, job_live in state.live_jobs.items():
         job_live.resume_due = turn.now + turn.policy.resume_deadline_s
         job_live.fallback_at = turn.now + turn.policy.boundary_fallback_s
+        if state.jobs[name].resumed_at is not None:
+            expect_commit(turn, state.jobs[name])
         for due in (turn.now, job_live.fallback_at, job_live.resume_due):
             turn.wake(due, "job", name)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from controller.core.membership import seats_of
 from controller.core.state import JobRecord
 from controller.core.turn import Turn
-from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob, VersionNotice
+from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
 from everstep.wire.v1.training import Member
 
 
@@ -41,21 +41,3 @@ def send_stop(turn: Turn, job: JobRecord, ok: bool, reason: str) -> None:
     """The job's end, to everybody concerned."""
     for node in audience(job, seats_of(job.leaving)):
         turn.send(node, StopJob(job=job.job, ok=ok, reason=reason[:4096]))
-
-
-def notice_versions(turn: Turn, job: JobRecord) -> None:
-    """Tells vaults and ranks the newest versions when these changed, and not more often than policy says."""
-    live = turn.state.live_jobs[job.job]
-    newest = (live.committed, live.verified)
-    if newest == live.noticed:
-        return
-    due = live.noticed_at + turn.policy.notice_interval_s
-    if turn.now < due:
-        if not live.notice_queued:
-            live.notice_queued = True
-            turn.wake(due, "job", job.job)
-        return
-    live.noticed, live.noticed_at, live.notice_queued = newest, turn.now, False
-    for node in dict.fromkeys([*seats_of(job.generation), *job.former, *job.launchers]):
-        if node in turn.state.reachable:
-            turn.send(node, VersionNotice(job=job.job, committed=live.committed, verified=live.verified))

@@ -127,7 +127,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
 
 
 class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A version that is durable (``committed_at``), and, where digests agreed, clean (``verified_at``)."""
+    """A committed version: durable from ``committed_at``, and, where digests agreed, clean (``verified_at``)."""
 
     job: JobId
     version: Version
@@ -170,13 +170,12 @@ class Pending(msgspec.Struct, frozen=True):
 
 
 class Ballot(msgspec.Struct):
-    """What ranks said of one version: who has sealed it, whose share is safe, and the digests by group and rank."""
+    """What ranks said of one version: who has sealed it, whose share is kept and safe, digests by group and rank."""
 
     said: set[Rank] = set()
     safe: set[Rank] = set()
     bytes: dict[Rank, int] = {}
     digests: dict[str, dict[Rank, str]] = {}
-    agreed: bool = False
 
 
 class JobLive(msgspec.Struct):
@@ -185,8 +184,9 @@ class JobLive(msgspec.Struct):
     ``progress`` by rank of the running generation, ``newest_step`` the furthest of it, seen at ``newest_at``.
     ``entered``, ``resumed``: ranks seen in, and having stepped in, the current generation; ``slowest``: the one that
     took longest, with its phases. ``witnesses``: ranks whose collective failed. ``stalls``: (step, collectives) by
-    rank. ``ballots`` by version. ``noticed``: the versions of the last notice. ``blind``: times of regroupings that
-    named nobody.
+    rank. ``ballots`` by version, all newer than ``settled``. ``candidate``: the step announced for the next commit
+    (None: the first that every rank keeps), looked at again at ``candidate_due`` (0.0: not awaited). ``blind``: times
+    of regroupings that named nobody.
     """
 
     progress: dict[Rank, RankProgress] = {}
@@ -201,9 +201,9 @@ class JobLive(msgspec.Struct):
     ballots: dict[Version, Ballot] = {}
     committed: Version | None = None
     verified: Version | None = None
-    noticed: tuple[Version | None, Version | None] = (None, None)
-    noticed_at: float = 0.0
-    notice_queued: bool = False
+    settled: Version | None = None
+    candidate: int | None = None
+    candidate_due: float = 0.0
     fallback_at: float = 0.0
     resume_due: float = 0.0
     resume_attempts: int = 0

@@ -97,7 +97,7 @@ def _directive(effect: Send) -> str:
         case StopJob():
             return f"stop {body.job}, {'well' if body.ok else 'failed'}: {body.reason}"
         case VersionNotice():
-            return f"committed {body.committed}, verified {body.verified}"
+            return f"committed {body.committed}, next after step {body.candidate}"
         case RunProbe():
             return f"run {body.probe} among {' '.join(body.nodes)}"
 

@@ -232,13 +232,13 @@ class CoreFleet:
             self.report(member.node, words)
         self.progress(step, job=job)
 
-    def progress(self, step: int, job: str = "job") -> None:
+    def progress(self, step: int, job: str = "job", step_s: float = STEP_S) -> None:
         for member in self.running(job).roster:
-            self.progress_of(member.rank, step, job)
+            self.progress_of(member.rank, step, job, step_s)
 
-    def progress_of(self, rank: int, step: int, job: str = "job") -> None:
+    def progress_of(self, rank: int, step: int, job: str = "job", step_s: float = STEP_S) -> None:
         spec = self.running(job)
-        word = RankProgress(job=job, generation=spec.number, rank=rank, step=step, step_s=STEP_S)
+        word = RankProgress(job=job, generation=spec.number, rank=rank, step=step, step_s=step_s)
         self.touch(spec.roster[rank].node, word)
 
     def seal(
@@ -247,6 +247,7 @@ class CoreFleet:
         *ranks: int,
         job: str = "job",
         safe: bool = True,
+        kept: bool = True,
         digests: dict[int, str] | None = None,
         generation: int | None = None,
     ) -> list[Effect]:
@@ -265,6 +266,7 @@ class CoreFleet:
                 version=Version(number, step),
                 bytes=100,
                 safe=safe,
+                kept=kept,
                 digests={"world": digest} if digest else {},
             )
             self.report(member.node, words)

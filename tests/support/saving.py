@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -127,23 +129,40 @@ class Training:
 
 
 def stage(
-    spec: GenerationSpec, rank: int, vault_socket: str, model: str, layout: str, until: int, save: bool = True
+    spec: GenerationSpec,
+    rank: int,
+    vault_socket: str,
+    model: str,
+    layout: str,
+    until: int,
+    save: bool = True,
+    dies: bool = False,
 ) -> dict[str, Any]:
-    """Restores, trains to step ``until`` with a snapshot of every step, and says what came of it."""
+    """Restores, trains to step ``until`` with a snapshot of every step, and says what came of it.
+
+    ``dies``: by SIGKILL, the moment the last step is finished; the others then leave without a word to each other.
+    """
     host, port = spec.store.split(":")
     base = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
     store = dist.PrefixStore(f"g{spec.number}", base)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=spec.world_size)
     vault = VaultClient(vault_socket)
     try:
-        return _train(spec, rank, vault, store, Training(model, layout), until, save)
+        return _train(spec, rank, vault, store, Training(model, layout), until, save, dies)
     finally:
         vault.close()
         dist.destroy_process_group()
 
 
 def _train(
-    spec: GenerationSpec, rank: int, vault: VaultClient, store: dist.Store, training: Training, until: int, save: bool
+    spec: GenerationSpec,
+    rank: int,
+    vault: VaultClient,
+    store: dist.Store,
+    training: Training,
+    until: int,
+    save: bool,
+    dies: bool,
 ) -> dict[str, Any]:
     member = spec.roster[rank]
     findings: list[FindingRaised] = []
@@ -168,8 +187,11 @@ def _train(
         training.update()
         began = time.perf_counter()
         if save:
+            snapshotter.note(None, step)  # told of every version, as a candidate
             snapshotter.begin(step)
         blocked.append(waited + time.perf_counter() - began)
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
     snapshotter.wait()
     with heard:
         assert heard.wait_for(lambda: not save or not losses or _is_sealed(sealed, until), 20), sealed

@@ -201,7 +201,9 @@ class RankMemory:
         self.view.begin(slot, self.rank, version, manifest, len(payload))[:] = payload
         self.view.seal(slot)
 
-    def post_sealed(self, slot: int, version: Version, to: Sequence[str], generation: int = 1) -> int:
+    def post_sealed(
+        self, slot: int, version: Version, to: Sequence[str], generation: int = 1, keep: Sequence[Version] = ()
+    ) -> int:
         return self.client.post(
             local.SlotSealed,
             job=JOB,
@@ -212,10 +214,13 @@ class RankMemory:
             version=version,
             replicate=((0, 1),) if to else (),
             to=tuple(to),
+            keep=tuple(keep),
         )
 
-    def sealed(self, slot: int, version: Version, to: Sequence[str], generation: int = 1) -> local.FromVault:
-        return self.client.wait(self.post_sealed(slot, version, to, generation))
+    def sealed(
+        self, slot: int, version: Version, to: Sequence[str], generation: int = 1, keep: Sequence[Version] = ()
+    ) -> local.FromVault:
+        return self.client.wait(self.post_sealed(slot, version, to, generation, keep))
 
 
 def map_segment(path: Path) -> SegmentView:

@@ -18,16 +18,16 @@ from functools import partial
 from torch._C._distributed_c10d import Store
 
 from everstep.clock import Clock
-from everstep.errors import EverstepError, OutOfSlotMemory
+from everstep.errors import EverstepError
 from everstep.ids import Version
-from everstep.slots import slot_to_fill
+from everstep.slots import SegmentView, slot_to_fill
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.local import Replicated
 from everstep.wire.v1.training import GenerationSpec, Member, Sealed
 from trainer_hooks.sdc.digest import unsigned
 from trainer_hooks.snapshot.copy import Sources, write_blob
 from trainer_hooks.snapshot.exchange import Exchange
-from trainer_hooks.snapshot.layout import Layout
+from trainer_hooks.snapshot.layout import Layout, whole
 from trainer_hooks.snapshot.planned import Planned, Planner
 from trainer_hooks.state import TrackedState, TrackedTensor
 from trainer_hooks.vault_client import VaultClient
@@ -42,7 +42,7 @@ RETRY_S = 5.0
 """After a plan failed, snapshots are skipped for this long, so that training does not stop for each attempt. Also how
 often a failure that stays is told."""
 REPLICATION_PATIENCE_S = 1.0
-"""How long a fill waits for the replication of the oldest slot, when all slots are taken."""
+"""How long a copy waits until the version before it is replicated, so that nodes too hold versions one step apart."""
 FINISH_S = 5.0
 START = "start"
 
@@ -61,16 +61,19 @@ class _Look:
         self.tensors = tensors
         self.layout = layout
         self.tag = tag
+        self.sharded = any(part.box != whole(part.shape) for part in layout.parts)
 
 
 class _Job:
-    """One snapshot on its way."""
+    """One snapshot on its way. ``kept``: its version may be committed. ``alone``: training waits until it is sealed."""
 
     def __init__(self, version: Version, look: _Look, sources: Sources, blob: bytes) -> None:
         self.version = version
         self.look = look
         self.sources = sources
         self.blob = blob
+        self.kept = False
+        self.alone = look.sharded and not sources.on_gpu
         self.phase = _Phase.QUEUED
         self.copied = threading.Event()
 
@@ -81,7 +84,7 @@ class Snapshotter:
     Args:
         store: the generation's store, already under the generation's prefix.
         on_sealed: takes each report, from a thread of ours; must not block.
-        restored: the version this generation started from; its slot is kept until a newer one is committed.
+        restored: the version this generation started from; it is kept until two newer ones are sealed.
     """
 
     def __init__(
@@ -109,9 +112,10 @@ class Snapshotter:
         self._last: _Job | None = None
         self._closing = False
         self._restored = restored
-        self._committed: Version | None = None
-        self._verified: Version | None = None
-        self._replicating: dict[Version, Future[Replicated]] = {}
+        self._committed = spec.restore.floor
+        self._candidate = 1 if restored is None else restored.step + 1
+        self._kept: Version | None = None
+        self._replicating: Future[Replicated] | None = None
         self._in_trouble = False
         self._retry_at = self._warn_at = float("-inf")
         self._planner = Planner(
@@ -128,7 +132,10 @@ class Snapshotter:
     # --- the training thread
 
     def begin(self, step: int) -> None:
-        """The state after ``step`` stands still now, until ``wait`` returned. Returns at once.
+        """The state after ``step`` stands still now, until ``wait`` returned.
+
+        Returns at once; but of sharded state on the CPU, where a copy would take the same cores as the next step, when
+        the share is sealed: nobody else holds it, and from then on the step outlives this process.
 
         Raises TypeError for tracked state that cannot be stored: that is for the user to mend.
         """
@@ -145,6 +152,8 @@ class Snapshotter:
                 return
             self._queue = self._last = job
             self._changed.notify_all()
+        if job.alone:
+            self.wait()
 
     def wait(self) -> None:
         """Blocks until the copy of the last ``begin`` is done; call it before the state changes again.
@@ -160,11 +169,16 @@ class Snapshotter:
                 break
         job.sources.mover.order_before_step()
 
-    def note(self, committed: Version | None, verified: Version | None) -> None:
-        """The newest committed and verified versions, as the controller says: their slots are not overwritten."""
+    def note(self, committed: Version | None, candidate: int | None) -> None:
+        """What the controller says: the newest committed version, and the step whose version may be committed next.
+
+        Both are kept, and the candidate before until then; a candidate that is sealed already comes too late.
+        """
         with self._changed:
-            self._committed = committed or self._committed
-            self._verified = verified or self._verified
+            if committed is not None and (self._committed is None or committed > self._committed):
+                self._committed = committed
+            if candidate is not None:
+                self._candidate = candidate
 
     def close(self, finish: bool) -> None:
         """The generation is over for this rank.
@@ -206,7 +220,7 @@ class Snapshotter:
     def _give_up(self, job: _Job) -> bool:
         """Leaves a snapshot that is not being copied yet. False when it is: then its bytes must be waited for."""
         with self._changed:
-            if job.phase is _Phase.COPYING:
+            if job.phase in (_Phase.COPYING, _Phase.COPIED):
                 return False
             self._end(job)
             self._retry_at = self._clock.monotonic() + RETRY_S
@@ -272,95 +286,103 @@ class Snapshotter:
         write_blob(payload, manifest, job.blob)
         if not self._advance(job, _Phase.QUEUED, _Phase.COPYING):
             return
-        digests = job.sources.copy(planned.share, planned.targets(slot), digest=self._digest_due(job.version.step))
+        job.kept = self._is_candidate(job.version)
+        digests = job.sources.copy(planned.share, planned.targets(slot), digest=self._digest_due(job))
         if not self._advance(job, _Phase.COPYING, _Phase.COPIED):
             return
-        job.copied.set()
+        if not job.alone:
+            job.copied.set()
         job.sources.mover.finish()
         view.seal(slot)
-        self._tell(planned, slot, job.version, {group: f"{unsigned(d):016x}" for group, d in digests.items()})
+        job.copied.set()
+        if job.kept:
+            self._kept = job.version
+        self._tell(planned, slot, job, {group: f"{unsigned(d):016x}" for group, d in digests.items()})
 
-    def _digest_due(self, step: int) -> bool:
+    def _is_candidate(self, version: Version) -> bool:
+        with self._changed:
+            return version.step == self._candidate
+
+    def _digest_due(self, job: _Job) -> bool:
         interval = self._spec.spec.digest_interval
-        return interval > 0 and step % interval == 0
+        return interval > 0 and (job.kept or job.version.step % interval == 0)
 
     def _slot(self, planned: Planned) -> int:
-        """Where to write. While every slot is needed, that of the oldest version is replicated; training waits then."""
+        """Where to write: over the oldest of those that are not kept."""
+        if self._replicating is not None and not self._in_trouble:
+            _, late = wait_for([self._replicating], timeout=REPLICATION_PATIENCE_S)
+            if late:
+                self._tell_trouble(f"no answer within {REPLICATION_PATIENCE_S:.0f} s")
         view = planned.segment.view
-        headers = [view.header(slot) for slot in range(view.slots)]
-        keep = self._needed({h.version for h in headers if h is not None})
-        self._replicating = {v: f for v, f in self._replicating.items() if not f.done()}
-        try:
-            return slot_to_fill(headers, keep | self._replicating.keys())
-        except OutOfSlotMemory:
-            oldest = min(self._replicating, default=None)
-            if oldest is not None:
-                wait_for([self._replicating.pop(oldest)], timeout=REPLICATION_PATIENCE_S)
-            return slot_to_fill(headers, keep | self._replicating.keys())
+        return slot_to_fill([view.header(slot) for slot in range(view.slots)], self._needed(view))
 
-    def _needed(self, here: set[Version]) -> set[Version]:
-        """Of the versions that are here: the newest committed, the newest verified, and the one restored until then.
+    def _needed(self, view: SegmentView) -> set[Version]:
+        """The two newest, the committed one and the one that is to be committed.
 
-        A notice may come when its version is overwritten already; the one kept before it is kept on.
+        No two ranks are more than one sealed version apart, since each step's collectives need all of them; so the two
+        newest of every rank have one in common. What this generation did not restore is no state of its own.
         """
+        sealed = {header.version for _, header in view.sealed()}
+        own = sorted(v for v in sealed if v.generation == self._spec.number or v == self._restored)
         with self._changed:
-            replaced = self._committed is not None and self._restored is not None and self._committed > self._restored
-            bounds = (self._committed, self._verified, None if replaced else self._restored)
-        newest = (max((v for v in here if v <= bound), default=None) for bound in bounds if bound is not None)
-        return {version for version in newest if version is not None}
+            return {*own[-2:], *(v for v in (self._committed, self._kept) if v is not None)}
 
     # --- telling the vault and the controller
 
-    def _tell(self, planned: Planned, slot: int, version: Version, digests: dict[str, str]) -> None:
+    def _tell(self, planned: Planned, slot: int, job: _Job, digests: dict[str, str]) -> None:
         exclusive = planned.manifest.exclusive
         to = self._spec.replica_nodes.get(self._member.node, ()) if exclusive else ()
         size = planned.manifest.payload_bytes
         if not to:  # the slot's header says all that the vault needs to know
-            nothing: Future[Replicated] = Future()
-            nothing.set_result(Replicated(request=0, nodes=()))
-            self._report(nothing, to, version, size, digests)
+            self._report(job, size, digests, wanted=0, nodes=())
             return
-        future = self._vault.sealed(
+        future = self._replicating = self._vault.sealed(
             job=self._spec.job,
             generation=self._spec.number,
             rank=self._member.rank,
             local_rank=self._member.local_rank,
             slot=slot,
-            version=version,
+            version=job.version,
             replicate=((0, exclusive),),
             to=to,
+            keep=tuple(sorted(self._needed(planned.segment.view))),
         )
-        self._replicating[version] = future
-        future.add_done_callback(lambda answered: self._report(answered, to, version, size, digests))
+        future.add_done_callback(lambda answered: self._replicated(answered, job, size, digests, len(to)))
 
-    def _report(
-        self, answered: Future[Replicated], to: tuple[str, ...], version: Version, size: int, digests: dict[str, str]
+    def _replicated(
+        self, answered: Future[Replicated], job: _Job, size: int, digests: dict[str, str], nodes: int
     ) -> None:
         """Reports a share with who has copies of it: as many as the job asks for, or as there are nodes for."""
         error = answered.exception()
-        nodes = () if error is not None else answered.result().nodes
-        failed = {} if error is not None else answered.result().failed
-        self._tell_trouble(version, error or failed)
-        wanted = min(self._spec.spec.replicas - 1, len(to))
+        trouble = error or answered.result().failed
+        self._tell_trouble(f"version {job.version}: {trouble}" if trouble else "")
+        wanted = min(self._spec.spec.replicas - 1, nodes)
+        self._report(job, size, digests, wanted=wanted, nodes=() if error else answered.result().nodes)
+
+    def _report(self, job: _Job, size: int, digests: dict[str, str], *, wanted: int, nodes: tuple[str, ...]) -> None:
+        """Tells of a version that the controller can do something with: commit it, or compare its digests."""
+        if not job.kept and not digests:
+            return
         self._on_sealed(
             Sealed(
                 job=self._spec.job,
                 at=self._clock.wall(),
                 generation=self._spec.number,
                 rank=self._member.rank,
-                version=version,
+                version=job.version,
                 bytes=size,
-                safe=error is None and len(nodes) >= wanted,
+                safe=len(nodes) >= wanted,
+                kept=job.kept,
                 replicas=nodes,
                 digests=digests,
             )
         )
 
-    def _tell_trouble(self, version: Version, trouble: BaseException | dict[str, str] | None) -> None:
+    def _tell_trouble(self, trouble: str) -> None:
         """Warns when replication begins to fail and when it works again, not at every step between."""
         if bool(trouble) != self._in_trouble:
             self._in_trouble = bool(trouble)
             if trouble:
-                log.warning("version %s is not replicated: %s", version, trouble, extra=self._where)
+                log.warning("what this rank alone holds is not replicated: %s", trouble, extra=self._where)
             else:
-                log.info("version %s is replicated again", version, extra=self._where)
+                log.info("what this rank alone holds is replicated again", extra=self._where)

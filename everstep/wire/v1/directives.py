@@ -33,11 +33,16 @@ class StopJob(Message, frozen=True, kw_only=True, tag=True):
 
 
 class VersionNotice(Message, frozen=True, kw_only=True, tag=True):
-    """The newest committed and verified versions: vaults may reclaim what is older than both."""
+    """What a job's ranks keep: the newest committed version, and the one to come that may be committed next.
+
+    ``candidate`` is a step of ``generation`` that no rank has finished yet. Its version is kept by every rank that
+    hears of it in time, and so told in ``Sealed.kept``; a version that all of them keep is committed.
+    """
 
     job: JobId
+    generation: GenerationNumber
     committed: Version | None
-    verified: Version | None
+    candidate: int | None
 
 
 class RunProbe(Message, frozen=True, kw_only=True, tag=True):

@@ -15,6 +15,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from everstep.ids import GenerationNumber, JobId, NodeId, Rank, Version
+from everstep.slots import SLOTS
 from everstep.wire.v1.base import Message
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob, VersionNotice
 from everstep.wire.v1.training import (
@@ -117,7 +118,7 @@ class OpenSegment(Message, frozen=True, kw_only=True, tag=True):
     job: JobId
     local_rank: int
     slot_bytes: int
-    slots: int = 4
+    slots: int = SLOTS
 
 
 class Segment(Message, frozen=True, kw_only=True, tag=True):
@@ -134,7 +135,8 @@ class SlotSealed(Message, frozen=True, kw_only=True, tag=True):
 
     ``replicate``: byte ranges (offset, length) within the slot's payload that no other rank holds and that go to
     ``to``; empty when equal copies elsewhere already make it safe. Where it is not empty, the whole slot (manifest,
-    payload, digests) is copied, so that each copy can be checked and served by itself.
+    payload, digests) is copied, so that each copy can be checked and served by itself. ``keep``: versions that the
+    rank itself does not overwrite, nor may its copies be.
 
     A node that is still busy with an older slot of this rank is given the newest one next: what waited between them
     is answered as failed with "superseded by VERSION". Refused (``Failed``) with NotFound where that slot is not
@@ -150,6 +152,7 @@ class SlotSealed(Message, frozen=True, kw_only=True, tag=True):
     version: Version
     replicate: tuple[tuple[int, int], ...] = ()
     to: tuple[NodeId, ...] = ()
+    keep: tuple[Version, ...] = ()
 
 
 class Replicated(Message, frozen=True, kw_only=True, tag=True):
@@ -163,9 +166,8 @@ class Replicated(Message, frozen=True, kw_only=True, tag=True):
 class Configure(Message, frozen=True, kw_only=True, tag=True):
     """From the supervisor: the job's generation, the secret and the vaults of its nodes.
 
-    Sent for every generation, before its ranks hear of it, and again when a newer version is committed or verified
-    (None leaves what was said before). The secret has at least 16 characters. ``Failed`` with StaleGeneration where a
-    newer generation was said before.
+    Sent for every generation, before its ranks hear of it. The secret has at least 16 characters. ``Failed`` with
+    StaleGeneration where a newer generation was said before.
     """
 
     request: int
@@ -173,8 +175,6 @@ class Configure(Message, frozen=True, kw_only=True, tag=True):
     generation: GenerationNumber
     secret: str
     holders: tuple[Holder, ...]
-    committed: Version | None = None
-    verified: Version | None = None
 
 
 class Forget(Message, frozen=True, kw_only=True, tag=True):

@@ -54,8 +54,8 @@ class RestoreRule(Message, frozen=True, kw_only=True):
     """Which version a generation may start from; the ranks choose within it by what is whole (docs/decisions/0003).
 
     The newest whole version ``v`` with ``floor <= v <= ceiling`` is taken. ``floor`` is the newest version the
-    controller logged as committed: an older one is never taken in silence. ``ceiling`` is set after corruption: the
-    newest verified version. ``scratch`` starts anew (no version was ever committed).
+    controller logged as committed: every rank keeps it, and an older one is never taken in silence. ``ceiling`` is set
+    after corruption: the newest version known to be clean. ``scratch`` starts anew (no version was ever committed).
     """
 
     floor: Version | None = None
@@ -179,9 +179,11 @@ class RankUnresponsive(Report, frozen=True, kw_only=True, tag=True):
 class Sealed(Report, frozen=True, kw_only=True, tag=True):
     """A rank's share of a version is sealed in the node's vault, or has been copied where it must be.
 
-    ``replicas``: nodes whose vaults have acknowledged the copy. ``safe``: as many failure domains hold every byte
-    of this share as the job asks for (other ranks' equal copies counted). ``digests`` maps a replica group (ranks
-    that must be equal) to the weighted digest of its parameters, in hex.
+    Told of versions that may be committed (``kept``: the rank keeps it until a later one is) and of those with
+    ``digests``; the others are found in the vaults when they are needed. ``replicas``: nodes whose vaults have
+    acknowledged the copy. ``safe``: as many failure domains hold every byte of this share as the job asks for (other
+    ranks' equal copies counted). ``digests`` maps a replica group (ranks that must be equal) to the weighted digest of
+    its parameters, in hex.
     """
 
     generation: GenerationNumber
@@ -189,6 +191,7 @@ class Sealed(Report, frozen=True, kw_only=True, tag=True):
     version: Version
     bytes: int
     safe: bool
+    kept: bool = False
     replicas: tuple[NodeId, ...] = ()
     digests: dict[str, str] = {}
 

@@ -87,7 +87,8 @@ class Put(Message, frozen=True, kw_only=True, tag=True):
     """A sealed slot wants to be copied here.
 
     ``slot_bytes`` and ``slots`` are those of the sender's segment, so that the copy's segment need not grow later.
-    ``digests``: the manifest's and each payload chunk's xxh3-128, one after another.
+    ``digests``: the manifest's and each payload chunk's xxh3-128, one after another. ``keep``: copies of this rank's
+    versions that must not be overwritten by this one.
     """
 
     generation: GenerationNumber
@@ -98,6 +99,7 @@ class Put(Message, frozen=True, kw_only=True, tag=True):
     payload_bytes: Count
     manifest: bytes
     digests: bytes
+    keep: Annotated[tuple[Version, ...], msgspec.Meta(max_length=16)] = ()
 
 
 class Ready(Message, frozen=True, kw_only=True, tag=True):

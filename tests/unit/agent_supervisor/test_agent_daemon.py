@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 
 from everstep.framing import FrameDecoder, encode_frame
-from everstep.ids import Version
 from everstep.vocabulary import FindingKind, GenerationReason
 from everstep.wire.v1 import local
-from everstep.wire.v1.directives import KillRank, NewGeneration, RunProbe, StopJob, VersionNotice
+from everstep.wire.v1.directives import KillRank, NewGeneration, RunProbe, StopJob
 from everstep.wire.v1.training import (
     FindingCleared,
     FindingRaised,
@@ -279,8 +278,6 @@ def test_a_lost_vault_is_told_and_the_next_serves_at_the_same_address(
     first = agent.start()
     controller.wait_for(lambda: controller.polls)
     controller.push(NewGeneration(spec=spec(1, first["vault"])))
-    notice = VersionNotice(job="j", committed=Version(1, 3), verified=None)
-    controller.push(notice)
     os.kill(first["vault_pid"], signal.SIGKILL)
     raised = controller.one(FindingRaised).finding
     assert raised.kind is FindingKind.VAULT_LOST

@@ -101,7 +101,7 @@ class Node:
         self.clock = ManualClock()
         self.reports: list[Any] = []
         self.findings: list[FindingRaised] = []
-        self.configured: list[tuple[int, VersionNotice | None]] = []
+        self.configured: list[int] = []
         self.forgotten: list[str] = []
         self._timers: list[Timer] = []
         self._traces = 0
@@ -117,7 +117,7 @@ class Node:
 
     def configure_vault(self, job: LocalJob) -> None:
         assert job.spec is not None
-        self.configured.append((job.spec.number, job.notice))
+        self.configured.append(job.spec.number)
 
     def forget_in_vault(self, job: str) -> None:
         self.forgotten.append(job)
@@ -188,17 +188,14 @@ def test_a_generation_reaches_the_vault_the_launcher_and_every_rank(node: Node) 
     launcher, ranks = node.launcher(), [node.rank(0), node.rank(1)]
     node.regroup(1)
     assert [p.generations for p in (launcher, *ranks)] == [[1], [1], [1]]
-    assert node.configured == [(1, None)]
+    assert node.configured == [1]
 
 
-def test_a_late_comer_gets_the_newest_generation_and_versions(node: Node) -> None:
+def test_a_late_comer_gets_the_newest_generation(node: Node) -> None:
     node.regroup(1)
     node.regroup(2)
-    notice = VersionNotice(job="j", committed=Version(1, 5), verified=None)
-    node.push(notice)
     rank = node.rank(0)
     assert rank.generations == [2]
-    assert rank.got(VersionNotice) == [notice]
     assert node.launcher().generations == [2]
 
 
@@ -210,14 +207,13 @@ def test_an_older_or_repeated_generation_is_dropped_and_counted(node: Node) -> N
     assert node.jobs.counts["directives_stale"] == 2
 
 
-def test_versions_go_to_ranks_and_vault(node: Node) -> None:
+def test_versions_go_to_ranks(node: Node) -> None:
     launcher, rank = node.launcher(), node.rank(0)
     node.regroup(1)
-    notice = VersionNotice(job="j", committed=Version(1, 5), verified=Version(1, 4))
+    notice = VersionNotice(job="j", generation=1, committed=Version(1, 5), candidate=9)
     node.push(notice)
     assert rank.got(VersionNotice) == [notice]
     assert launcher.got(VersionNotice) == []
-    assert node.configured[-1] == (1, notice)
 
 
 def test_a_restarted_agent_learns_the_generation_from_ticks_and_does_not_push_it_back(node: Node) -> None:

@@ -309,7 +309,8 @@ def test_a_peer_that_does_not_read_holds_nobody_up_and_hears_the_newest_afterwar
             big = spec(1, secret="s" * 200_000)
             for number in range(1, 60):
                 node.jobs.directives([NewGeneration(spec=spec(number, big.secret))])
-                node.jobs.directives([VersionNotice(job="j", committed=Version(number, 1), verified=None)])
+                notice = VersionNotice(job="j", generation=number, committed=Version(number, 1), candidate=2)
+                node.jobs.directives([notice])
             (connection,) = node.server.connections
             assert connection.unsent_bytes < 1 << 20
             client.writer.transport.resume_reading()  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,26 +56,24 @@ def test_a_digest_that_nobody_shares_verifies_nothing() -> None:
 
 
 @given(st.permutations([(rank, step) for rank in range(3) for step in (1, 2, 3)]))
-def test_commits_follow_the_seals_in_any_order(order: list[tuple[int, int]]) -> None:
+def test_what_all_ranks_vouch_for_is_verified_whatever_the_order(order: list[tuple[int, int]]) -> None:
     fleet = CoreFleet()
     fleet.start(3)
     seen: dict[int, set[int]] = {}
     newest = 0
     for rank, step in order:
-        effects = fleet.seal(step, rank)
+        fleet.seal(step, rank)
         seen.setdefault(step, set()).add(rank)
-        due = len(seen[step]) == 3 and step > newest
-        assert [v for v, _ in _versions(effects)] == ([Version(1, step)] if due else [])
-        newest = step if due else newest
-    assert fleet.state.live_jobs["job"].committed == Version(1, 3)
+        newest = max(newest, step) if len(seen[step]) == 3 else newest
+        assert fleet.state.live_jobs["job"].verified == (Version(1, newest) if newest else None)
 
 
 def test_a_version_commits_only_when_every_share_is_safe() -> None:
     fleet = CoreFleet()
     fleet.start(2)
-    assert _versions(fleet.seal(4, safe=False)) == []
-    assert _versions(fleet.seal(4, 0)) == []
-    assert _versions(fleet.seal(4, 1)) == [(Version(1, 4), True)]
+    fleet.seal(4, 0)
+    assert _versions(fleet.seal(4, 1, safe=False)) == []
+    assert _versions(fleet.seal(5)) == [(Version(1, 5), True)]
 
 
 def test_without_digests_a_version_is_committed_and_not_verified() -> None:
@@ -94,7 +93,6 @@ def test_seals_of_a_generation_that_is_over_are_refused() -> None:
 def test_seals_count_on_until_an_announced_boundary() -> None:
     fleet = CoreFleet()
     fleet.start(2, 1)
-    fleet.seal(4)
     fleet.order(OperatorAction.DRAIN, node="n1")
     assert fleet.job().leaving is not None
     assert _versions(fleet.seal(5)) == [(Version(1, 5), True)]
@@ -108,24 +106,69 @@ def test_the_window_of_open_versions_is_bounded() -> None:
     assert len(fleet.state.live_jobs["job"].ballots) == fleet.policy.version_window
 
 
-def test_what_the_ranks_restored_counts_as_committed() -> None:
+def test_a_version_commits_only_when_every_rank_keeps_it() -> None:
     fleet = CoreFleet()
     fleet.start(2)
-    fleet.seal(4)
-    fleet.lose_rank(0)
-    before = len(fleet.effects)
-    fleet.resume(restored=Version(1, 5), step=6)
-    assert _versions(fleet.effects[before:]) == [(Version(1, 5), False)]
+    fleet.seal(4, 0)
+    assert _versions(fleet.seal(4, 1, kept=False)) == []
+    assert fleet.state.live_jobs["job"].verified == Version(1, 4), "its digests are compared all the same"
 
 
-def test_notices_are_rate_limited_and_none_is_lost() -> None:
+def test_a_commit_announces_a_candidate_that_no_rank_has_finished_yet() -> None:
     fleet = CoreFleet()
     fleet.start(2)
-    first, second = fleet.seal(4), fleet.seal(5)
-    assert set(sent(first, VersionNotice)) == {"n1", "n2"}
-    assert sent(second, VersionNotice) == {}
-    late = fleet.advance(0.25, "n1", "n2")
-    assert sent(late, VersionNotice)["n1"].committed == Version(1, 5)
+    fleet.progress(step=40, step_s=0.05)
+    fleet.advance(0.2, "n1", "n2")
+    notice = sent(fleet.seal(41), VersionNotice)
+    assert set(notice) == {"n1", "n2"}
+    assert notice["n1"] == VersionNotice(job="job", generation=1, committed=Version(1, 41), candidate=52), (
+        "ten steps are the half second that is aimed at, and one is under way"
+    )
+
+
+@pytest.mark.parametrize(("step_s", "candidate"), [(30.0, 9), (0.5, 9), (0.002, 258)])
+def test_candidates_come_as_often_as_the_policy_aims_at_whatever_a_step_takes(step_s: float, candidate: int) -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.progress(step=7, step_s=step_s)
+    assert sent(fleet.seal(7), VersionNotice)["n1"].candidate == candidate
+
+
+def test_only_what_was_announced_is_committed() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.progress(step=7, step_s=0.5)
+    fleet.seal(7)
+    assert _versions(fleet.seal(8)) == []
+    assert _versions(fleet.seal(9)) == [(Version(1, 9), True)]
+
+
+def test_a_candidate_that_a_rank_heard_of_too_late_gives_way_to_another() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.progress(step=7, step_s=0.5)
+    fleet.seal(7)
+    fleet.seal(9, 0)
+    fleet.seal(9, 1, kept=False)
+    fleet.advance(1.0, "n1", "n2")
+    fleet.progress(step=14, step_s=0.5)
+    late = fleet.advance(4.0, "n1", "n2")
+    notice = sent(late, VersionNotice)["n1"]
+    assert notice.committed == Version(1, 7)
+    assert notice.candidate is not None
+    assert notice.candidate > 14
+    assert _versions(fleet.seal(notice.candidate)) == [(Version(1, notice.candidate), True)]
+
+
+def test_after_a_restart_of_the_controller_commits_go_on() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.progress(step=7, step_s=0.5)
+    fleet.seal(7)
+    fleet.restart()
+    fleet.progress(step=12, step_s=0.5)
+    late = fleet.advance(4.0, "n1", "n2")
+    assert sent(late, VersionNotice)["n1"].committed == Version(1, 7)
 
 
 # --- what a generation may start from ----------------------------------------------------------------------------
@@ -147,10 +190,10 @@ def test_corruption_goes_back_to_the_newest_verified_version() -> None:
     fleet = CoreFleet()
     fleet.start(4, 1)
     fleet.seal(4)
-    fleet.seal(5, digests=dict.fromkeys(range(4), ""))
+    fleet.seal(5, kept=False)
     effects = fleet.seal(6, digests={2: "bad"})
     assert decisions(effects) == [("n3", "evict")]
-    assert fleet.spec().restore == RestoreRule(floor=Version(0, 0), ceiling=Version(1, 4))
+    assert fleet.spec().restore == RestoreRule(floor=Version(1, 4), ceiling=Version(1, 5))
     assert fleet.seats() == ["n1", "n2", "n5", "n4"]
     assert "n3" not in [holder.node for holder in fleet.spec().holders]
     assert "n3" in sent(effects, NewGeneration)

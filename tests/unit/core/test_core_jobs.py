@@ -212,7 +212,7 @@ def test_a_restart_keeps_the_ceiling_above_which_nothing_is_restored() -> None:
     fleet.seal(6, digests={2: "bad"})
     fleet.restart()
     fleet.lose_rank(0)
-    assert fleet.spec().restore == RestoreRule(floor=Version(0, 0), ceiling=Version(1, 4))
+    assert fleet.spec().restore == RestoreRule(floor=Version(1, 4), ceiling=Version(1, 4))
 
 
 def test_a_controller_without_records_goes_on_above_the_ranks_generation() -> None:

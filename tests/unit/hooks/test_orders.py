@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from everstep.ids import Version
-from everstep.wire.v1.directives import StopJob, VersionNotice
+from everstep.wire.v1.directives import StopJob
 from tests.support.generations import generation
 from trainer_hooks.orders import Orders
 
@@ -81,9 +80,3 @@ def test_waiting_ends_with_the_news_or_the_time(orders):
     thread.start()
     assert orders.wait_next(0, 10).number == 1
     thread.join()
-
-
-def test_the_newest_versions_are_remembered(orders):
-    assert orders.versions == (None, None)
-    orders.hear_versions(VersionNotice(job="job", committed=Version(1, 4), verified=Version(1, 3)))
-    assert orders.versions == (Version(1, 4), Version(1, 3))

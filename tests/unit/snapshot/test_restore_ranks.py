@@ -11,7 +11,7 @@ import torch.distributed as dist
 from everstep.ids import Version
 from everstep.vocabulary import FindingKind
 from everstep.wire.v1.training import GenerationSpec, JobSpec, RestoreRule
-from tests.support.forked import ChildFailed, ForkPool
+from tests.support.forked import ChildFailed, ForkedChild, ForkPool
 from tests.support.generations import JOB, generation
 from tests.support.saving import stage
 from tests.support.vaults import Vaults, map_segment, vaults
@@ -58,16 +58,29 @@ class Fleet:
         replicas: int = 2,
     ) -> list[dict[str, Any]]:
         """One generation on ``nodes``; what each rank says."""
+        ranks = self.start(number, until, nodes, model, layout, rule, save, replicas)
+        return [rank.result() for rank in ranks]
+
+    def start(
+        self,
+        number: int,
+        until: int,
+        nodes: Sequence[str] = NODES,
+        model: str = "uneven",
+        layout: str = "ddp",
+        rule: RestoreRule | None = None,
+        save: bool = True,
+        replicas: int = 2,
+        dying: int = -1,
+    ) -> list[ForkedChild]:
         spec = self.spec(number, nodes, rule, replicas)
         alive = [self.by_node[node] for node in self.by_node if self.by_node[node].process.poll() is None]
         self.vaults.configure(*alive, generation=number)
-        ranks = [
-            self.forks.start(
-                stage, spec, rank, str(self.by_node[node].run_dir / "vault.sock"), model, layout, until, save
-            )
-            for rank, node in enumerate(nodes)
+        sockets = [str(self.by_node[node].run_dir / "vault.sock") for node in nodes]
+        return [
+            self.forks.start(stage, spec, rank, socket, model, layout, until, save, rank == dying)
+            for rank, socket in enumerate(sockets)
         ]
-        return [rank.result() for rank in ranks]
 
 
 @pytest.fixture
@@ -110,6 +123,16 @@ def test_the_state_survives_a_node_that_is_gone_with_its_memory(fleet: Fleet, la
     fleet.by_node["n2"].kill()
     three = fleet.run(2, 4, layout=layout, nodes=("n1", "n3", "n4"))
     assert {r["restored_as"] for r in three} == {r["fingerprint"] for r in four}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_a_finished_step_outlives_the_process_that_finished_it(fleet: Fleet, layout: str) -> None:
+    ranks = fleet.start(1, 4, layout=layout, model="wide", dying=2)
+    for rank in (0, 1, 3):
+        ranks[rank].wait()
+    after = fleet.run(2, 5, layout=layout, model="wide")
+    assert [r["restored"].version for r in after] == [Version(1, 4)] * 4
 
 
 @pytest.mark.slow

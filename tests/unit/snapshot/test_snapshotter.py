@@ -60,8 +60,15 @@ class Rank:
             self.client, TrackedState(self.objects()), spec, spec.roster[0], dist.HashStore(), on_finding=hear
         )
 
-    def snapshotter(self, number: int, hear: Callable[[Sealed], None] = lambda _: None, **more: object) -> Snapshotter:
-        spec = generation(number)
+    def snapshotter(
+        self,
+        number: int,
+        hear: Callable[[Sealed], None] = lambda _: None,
+        *,
+        rule: RestoreRule | None = None,
+        **more: object,
+    ) -> Snapshotter:
+        spec = generation(number, restore=rule)
         self.state = TrackedState(self.objects())
         return Snapshotter(self.client, self.state, spec, spec.roster[0], dist.HashStore(), hear, **more)  # type: ignore[arg-type]
 
@@ -73,9 +80,9 @@ class Rank:
         self.counter.text = f"step {step}"
         snapshots.begin(step)
 
-    def steps(self, number: int, last: int, **more: object) -> None:
+    def steps(self, number: int, last: int, *, first: int = 1, **more: object) -> None:
         snapshots = self.snapshotter(number, **more)  # type: ignore[arg-type]
-        for step in range(1, last + 1):
+        for step in range(first, last + 1):
             self.step(snapshots, step)
         snapshots.close(finish=True)
 
@@ -115,26 +122,65 @@ def test_a_snapshot_is_of_the_step_it_was_begun_after_whatever_comes_later(rank:
     assert result.bytes_by_source["own"] == (64 * 64 + 64) * 4
 
 
-def test_every_version_that_is_sealed_is_reported_safe_where_no_node_could_hold_a_copy(rank: Rank) -> None:
+def test_a_generation_s_first_version_is_kept_and_reported_safe_where_no_node_could_hold_a_copy(rank: Rank) -> None:
     reports: list[Sealed] = []
     rank.steps(1, 3, hear=reports.append)
-    until(lambda: len(reports) == 3, "three reports")
-    assert [(r.version, r.safe, r.rank) for r in reports] == [(Version(1, s), True, 0) for s in (1, 2, 3)]
+    assert [(r.version, r.safe, r.kept, r.rank) for r in reports] == [(Version(1, 1), True, True, 0)]
+    rank.steps(2, 4, hear=reports.append, restored=Version(1, 3), first=4)
+    assert reports[-1].version == Version(2, 4)
 
 
-def test_four_slots_keep_what_is_committed_verified_and_restored(rank: Rank) -> None:
-    snapshots = rank.snapshotter(1, restored=Version(1, 1))
-    for step in range(1, 9):
-        if step == 4:
-            snapshots.note(None, Version(1, 2))
+def test_five_slots_keep_the_two_newest_the_committed_and_the_next_to_be(rank: Rank) -> None:
+    snapshots = rank.snapshotter(1)
+    for step in range(1, 10):
         rank.step(snapshots, step)
     snapshots.wait()
-    assert {Version(1, 1), Version(1, 2)} <= rank.sealed()
-    snapshots.note(Version(1, 7), Version(1, 7))
-    for step in range(9, 14):
+    assert {Version(1, 1), Version(1, 8)} <= rank.sealed(), "the first version is kept, with no word from anybody"
+    snapshots.note(Version(1, 1), 11)
+    for step in range(10, 19):
+        rank.step(snapshots, step)
+    snapshots.wait()
+    assert {Version(1, 1), Version(1, 11), Version(1, 17)} <= rank.sealed(), "11 may be committed, or not"
+    snapshots.note(Version(1, 11), 20)
+    for step in range(19, 29):
         rank.step(snapshots, step)
     snapshots.close(finish=True)
-    assert rank.sealed() == {Version(1, 7), Version(1, 11), Version(1, 12), Version(1, 13)}
+    assert {v.step for v in rank.sealed()} == {11, 20, 26, 27, 28}
+
+
+def test_a_candidate_that_was_sealed_before_it_was_announced_is_not_told_as_kept(rank: Rank) -> None:
+    reports: list[Sealed] = []
+    snapshots = rank.snapshotter(1, reports.append)
+    for step in range(1, 6):
+        rank.step(snapshots, step)
+    snapshots.wait()
+    snapshots.note(Version(1, 1), 4)
+    for step in range(6, 9):
+        rank.step(snapshots, step)
+    snapshots.close(finish=True)
+    assert [r.version.step for r in reports] == [1]
+
+
+def test_what_was_committed_before_is_kept_until_the_generation_has_its_own_commit(rank: Rank) -> None:
+    rank.steps(1, 6)
+    snapshots = rank.snapshotter(2, restored=Version(1, 6), rule=RestoreRule(floor=Version(1, 4)))
+    for step in range(7, 12):
+        rank.step(snapshots, step)
+    snapshots.wait()
+    snapshots.note(None, 13)
+    for step in range(12, 17):
+        rank.step(snapshots, step)
+    snapshots.close(finish=True)
+    assert rank.sealed() >= {Version(1, 4), Version(2, 13), Version(2, 15), Version(2, 16)}
+
+
+def test_versions_that_a_rollback_left_behind_count_for_nothing(rank: Rank) -> None:
+    rank.steps(1, 4)
+    rule = RestoreRule(floor=Version(1, 1), ceiling=Version(1, 2))
+    snapshots = rank.snapshotter(2, restored=Version(1, 2), rule=rule)
+    rank.step(snapshots, 3)
+    snapshots.close(finish=True)
+    assert {Version(1, 1), Version(1, 2), Version(2, 3)} <= rank.sealed()
 
 
 def test_a_write_that_was_interrupted_is_not_believed(rank: Rank) -> None:
@@ -178,6 +224,7 @@ def test_a_vault_that_restarts_costs_no_snapshot(rank: Rank) -> None:
     snapshots.wait()
     vault.start()
     rank.fleet.configure()
+    snapshots.note(None, 5)
     rank.step(snapshots, 5)
     until(lambda: any(r.version == Version(1, 5) and r.safe for r in reports), "a report after the restart")
     snapshots.close(finish=True)
@@ -259,7 +306,7 @@ def test_a_full_memory_file_system_is_told_with_its_arithmetic_and_training_goes
                 rank.steps(1, 3)
         finally:
             client.close()
-    assert ", training goes on without: 4 slots of" in caplog.text
+    assert ", training goes on without: 5 slots of" in caplog.text
     assert "--memory-limit 20000" in caplog.text
 
 

@@ -55,7 +55,7 @@ def test_a_segment_is_private_and_has_its_pages_before_it_is_handed_out(fleet: V
     found = rank.path.stat()
     assert stat.S_IMODE(found.st_mode) == 0o600
     assert found.st_blocks * 512 >= found.st_size
-    assert rank.view.slots == 4
+    assert rank.view.slots == 5
     assert rank.view.slot_bytes == 102_400
     assert stat.S_IMODE(vault.segment_dir.stat().st_mode) == 0o700
     assert stat.S_IMODE((vault.run_dir / "vault.sock").stat().st_mode) == 0o600
@@ -112,7 +112,7 @@ def test_more_memory_than_the_limit_is_refused_with_the_arithmetic(fleet: Vaults
     second = client.ask(local.OpenSegment, job=JOB, local_rank=1, slot_bytes=2 << 20)
     assert isinstance(second, local.Failed)
     assert second.code == "slot_memory"
-    assert "4 slots of 2097152 bytes for job/own-1 needs 8409088 bytes; 4214784 of --memory-limit 10485760" in (
+    assert "5 slots of 2097152 bytes for job/own-1 needs 10510336 bytes; 5267456 of --memory-limit 10485760" in (
         second.message
     )
     assert isinstance(client.ask(local.OpenSegment, job=JOB, local_rank=1, slot_bytes=4096), local.Segment)
@@ -124,7 +124,7 @@ def test_a_peer_without_room_refuses_the_copy_and_serves_on(fleet: Vaults) -> No
     clients = fleet.configure()
     rank = RankMemory(fleet.all[0].client(), rank=0)
     rank.fill(0, Version(1, 1), b"x")
-    assert rank.sealed(0, Version(1, 1), ["n2"]).failed["n2"].startswith("slot_memory: n2: 4 slots of 1048576 bytes")
+    assert rank.sealed(0, Version(1, 1), ["n2"]).failed["n2"].startswith("slot_memory: n2: 5 slots of 1048576 bytes")
     assert versions(clients["n2"]) == set()
 
 

@@ -200,15 +200,16 @@ def test_a_peer_that_hears_of_the_job_a_moment_later_is_asked_again(fleet: Vault
     assert rank.client.wait(request).nodes == ("n2",)
 
 
-def test_the_newest_committed_and_verified_copies_are_never_overwritten(fleet: Vaults) -> None:
+def test_copies_of_what_the_rank_keeps_are_not_overwritten(fleet: Vaults) -> None:
     fleet.start("n1"), fleet.start("n2")
-    fleet.configure(committed=Version(1, 2), verified=Version(1, 1))
+    fleet.configure()
+    keep = Version(1, 1), Version(1, 2)
     rank = RankMemory(fleet.all[0].client(), rank=0)
     for step in range(1, 9):
-        rank.fill(step % 4, Version(1, step), b"%d" % step)
-        assert rank.sealed(step % 4, Version(1, step), ["n2"]).nodes == ("n2",)
+        rank.fill(step % 5, Version(1, step), b"%d" % step)
+        assert rank.sealed(step % 5, Version(1, step), ["n2"], keep=keep).nodes == ("n2",)
     copies = slots_at(fleet.all[1].client())
-    assert set(copies) == {Version(1, 1), Version(1, 2), Version(1, 7), Version(1, 8)}
+    assert set(copies) == {*keep, Version(1, 6), Version(1, 7), Version(1, 8)}
 
 
 def test_a_larger_slot_makes_a_larger_copy_segment_that_keeps_what_was_there(fleet: Vaults) -> None:

@@ -66,7 +66,7 @@ def supervisor(fleet: Vaults) -> VaultClient:
 
 
 def facts(secret: str = SECRET, job: str = JOB) -> JobFacts:
-    return JobFacts(job=job, generation=1, secret=secret.encode(), holders={}, committed=None, verified=None)
+    return JobFacts(job=job, generation=1, secret=secret.encode(), holders={})
 
 
 class Wire:
