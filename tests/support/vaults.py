@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from everstep.framing import FrameDecoder, encode_frame
 from everstep.ids import Version
-from everstep.slots import SegmentView
+from everstep.slots import SLOTS, SegmentView
 from everstep.wire.v1 import local
 from everstep.wire.v1.training import Holder
 
@@ -191,7 +191,7 @@ class RankMemory:
 
     def __init__(self, client: VaultClient, rank: int, local_rank: int = 0, slot_bytes: int = 1 << 20) -> None:
         self.client, self.rank, self.local_rank = client, rank, local_rank
-        opened = client.ask(local.OpenSegment, job=JOB, local_rank=local_rank, slot_bytes=slot_bytes)
+        opened = client.ask(local.OpenSegment, job=JOB, local_rank=local_rank, slot_bytes=slot_bytes, slots=SLOTS)
         assert isinstance(opened, local.Segment), opened
         self.path = Path(opened.path)
         self.view = map_segment(self.path)

@@ -15,7 +15,6 @@ from __future__ import annotations
 from enum import StrEnum
 
 from everstep.ids import GenerationNumber, JobId, NodeId, Rank, Version
-from everstep.slots import SLOTS
 from everstep.wire.v1.base import Message
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob, VersionNotice
 from everstep.wire.v1.training import (
@@ -118,7 +117,7 @@ class OpenSegment(Message, frozen=True, kw_only=True, tag=True):
     job: JobId
     local_rank: int
     slot_bytes: int
-    slots: int = SLOTS
+    slots: int
 
 
 class Segment(Message, frozen=True, kw_only=True, tag=True):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from everstep.framing import FrameDecoder, encode_frame
+from everstep.slots import SLOTS
 from everstep.vocabulary import FindingKind, GenerationReason
 from everstep.wire.v1 import local
 from everstep.wire.v1.directives import KillRank, NewGeneration, RunProbe, StopJob
@@ -127,7 +128,7 @@ def a_segment(agent: AgentProcess) -> Path:
     """A rank's segment in the vault."""
     vault = VaultClient(agent.run_dir / "vault.sock")
     try:
-        answer = vault.ask(local.OpenSegment, job="j", local_rank=0, slot_bytes=4096)
+        answer = vault.ask(local.OpenSegment, job="j", local_rank=0, slot_bytes=4096, slots=SLOTS)
         assert isinstance(answer, local.Segment), answer
         return Path(answer.path)
     finally:

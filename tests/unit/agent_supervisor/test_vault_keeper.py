@@ -18,6 +18,7 @@ import pytest
 from agent.config import AgentSettings
 from agent.vault_keeper import VaultKeeper
 from everstep.errors import Unavailable
+from everstep.slots import SLOTS
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1 import local
 from everstep.wire.v1.training import FindingRaised
@@ -135,7 +136,7 @@ def test_the_vault_keeps_to_the_memory_limit_of_the_agents_settings(place: Place
         keeper = await place.started(vault_memory_limit_bytes=1 << 20)
         rank = VaultClient(place.run_dir / "vault.sock")
         try:
-            answer = rank.ask(local.OpenSegment, job="j", local_rank=0, slot_bytes=1 << 20)
+            answer = rank.ask(local.OpenSegment, job="j", local_rank=0, slot_bytes=1 << 20, slots=SLOTS)
         finally:
             rank.close()
         assert isinstance(answer, local.Failed), answer

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from everstep.ids import Version
-from everstep.slots import CHUNK_BYTES, slot_bytes_for
+from everstep.slots import CHUNK_BYTES, SLOTS, slot_bytes_for
 from everstep.wire.v1 import local
 from tests.support.vaults import (
     JOB,
@@ -98,7 +98,9 @@ def test_a_segment_that_must_grow_takes_its_good_slots_along(fleet: Vaults) -> N
 )
 def test_an_absurd_segment_is_refused_and_leaves_nothing(fleet: Vaults, fields: dict[str, int], code: str) -> None:
     vault = fleet.start("n1")
-    answer = vault.client().ask(local.OpenSegment, job=JOB, **({"local_rank": 0, "slot_bytes": 4096} | fields))
+    answer = vault.client().ask(
+        local.OpenSegment, job=JOB, **({"local_rank": 0, "slot_bytes": 4096, "slots": SLOTS} | fields)
+    )
     assert isinstance(answer, local.Failed)
     assert answer.code == code
     assert [p for p in shared_memory_left(fleet) if "lock" not in p] == []
@@ -107,15 +109,15 @@ def test_an_absurd_segment_is_refused_and_leaves_nothing(fleet: Vaults, fields: 
 def test_more_memory_than_the_limit_is_refused_with_the_arithmetic(fleet: Vaults) -> None:
     vault = fleet.start("n1", "--memory-limit", str(10 << 20), "--scrub-interval", "0")
     client = vault.client()
-    first = client.ask(local.OpenSegment, job=JOB, local_rank=0, slot_bytes=1 << 20)
+    first = client.ask(local.OpenSegment, job=JOB, local_rank=0, slot_bytes=1 << 20, slots=SLOTS)
     assert isinstance(first, local.Segment)
-    second = client.ask(local.OpenSegment, job=JOB, local_rank=1, slot_bytes=2 << 20)
+    second = client.ask(local.OpenSegment, job=JOB, local_rank=1, slot_bytes=2 << 20, slots=SLOTS)
     assert isinstance(second, local.Failed)
     assert second.code == "slot_memory"
     assert "5 slots of 2097152 bytes for job/own-1 needs 10510336 bytes; 5267456 of --memory-limit 10485760" in (
         second.message
     )
-    assert isinstance(client.ask(local.OpenSegment, job=JOB, local_rank=1, slot_bytes=4096), local.Segment)
+    assert isinstance(client.ask(local.OpenSegment, job=JOB, local_rank=1, slot_bytes=4096, slots=SLOTS), local.Segment)
     assert client.ask(local.Statistics).refused == {"slot_memory": 1}
 
 
@@ -150,7 +152,7 @@ def test_a_full_memory_file_system_is_an_error_with_the_arithmetic_and_not_the_e
 ) -> None:
     vault = fleet.start("tiny")
     client = vault.client()
-    refused = client.ask(local.OpenSegment, job=JOB, local_rank=0, slot_bytes=1 << 20)
+    refused = client.ask(local.OpenSegment, job=JOB, local_rank=0, slot_bytes=1 << 20, slots=SLOTS)
     assert isinstance(refused, local.Failed)
     assert refused.code == "slot_memory"
     assert str(tiny_tmpfs) in refused.message
