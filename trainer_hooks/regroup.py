@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from everstep.ids import split_address
 from everstep.wire.v1.training import GenerationSpec, Member
-from trainer_hooks import descriptors
+from trainer_hooks import descriptors, meshes
 from trainer_hooks.abort import CollectiveBackend
 from trainer_hooks.config import HookSettings
 from trainer_hooks.interrupt import Regroup
@@ -69,6 +69,7 @@ class Rendezvous:
     """
 
     def __init__(self, backend: CollectiveBackend, settings: HookSettings) -> None:
+        meshes.tell_ranks_apart()
         self._backend = backend
         self._settings = settings
         self._address: tuple[str, int] | None = None

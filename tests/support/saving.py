@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Sealed
+from trainer_hooks.abort import backend_named
+from trainer_hooks.config import HookSettings
+from trainer_hooks.regroup import Rendezvous
 from trainer_hooks.replicate import replicate
 from trainer_hooks.restore import restore
 from trainer_hooks.snapshot.snapshotter import Snapshotter
@@ -110,6 +113,7 @@ class Training:
         return total.item() / world
 
     def update(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.schedule.step()
 
@@ -152,6 +156,26 @@ def stage(
     finally:
         vault.close()
         dist.destroy_process_group()
+
+
+def stages(
+    parts: Sequence[tuple[GenerationSpec, int, int]], vault_socket: str, model: str, layout: str
+) -> list[dict[str, Any]]:
+    """Generation after generation in one process: of each its spec, the rank to play in it, and its last step."""
+    rendezvous = Rendezvous(backend_named("gloo"), HookSettings())
+    vault = VaultClient(vault_socket)
+    said = []
+    try:
+        for spec, rank, until in parts:
+            rendezvous.join(spec, spec.roster[rank], lambda: False)
+            assert rendezvous.group is not None
+            store = rendezvous.group.store
+            said.append(_train(spec, rank, vault, store, Training(model, layout), until, save=True, dies=False))
+            rendezvous.leave(broken=False)
+        return said
+    finally:
+        vault.close()
+        rendezvous.close()
 
 
 def _train(

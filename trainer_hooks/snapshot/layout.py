@@ -42,6 +42,15 @@ class Box(msgspec.Struct, frozen=True, order=True, array_like=True):
         )
         return None if any(n <= 0 for n in size) else Box(low, size)
 
+    def chunk(self, dim: int, index: int, count: int) -> Box:
+        """Part ``index`` of ``count`` along ``dim``, as torch.chunk cuts: the last ones may be shorter, or empty."""
+        full = -(-self.size[dim] // count)
+        start = min(index * full, self.size[dim])
+        offset, size = list(self.offset), list(self.size)
+        offset[dim] += start
+        size[dim] = min(full, self.size[dim] - start)
+        return Box(tuple(offset), tuple(size))
+
     def without(self, hole: Box) -> list[Box]:
         """What is left of this box when ``hole``, which must lie inside it, is cut out: disjoint boxes."""
         rest: list[Box] = []

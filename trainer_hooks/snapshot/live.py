@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainer_hooks.snapshot.blob import dtype_name
 from trainer_hooks.snapshot.layout import Box, Part, Sharing, whole
@@ -88,21 +87,35 @@ class Still(msgspec.Struct):
 
 
 def local_part(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Box]:
-    """The live local memory of a tensor and its box in the whole. Raises TypeError for placements with no box."""
+    """The live local memory of a tensor and its box in the whole.
+
+    Raises TypeError for placements with no box, and for a mesh of a generation in which this process was another rank.
+    """
     if not isinstance(tensor, DTensor):
         return tensor.detach(), whole(tuple(tensor.shape))
     for placement in tensor.placements:
         if type(placement) not in (Shard, Replicate):
             raise TypeError(f"{name} is placed as {placement}; only Shard and Replicate have a box to store")
-    box = _box_on_mesh(tensor.shape, tensor.device_mesh, tuple(tensor.placements))
+    box = _box_on_mesh(name, tuple(tensor.shape), tensor.device_mesh, tensor.placements)
     local = tensor._local_tensor.detach()
     if tuple(local.shape) != box.size:
         raise TypeError(f"{name} holds a local part of shape {tuple(local.shape)} where its mesh says {box.size}")
     return local, box
 
 
-@lru_cache(maxsize=1024)
-def _box_on_mesh(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Box:
-    """torch computes this in a millisecond; a model has few shapes, and one mesh for a generation."""
-    size, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
-    return Box(tuple(offset), tuple(size))
+def _box_on_mesh(name: str, shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]) -> Box:
+    """Asks the mesh each time: torch counts those of two generations as equal where they are of the same ranks, while
+    this process may be another one of them."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return Box((), (0,))
+    if int(mesh.mesh[tuple(coordinate)]) != dist.get_rank():
+        raise TypeError(
+            f"{name} lies on a mesh of rank {int(mesh.mesh[tuple(coordinate)])}, and this process is rank "
+            f"{dist.get_rank()} now: make meshes inside the training function, anew in each generation"
+        )
+    box = whole(shape)
+    for placement, index, count in zip(placements, coordinate, mesh.shape, strict=True):
+        if isinstance(placement, Shard):
+            box = box.chunk(placement.dim, index, count)
+    return box

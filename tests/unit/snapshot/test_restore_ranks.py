@@ -13,7 +13,7 @@ from everstep.vocabulary import FindingKind
 from everstep.wire.v1.training import GenerationSpec, JobSpec, RestoreRule
 from tests.support.forked import ChildFailed, ForkedChild, ForkPool
 from tests.support.generations import JOB, generation
-from tests.support.saving import stage
+from tests.support.saving import stage, stages
 from tests.support.vaults import Vaults, map_segment, vaults
 
 NODES = ("n1", "n2", "n3", "n4")
@@ -82,6 +82,22 @@ class Fleet:
             for rank, socket in enumerate(sockets)
         ]
 
+    def run_on(self, rosters: Sequence[tuple[Sequence[str], int]], layout: str) -> list[list[dict[str, Any]]]:
+        """A generation of each roster until its step, all in the same processes; what each process says of each."""
+        specs = [self.spec(number, nodes) for number, (nodes, _) in enumerate(rosters, 2)]
+        self.vaults.configure(generation=specs[0].number)
+        processes = [
+            self.forks.start(
+                stages,
+                [(spec, nodes.index(node), until) for spec, (nodes, until) in zip(specs, rosters, strict=True)],
+                str(vault.run_dir / "vault.sock"),
+                "uneven",
+                layout,
+            )
+            for node, vault in self.by_node.items()
+        ]
+        return [process.result() for process in processes]
+
 
 @pytest.fixture
 def fleet(forks: ForkPool) -> Iterator[Fleet]:
@@ -113,6 +129,18 @@ def test_four_ranks_become_three_and_four_again_with_nothing_lost(fleet: Fleet, 
     assert {r["restored_as"] for r in three} == {r["fingerprint"] for r in four}
     assert {r["restored_as"] for r in again} == {r["fingerprint"] for r in three}
     assert again[0]["restored"].version == Version(2, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "hsdp"])
+def test_a_process_that_plays_another_rank_in_the_next_generation_goes_on_to_the_bit(fleet: Fleet, layout: str) -> None:
+    uninterrupted = fleet.run(1, 8, layout=layout, rule=RestoreRule(scratch=True), save=False)[0]
+    turned = (*NODES[1:], NODES[0])
+    for first, second, third in fleet.run_on([(NODES, 3), (turned, 6), (NODES, 8)], layout):
+        assert second["restored_as"] == first["fingerprint"]
+        assert third["restored_as"] == second["fingerprint"]
+        assert first["losses"] + second["losses"] + third["losses"] == uninterrupted["losses"]
+        assert third["fingerprint"] == uninterrupted["fingerprint"]
 
 
 @pytest.mark.slow
