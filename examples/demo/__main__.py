@@ -40,7 +40,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m examples.demo", description="A real training run on this machine, through six kinds of fault."
     )
-    parser.add_argument("--fast", action="store_true", help="a smaller model and fewer steps: under ninety seconds")
+    parser.add_argument("--fast", action="store_true", help="a smaller model and fewer steps: a minute or two")
     parser.add_argument("--layout", choices=["ddp", "fsdp2"], default="ddp", help="replicas that vote, or shards")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="where report.html and summary.json go")
     parser.add_argument("--steps", type=int, help="train this many steps")
@@ -60,7 +60,7 @@ def launcher(world: World, options: argparse.Namespace, node: Node) -> list[str]
     """The command that joins ``node`` to the job."""
     flags = ["--nnodes", "3:4", "--nproc-per-node", "1", "--job", JOB, "--standbys", "1", "--die-with-parent"]
     flags += ["--local-addr", "127.0.0.1", "--agent-socket", str(node.agent_socket), "--join-wait-s", "30"]
-    flags += ["--hang-threshold-s", "1.0", "--digest-interval", "1" if options.layout == "ddp" else "0"]
+    flags += ["--hang-threshold-s", "1.0", "--digest-interval", "1"]
     return ["-m", "trainer_hooks.launch", *flags, *training(options)]
 
 
