@@ -225,7 +225,7 @@ class VaultKeeper:
         if self.address and listen_address(listen)[1] == 0 and not self.lost.count(";"):
             listen = self.address  # peers know this address; they need not learn another
         self._ready_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "agent.vault.main", "--node", self._settings.node]
+        command = [sys.executable, "-P", "-m", "agent.vault.main", "--node", self._settings.node]
         command += ["--run-dir", str(self._settings.run_dir), "--segment-dir", str(self._settings.segments)]
         command += ["--listen", listen]
         command += ["--log-format", self._settings.log_format, "--log-level", self._settings.log_level]

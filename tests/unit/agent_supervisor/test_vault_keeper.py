@@ -108,6 +108,19 @@ def test_a_damaged_ready_file_is_as_good_as_none(place: Place, content: str) -> 
     play(story())
 
 
+def test_what_lies_in_the_agents_working_directory_shadows_nothing_of_the_vault(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place.base / "xxhash.py").write_text("raise SystemExit('shadowed')")
+    monkeypatch.chdir(place.base)
+
+    async def story() -> None:
+        keeper = await place.started()
+        await keeper.stop()
+
+    play(story())
+
+
 def test_a_vault_that_cannot_start_is_an_error_that_says_so(place: Place) -> None:
     async def story() -> None:
         (place.base / "segments").write_text("a file where a directory should be")
