@@ -50,7 +50,7 @@ class Budget:
                 f"{what} needs {need} bytes; {used} of --memory-limit {self._limit} are in use, "
                 f"{self._limit - used} are free: raise the limit or keep fewer slots"
             )
-        free = self.free_bytes() - self._promised
+        free = self._left_bytes() - self._promised
         if need > free:
             raise OutOfSlotMemory(
                 f"{what} needs {need} bytes; {self._directory} has {free} free and {used} in use by slots: "
@@ -62,6 +62,14 @@ class Budget:
         return sum(_size(Path(folder) / name) for folder, _, names in os.walk(self._directory) for name in names)
 
     def free_bytes(self) -> int:
+        """What could be made now: the limit and the machine allow it, and nobody is making it already."""
+        with self._lock:
+            free = self._left_bytes()
+            if self._limit is not None:
+                free = min(free, self._limit - self.used_bytes())
+            return max(0, free - self._promised)
+
+    def _left_bytes(self) -> int:
         """What the file system, and on a memory file system the machine, has left."""
         found = os.statvfs(self._directory)
         return min(found.f_bavail * found.f_frsize, _available_memory())
