@@ -35,7 +35,6 @@ class Outgoing:
 
     def __init__(self, reading: Reading, transfer: bytes) -> None:
         self.reading = reading
-        self._transfer = transfer
         count = chunk_count(len(reading.payload))
         self._parts = deque(
             Part(transfer=transfer, first=first, chunks=min(PART_CHUNKS, count - first))

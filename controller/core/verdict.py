@@ -36,10 +36,6 @@ CONVICTS_BY_ACTION = frozenset(
 SELF_HEALING = {
     FindingKind.SLOT_CORRUPT: "the slot is discarded, other holders keep the version whole",
     FindingKind.TRANSFER_CORRUPT: "the copy is refused and made again",
-    FindingKind.RANK_LOST: "its job regroups",
-    FindingKind.RANK_HUNG: "its job regroups",
-    FindingKind.COLLECTIVE_FAILED: "its job regroups",
-    FindingKind.LAUNCHER_LOST: "its job regroups",
 }
 """What has been dealt with where it was found; said, and not held against the node."""
 
@@ -72,10 +68,7 @@ def take_picture(turn: Turn, node: str, findings: Iterable[Finding]) -> None:
 
 
 def take_finding(turn: Turn, node: str, finding: Finding) -> None:
-    """One urgent finding. What heals itself is judged each time it happens, and not kept."""
-    if finding.kind in SELF_HEALING:
-        judge(turn, node, finding)
-        return
+    """One urgent finding; the next picture will have it too."""
     record = turn.state.nodes[node]
     before = record.findings.get(finding.key)
     record.findings[finding.key] = finding

@@ -50,6 +50,20 @@ def test_the_same_finding_is_judged_once() -> None:
     assert decisions(fleet.beat("n2", sensor)) == []
 
 
+def test_a_corrupt_slot_is_judged_once_whoever_found_it_and_however_it_was_told() -> None:
+    fleet = _running()
+    restoring = Finding(
+        kind=FindingKind.SLOT_CORRUPT, subject="job/rank1/1:10", severity=Severity.WARNING, message="found restoring"
+    )
+    scrubbing = msgspec.structs.replace(restoring, message="found by the scrubber")
+    assert decisions(fleet.raise_finding("n2", restoring)) == [("n2", "no_action")]
+    assert decisions(fleet.beat("n2", restoring)) == []
+    assert decisions(fleet.raise_finding("n2", scrubbing)) == []
+    assert decisions(fleet.beat("n2", scrubbing)) == []
+    another = msgspec.structs.replace(restoring, subject="job/rank1/1:11")
+    assert decisions(fleet.raise_finding("n2", another)) == [("n2", "no_action")]
+
+
 def test_a_finding_that_grows_worse_is_judged_again() -> None:
     fleet = _running()
     fleet.beat("n2", msgspec.structs.replace(xid(), severity=Severity.WARNING))
