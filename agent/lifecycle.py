@@ -33,6 +33,24 @@ def write_atomically(path: Path, content: Any) -> None:
     draft.rename(path)
 
 
+def hold(lock_file: Path, refusal: str) -> int:
+    """Makes what lies beside ``lock_file`` this process's own; returns the descriptor of a lock that ends with it.
+
+    The file may be unlinked by its holder, as the last thing before the descriptor is closed. Raises
+    ConfigurationError, with ``refusal``, where another process holds it.
+    """
+    lock = os.open(lock_file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise ConfigurationError(refusal) from None
+    if lock_file.exists() and os.path.samestat(lock_file.stat(), os.fstat(lock)):
+        return lock
+    os.close(lock)
+    return hold(lock_file, refusal)  # a holder that ended at this moment took the file along
+
+
 class RunDirectory:
     """An agent's own directory: held by a lock, so that two agents never serve the same sockets.
 
@@ -42,23 +60,8 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = private_directory(path.absolute())
         self._lock_file = self.path / "agent.lock"
-        lock = None
-        while lock is None:  # an agent that ends at this moment takes the file along
-            lock = self._take()
-        self._lock = lock
-
-    def _take(self) -> int | None:
-        """The lock's descriptor, or None where the file was unlinked before it was ours."""
-        lock = os.open(self._lock_file, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise ConfigurationError(f"another agent runs in {self.path}; stop it, or give another --run-dir") from None
-        if self._lock_file.exists() and os.path.samestat(self._lock_file.stat(), os.fstat(lock)):
-            return lock
-        os.close(lock)
-        return None
+        refusal = f"another agent runs in {self.path}; stop it, or give another --run-dir"
+        self._lock = hold(self._lock_file, refusal)
 
     def incarnation(self, wall: float) -> int:
         """This life's number: milliseconds of ``wall``, but more than any earlier life's where the clock went back."""

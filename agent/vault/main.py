@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import fcntl
 import logging
 import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from agent.lifecycle import private_directory, write_atomically
+from agent.lifecycle import hold, private_directory, write_atomically
 from agent.log_format import log_to_stderr
 from agent.vault.segments import SegmentStore
 from agent.vault.service import Vault
@@ -25,6 +24,8 @@ from everstep.lineage import die_with_parent
 from everstep.system_clock import SYSTEM_CLOCK
 
 log = logging.getLogger("agent.vault")
+
+LOCK_FILE = ".vault.lock"
 
 
 def parse(arguments: Sequence[str] | None = None) -> VaultSettings:
@@ -54,23 +55,10 @@ def parse(arguments: Sequence[str] | None = None) -> VaultSettings:
     ).validate()
 
 
-def hold(directory: Path) -> int:
-    """Makes a directory this process's own, with a lock that ends with it.
-
-    Raises ConfigurationError where another vault lives there, or it belongs to somebody else.
-    """
-    private_directory(directory)
-    path = directory / ".vault.lock"
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise ConfigurationError(f"another vault lives in {directory}; stop it, or give another directory") from None
-    if path.exists() and os.path.samestat(path.stat(), os.fstat(lock)):
-        return lock
-    os.close(lock)
-    return hold(directory)  # a vault that ended at this moment took the file along
+def take(directory: Path) -> int:
+    """Makes a directory this vault's own. Raises ConfigurationError where another vault or user has it."""
+    refusal = f"another vault lives in {directory}; stop it, or give another directory"
+    return hold(private_directory(directory) / LOCK_FILE, refusal)
 
 
 async def serve(settings: VaultSettings, parent: int) -> None:
@@ -80,7 +68,7 @@ async def serve(settings: VaultSettings, parent: int) -> None:
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     if settings.die_with_parent:
         die_with_parent(parent)
-    held = [hold(settings.run_dir), hold(settings.segment_dir)]
+    held = [take(settings.run_dir), take(settings.segment_dir)]
     store = SegmentStore(settings.segment_dir, settings.node, settings.memory_limit)
     found = await asyncio.to_thread(store.adopt)
     vault = Vault(settings, store, SYSTEM_CLOCK)
@@ -99,7 +87,7 @@ async def serve(settings: VaultSettings, parent: int) -> None:
 
 def _leave(settings: VaultSettings, store: SegmentStore, keep: bool) -> None:
     settings.ready_file.unlink(missing_ok=True)
-    (settings.run_dir / ".vault.lock").unlink(missing_ok=True)
+    (settings.run_dir / LOCK_FILE).unlink(missing_ok=True)
     if keep:
         log.info("%d jobs' slots stay in %s", len(store.jobs()), settings.segment_dir, extra={"node": settings.node})
         return
