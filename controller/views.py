@@ -12,6 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from controller.core.eviction import budget_left
+from controller.core.membership import able_nodes, seats_of, spares
 from controller.core.state import FleetState, JobLive, JobRecord, NodeRecord
 from controller.push import Outbox
 from everstep import __version__
@@ -100,6 +101,7 @@ def node_detail(desk: Desk, node: str) -> op.NodeDetail:
         findings=tuple(record.findings.values()),
         evictions=len(record.evictions),
         outbox=desk.outbox.depth(node),
+        registered_at=record.registered_at,
     )
 
 
@@ -110,19 +112,25 @@ def _progress(spec: GenerationSpec | None, live: JobLive | None) -> list[RankPro
     return [live.progress[rank] for rank in sorted(live.progress) if live.progress[rank].generation == spec.number]
 
 
-def _spares(state: FleetState, job: JobRecord) -> list[str]:
-    """Healthy nodes that offer themselves to the job and have no seat in it."""
-    members = {member.node for member in job.generation.roster} if job.generation else set()
-    return [
-        node
-        for node, launcher in job.launchers.items()
-        if node not in members
-        and node not in job.excluded
-        and launcher.able
-        and launcher.confirmed
-        and (record := state.nodes.get(node)) is not None
-        and record.state is NodeState.HEALTHY
-    ]
+def _unable(state: FleetState, job: JobRecord) -> dict[str, str]:
+    """Nodes that offer themselves to the job and may not be seated now, and why."""
+    fit = {*able_nodes(state, job), *seats_of(job.generation)}
+    return {node: _why_unable(state, job, node) for node in job.launchers if node not in fit}
+
+
+def _why_unable(state: FleetState, job: JobRecord, node: str) -> str:
+    launcher, record = job.launchers[node], state.nodes.get(node)
+    if node in job.excluded:
+        return job.excluded[node]
+    if not launcher.able:
+        return launcher.why_not
+    if record is None or record.state is not NodeState.HEALTHY:
+        return record.sentence if record is not None and record.sentence else "its agent has not registered"
+    return (
+        "its agent has not been heard"
+        if launcher.confirmed
+        else "its agent began anew, and the launcher has not said so"
+    )
 
 
 def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
@@ -134,7 +142,7 @@ def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
         generation=spec.number if spec else 0,
         world_size=spec.world_size if spec else 0,
         nodes=len({member.node for member in spec.roster}) if spec else 0,
-        spares=len(_spares(state, job)),
+        spares=len(spares(state, job)),
         step=min((one.step for one in progress), default=(live.newest_step or 0) if live else 0),
         step_s=max((one.step_s for one in progress), default=0.0),
         loss=next((one.loss for one in progress if one.loss is not None), None),
@@ -158,13 +166,14 @@ def job_detail(desk: Desk, job: str) -> op.JobDetail:
         summary=job_summary(desk.state, record),
         spec=record.spec,
         roster=spec.roster if spec else (),
-        spares=tuple(_spares(desk.state, record)),
+        spares=tuple(spares(desk.state, record)),
         store=spec.store if spec else None,
         ranks=tuple(
             op.RankStatus(rank=one.rank, node=nodes[one.rank], step=one.step, step_s=one.step_s, loss=one.loss)
             for one in _progress(spec, desk.state.live_jobs.get(job))
             if one.rank in nodes
         ),
+        unable=_unable(desk.state, record),
     )
 
 
@@ -181,4 +190,5 @@ def fleet_status(desk: Desk) -> op.FleetStatus:
         budget_left=desk.budget_left(),
         breaker=state.fleet.breaker,
         newest_event=desk.newest_event(),
+        breaker_at=state.fleet.breaker_at if state.fleet.breaker else 0.0,
     )

@@ -90,7 +90,6 @@ def _note_launcher(turn: Turn, job: JobRecord, node: str, report: LauncherJoined
             node=node,
             incarnation=report.launcher,
             store=report.store,
-            joined_at=turn.now,
             generation=report.generation,
         )
         job.excluded.pop(node, None)

@@ -82,7 +82,6 @@ class LauncherRecord(msgspec.Struct, kw_only=True):
     node: NodeId
     incarnation: Incarnation
     store: Address
-    joined_at: float
     generation: GenerationNumber = 0
     able: bool = True
     confirmed: bool = True

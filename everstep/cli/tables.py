@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -18,11 +18,42 @@ from everstep.wire.v1 import operator as op
 
 def table(*columns: str, title: str | None = None, right: Iterable[str] = ()) -> Table:
     """An empty table in the house's look."""
-    made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", header_style="bold", pad_edge=False)
+    made = Table(
+        box=box.SIMPLE_HEAD,
+        title=title,
+        title_justify="left",
+        header_style="bold",
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     numbers = set(right)
     for column in columns:
         made.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
     return made
+
+
+class Overview:
+    """One line a thing, with all its columns where the terminal has ``wide`` of them, else with ``narrow``'s only."""
+
+    def __init__(
+        self,
+        rows: Iterable[Mapping[str, RenderableType]],
+        *,
+        columns: Sequence[str],
+        narrow: Sequence[str],
+        wide: int,
+        right: Iterable[str] = (),
+    ) -> None:
+        self._rows = list(rows)
+        self._columns, self._narrow, self._wide = columns, narrow, wide
+        self._right = tuple(right)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = self._columns if options.max_width >= self._wide else self._narrow
+        made = table(*columns, right=self._right)
+        for row in self._rows:
+            made.add_row(*(row[column] for column in columns))
+        yield made
 
 
 def _version(version: Version | None) -> str:
@@ -47,7 +78,8 @@ def status(fleet: op.FleetStatus) -> RenderableType:
     counts = Text(", ").join(Text.assemble(str(count), " ", state(name)) for name, count in sorted(fleet.nodes.items()))
     budget: RenderableType = f"{fleet.budget_left} evictions left"
     if fleet.breaker:
-        budget = Text(f"automatic eviction is stopped: {fleet.breaker}", style="bold red")
+        since = age(fleet.now - fleet.breaker_at)
+        budget = Text(f"automatic eviction is stopped since {since}: {fleet.breaker}", style="bold red")
     head = _pairs(
         (
             ("controller", f"{fleet.version}, up {age(fleet.now - fleet.started_at)}, life {fleet.epoch}"),
@@ -61,21 +93,28 @@ def status(fleet: op.FleetStatus) -> RenderableType:
 
 def nodes(found: Iterable[op.NodeSummary], now: float) -> RenderableType:
     """One line a node."""
-    made = table("node", "state", "for", "job", "gpus", "findings", "heard", "rack", "why", right=("gpus", "findings"))
-    for one in found:
-        heard = "-" if one.last_seen_at is None else f"{age(now - one.last_seen_at)} ago"
-        made.add_row(
-            Text(one.node, style="bold"),
-            state(one.state),
-            age(now - one.since),
-            one.job or "-",
-            str(one.gpus),
-            Text(str(one.findings), style="yellow" if one.findings else "dim"),
-            heard if one.connected else Text(heard, style="yellow"),
-            one.domain.rack or "-",
-            one.reason,
-        )
-    return made
+    return Overview(
+        (_node_row(one, now) for one in found),
+        columns=("node", "state", "for", "job", "gpus", "findings", "heard", "rack", "why"),
+        narrow=("node", "state", "for", "job", "why"),
+        wide=120,
+        right=("gpus", "findings"),
+    )
+
+
+def _node_row(one: op.NodeSummary, now: float) -> dict[str, RenderableType]:
+    heard = "-" if one.last_seen_at is None else f"{age(now - one.last_seen_at)} ago"
+    return {
+        "node": Text(one.node, style="bold"),
+        "state": state(one.state),
+        "for": age(now - one.since),
+        "job": one.job or "-",
+        "gpus": str(one.gpus),
+        "findings": Text(str(one.findings), style="yellow" if one.findings else "dim"),
+        "heard": heard if one.connected else Text(heard, style="yellow"),
+        "rack": one.domain.rack or "-",
+        "why": one.reason,
+    }
 
 
 def node(detail: op.NodeDetail, now: float) -> RenderableType:
@@ -89,6 +128,7 @@ def node(detail: op.NodeDetail, now: float) -> RenderableType:
             ("job", one.job or "-"),
             ("connected", "yes" if one.connected else Text("no", style="yellow")),
             ("agent", f"{detail.agent_version or '?'}, incarnation {detail.incarnation}"),
+            ("registered", f"{age(now - detail.registered_at)} ago" if detail.registered_at else "-"),
             ("driver", detail.driver_version or "-"),
             ("vault", detail.vault or "-"),
             ("domain", " ".join(filter(None, (one.domain.rack, one.domain.switch, one.domain.power))) or "-"),
@@ -128,23 +168,42 @@ def findings(found: Iterable[Finding], now: float) -> RenderableType:
 
 def jobs(found: Iterable[op.JobSummary]) -> RenderableType:
     """One line a job."""
-    columns = ("job", "state", "gen", "ranks", "nodes", "spares", "step", "step time", "loss", "committed", "verified")
-    made = table(*columns, right=columns[2:9])
-    for one in found:
-        made.add_row(
-            Text(one.job, style="bold"),
-            state(one.state),
-            str(one.generation),
-            str(one.world_size),
-            str(one.nodes),
-            str(one.spares),
-            str(one.step),
-            duration(one.step_s) if one.step_s else "-",
-            _loss(one.loss),
-            _version(one.committed),
-            _version(one.verified),
-        )
-    return made
+    return Overview(
+        (_job_row(one) for one in found),
+        columns=(
+            "job",
+            "state",
+            "gen",
+            "ranks",
+            "nodes",
+            "spares",
+            "step",
+            "step time",
+            "loss",
+            "committed",
+            "verified",
+        ),
+        narrow=("job", "state", "gen", "ranks", "spares", "step", "loss", "commit"),
+        wide=128,
+        right=("gen", "ranks", "nodes", "spares", "step", "step time", "loss", "commit"),
+    )
+
+
+def _job_row(one: op.JobSummary) -> dict[str, RenderableType]:
+    return {
+        "job": Text(one.job, style="bold"),
+        "state": state(one.state),
+        "gen": str(one.generation),
+        "ranks": str(one.world_size),
+        "nodes": str(one.nodes),
+        "spares": str(one.spares),
+        "step": str(one.step),
+        "step time": duration(one.step_s) if one.step_s else "-",
+        "loss": _loss(one.loss),
+        "committed": _version(one.committed),
+        "commit": "-" if one.committed is None else str(one.committed.step),
+        "verified": _version(one.verified),
+    }
 
 
 def job(detail: op.JobDetail, now: float) -> RenderableType:
@@ -168,6 +227,8 @@ def job(detail: op.JobDetail, now: float) -> RenderableType:
         parts.append(made)
     if detail.spares:
         parts.append(Text(f"spares: {', '.join(detail.spares)}"))
+    if detail.unable:
+        parts.append(_pairs((f"{node} waits", why) for node, why in detail.unable.items()))
     if detail.recoveries:
         parts.append(recoveries(detail.recoveries, now))
     return Group(*parts)

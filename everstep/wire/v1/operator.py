@@ -81,7 +81,7 @@ class NodeSummary(Message, frozen=True, kw_only=True):
 
 
 class NodeDetail(Message, frozen=True, kw_only=True):
-    """Everything known about a node. ``verdicts`` are its newest first."""
+    """Everything known about a node. ``verdicts`` are its newest first. ``registered_at``: when its agent last did."""
 
     summary: NodeSummary
     incarnation: Incarnation
@@ -94,6 +94,7 @@ class NodeDetail(Message, frozen=True, kw_only=True):
     verdicts: tuple[Verdict, ...] = ()
     evictions: int = 0
     outbox: int = 0
+    registered_at: float = 0.0
 
 
 class NodeList(Message, frozen=True, kw_only=True):
@@ -147,7 +148,10 @@ class JobSummary(Message, frozen=True, kw_only=True):
 
 
 class JobDetail(Message, frozen=True, kw_only=True):
-    """Everything known about a job. ``recoveries`` oldest first."""
+    """Everything known about a job. ``recoveries`` oldest first.
+
+    ``unable``: nodes whose launchers have joined and that may not be seated now, and why.
+    """
 
     summary: JobSummary
     spec: JobSpec
@@ -156,6 +160,7 @@ class JobDetail(Message, frozen=True, kw_only=True):
     store: Address | None = None
     ranks: tuple[RankStatus, ...] = ()
     recoveries: tuple[Recovery, ...] = ()
+    unable: dict[NodeId, str] = {}
 
 
 class JobList(Message, frozen=True, kw_only=True):
@@ -219,7 +224,7 @@ class FleetStatus(Message, frozen=True, kw_only=True):
     """The fleet on one screen. ``nodes`` counts by state; ``jobs`` are the ones not over.
 
     ``budget_left`` is how many nodes may be evicted now, ``breaker`` why automatic eviction is paused ("" when it is
-    not). ``epoch`` counts the controller's lives over this database.
+    not), since ``breaker_at``. ``epoch`` counts the controller's lives over this database.
     """
 
     version: str
@@ -232,3 +237,4 @@ class FleetStatus(Message, frozen=True, kw_only=True):
     budget_left: int = 0
     breaker: str = ""
     newest_event: int = 0
+    breaker_at: float = 0.0

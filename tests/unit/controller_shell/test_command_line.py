@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import re
 import socket
@@ -11,16 +12,18 @@ from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from everstep import __version__
-from everstep.cli import words
+from everstep.cli import tables, words
 from everstep.cli.main import app
+from everstep.ids import Version
 from everstep.tokens import TokenRole, mint
-from everstep.vocabulary import Action, Finding, FindingKind, Severity, Verdict
+from everstep.vocabulary import Action, Finding, FindingKind, JobState, NodeState, Severity, Verdict
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.agent import Domain, Gpu, Heartbeat, Numbered, Reports
-from everstep.wire.v1.training import AnyReport, FindingRaised, ProbeFinished, RankLost, RankProgress, Resumed
+from everstep.wire.v1.training import AnyReport, FindingRaised, JobSpec, ProbeFinished, RankLost, RankProgress, Resumed
 from tests.support.controllers import (
     SECRET,
     ControllerProcess,
@@ -137,6 +140,55 @@ def test_jobs_and_a_jobs_recoveries_are_shown(run: Any) -> None:
     result = run("job", "show", "gpt")
     assert result.exit_code == 0, result.output
     assert re.search(r"2\s+rank_lost.*abort 10\.0 ms.*kill-1", result.output)
+
+
+def drawn(what: Any, width: int) -> list[str]:
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(what)
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines() if line.strip()]
+
+
+JOB = op.JobSummary(
+    job="llama-70b-pretrain",
+    state=JobState.RUNNING,
+    generation=1234,
+    world_size=1024,
+    nodes=128,
+    spares=12,
+    step=1234567,
+    step_s=0.0123,
+    loss=12.3456,
+    committed=Version(1234, 1234560),
+    verified=Version(1234, 1234560),
+)
+
+
+@pytest.mark.parametrize(("width", "shown"), [(80, False), (200, True)])
+def test_a_job_is_one_line_whatever_the_terminals_width(width: int, shown: bool) -> None:
+    head, _, row = drawn(tables.jobs([JOB]), width)
+    assert ("verified" in head) is shown
+    for word in ("llama-70b-pretrain", "running", "1234567", "1024", "12.3456", "1234560"):
+        assert word in row
+
+
+def test_a_nodes_reason_has_room_on_a_terminal_of_80_columns() -> None:
+    why = "XID 79: GPU has fallen off the bus"
+    node = op.NodeSummary(node="node-17", state=NodeState.QUARANTINED, since=0.0, reason=why, job="gpt", gpus=8)
+    assert why in drawn(tables.nodes([node], 100.0), 80)[-1]
+
+
+def test_a_job_shows_who_waits_and_why_and_a_stopped_eviction_since_when() -> None:
+    job = op.JobDetail(
+        summary=JOB, spec=JobSpec(job="llama"), unable={"n4": "its launcher has no replacement for a lost rank"}
+    )
+    assert any(
+        re.match(r"n4 waits\s+its launcher has no replacement", line) for line in drawn(tables.job(job, 0.0), 80)
+    )
+    fleet = op.FleetStatus(
+        version="1", epoch=1, now=190.0, started_at=0.0, nodes={}, breaker="the budget is used up", breaker_at=10.0
+    )
+    assert any("stopped since 3 min: the budget" in line for line in drawn(tables.status(fleet), 120))
 
 
 def test_a_trace_is_told_as_a_story_with_times(run: Any) -> None:

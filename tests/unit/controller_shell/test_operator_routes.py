@@ -97,6 +97,24 @@ def test_the_status_counts_nodes_and_shows_running_jobs(client: TestClient) -> N
     assert (job.job, job.state, job.generation, job.world_size, job.nodes, job.spares) == ("j", "running", 1, 2, 2, 1)
 
 
+def test_a_node_that_waits_and_may_not_be_seated_says_why(client: TestClient) -> None:
+    speakers = running_job(client, "n1", "n2", spare="n3")
+    assert get(client, "/v1/jobs/j", op.JobDetail).unable == {}
+    hopeless = RankLost(job="j", at=1.0, generation=1, rank=1, local_rank=0, detail="killed", replacement=False)
+    speakers[1].report(hopeless)
+    detail = get(client, "/v1/jobs/j", op.JobDetail)
+    assert detail.unable == {"n2": "its launcher has no replacement for a lost rank"}
+    assert detail.spares == ()
+    speakers[2].report(FindingRaised(finding=FELL_OFF))
+    assert "fallen off the bus" in get(client, "/v1/nodes/n3", op.NodeDetail).summary.reason
+
+
+def test_a_node_says_when_its_agent_registered(client: TestClient) -> None:
+    fleet(client, "n1")
+    detail = get(client, "/v1/nodes/n1", op.NodeDetail)
+    assert 0 < detail.registered_at <= get(client, "/v1/status", op.FleetStatus).now
+
+
 def test_a_recovery_is_told_with_its_phases_and_its_trace(client: TestClient) -> None:
     speakers = running_job(client, "n1", "n2")
     lost = RankLost(job="j", at=1.0, generation=1, rank=1, local_rank=0, detail="killed", signal=9, trace="kill-1")
