@@ -79,19 +79,21 @@ JOB = (
     Panel("Spares", "Nodes that wait.", ((_job("job_spares"), "{{job}}"),), "stat", width=4),
     Panel("Loss", "As the lowest rank reports it.", ((_job("job_loss"), "{{job}}"),), "stat", width=4),
     Panel(
-        "Steps at risk",
-        "Finished and not committed yet.",
-        (('everstep:job:uncommitted_steps{job=~"$job"}', "{{job}}"),),
+        "Time at risk",
+        "Computed and not committed yet: what the loss of a node with its memory, or corruption, could cost at most.",
+        (('everstep:job:uncommitted_seconds{job=~"$job"}', "{{job}}"),),
         "stat",
+        unit="s",
         width=4,
-        bad_above=100,
+        bad_above=60,
     ),
     Panel("Loss curve", "Newest loss.", ((_job("job_loss"), "{{job}}"),)),
     Panel("Steps per second", "Over a minute.", (('everstep:job:steps_per_second{job=~"$job"}', "{{job}}"),)),
     Panel("Step time", "The slowest rank's.", ((_job("job_step_seconds"), "{{job}}"),), unit="s"),
     Panel(
         "Step, committed, verified",
-        "A crash restores the committed version, corruption the verified one.",
+        "A crash restores the newest whole version, mostly the last step, and never one before the committed one; "
+        "corruption the newest known to be clean.",
         (
             (_job("job_step"), "step {{job}}"),
             (_job("job_committed_step"), "committed {{job}}"),
