@@ -36,6 +36,11 @@ _SLOT = struct.Struct("<IIQQQQ")
 _SLOT_DIGEST = struct.Struct("<Q")
 
 
+def segment_name(kind: str, number: int) -> str:
+    """The file of a local rank's own slots (``own``), or of the copies of another node's rank (``replica``)."""
+    return f"{kind}-{number}"
+
+
 class SlotState(IntEnum):
     EMPTY = 0
     FILLING = 1

@@ -114,6 +114,7 @@ class GenerationKeeper:
         return result.step
 
     def before_update(self) -> None:
+        self._fence()  # first, while the state still stands
         if self._snapshotter is not None:
             with self._interrupter.atomic():  # shares a condition with the copier's thread
                 self._snapshotter.wait()

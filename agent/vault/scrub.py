@@ -6,7 +6,7 @@ import logging
 import threading
 
 from agent.vault.findings import Findings
-from agent.vault.segments import Segment, SegmentStore
+from agent.vault.segments import Segment, SegmentKey, SegmentStore
 from agent.vault.statistics import Tally
 from everstep.clock import Clock
 from everstep.errors import DigestMismatch
@@ -17,6 +17,9 @@ log = logging.getLogger(__name__)
 
 class Scrubber:
     """Goes over all sealed slots, again and again, at a bounded rate, in a thread of its own.
+
+    A slot that was not there in the round before is left for the next one: what a running job overwrites after a few
+    steps has no time to rot, and hashing it once more would cost the job's own cores.
 
     Args:
         interval_s: from one round's beginning to the next one's; a round that takes longer is followed at once.
@@ -38,6 +41,7 @@ class Scrubber:
         self._clock = clock
         self._interval_s = interval_s
         self._bytes_per_s = bytes_per_s
+        self._seen: set[tuple[SegmentKey, int, SlotHeader]] = set()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="scrub", daemon=True)
 
@@ -56,12 +60,15 @@ class Scrubber:
             self._stopping.wait(max(0.0, begun + self._interval_s - self._clock.monotonic()))
 
     def round(self) -> None:
-        """Hashes every slot that is sealed now, once."""
+        """Hashes every slot that is sealed now and was in the round before, once."""
+        before, self._seen = self._seen, set()
         for segment in self._store.segments():
             for slot, header in segment.view.sealed():
                 if self._stopping.is_set():
                     return
-                self._scrub(segment, slot, header)
+                self._seen.add((segment.key, slot, header))
+                if (segment.key, slot, header) in before:
+                    self._scrub(segment, slot, header)
 
     def _scrub(self, segment: Segment, slot: int, header: SlotHeader) -> None:
         try:

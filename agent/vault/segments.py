@@ -23,7 +23,15 @@ import msgspec
 from agent.vault.memory import Budget, allocate, populate
 from everstep.errors import ConfigurationError, DigestMismatch
 from everstep.ids import NAME_PATTERN, Version
-from everstep.slots import PAGE, SegmentView, SlotHeader, SlotState, format_segment, segment_bytes
+from everstep.slots import (
+    PAGE,
+    SegmentView,
+    SlotHeader,
+    SlotState,
+    format_segment,
+    segment_bytes,
+    segment_name,
+)
 from everstep.wire.v1.local import SlotInfo
 
 log = logging.getLogger(__name__)
@@ -44,7 +52,7 @@ class SegmentKey(msgspec.Struct, frozen=True, order=True):
 
     @property
     def filename(self) -> str:
-        return f"{self.kind}-{self.number}"
+        return segment_name(self.kind, self.number)
 
 
 class Segment:

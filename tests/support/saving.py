@@ -23,6 +23,7 @@ from trainer_hooks.config import HookSettings
 from trainer_hooks.regroup import Rendezvous
 from trainer_hooks.replicate import replicate
 from trainer_hooks.restore import restore
+from trainer_hooks.snapshot.copy import HostMover
 from trainer_hooks.snapshot.snapshotter import Snapshotter
 from trainer_hooks.state import TrackedState
 from trainer_hooks.vault_client import VaultClient
@@ -140,11 +141,12 @@ def stage(
     layout: str,
     until: int,
     save: bool = True,
-    dies: bool = False,
+    dies: str = "",
 ) -> dict[str, Any]:
     """Restores, trains to step ``until`` with a snapshot of every step, and says what came of it.
 
-    ``dies``: by SIGKILL, the moment the last step is finished; the others then leave without a word to each other.
+    ``dies``: by SIGKILL, the moment the last step is "finished", or while it is "copying" that. The others close as
+    soon as they have finished it, which is "survives".
     """
     host, port = spec.store.split(":")
     base = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
@@ -186,7 +188,7 @@ def _train(
     training: Training,
     until: int,
     save: bool,
-    dies: bool,
+    dies: str,
 ) -> dict[str, Any]:
     member = spec.roster[rank]
     findings: list[FindingRaised] = []
@@ -209,13 +211,20 @@ def _train(
         snapshotter.wait()
         waited = time.perf_counter() - began
         training.update()
+        if dies == "copying" and step == until:
+            HostMover.run = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment, return-value]
         began = time.perf_counter()
         if save:
             snapshotter.note(None, step)  # told of every version, as a candidate
             snapshotter.begin(step)
         blocked.append(waited + time.perf_counter() - began)
-    if dies:
+    if dies == "copying":
+        threading.Event().wait(30)
+    if dies == "finished":
         os.kill(os.getpid(), signal.SIGKILL)
+    if dies == "survives":
+        snapshotter.close(finish=True)
+        return {}
     snapshotter.wait()
     with heard:
         assert heard.wait_for(lambda: not save or not losses or _is_sealed(sealed, until), 20), sealed

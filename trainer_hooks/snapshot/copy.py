@@ -40,13 +40,13 @@ class Sources:
     def __init__(self, tensors: list[TrackedTensor], share: Share | None) -> None:
         """``share`` None: nothing is planned yet, so every volatile tensor is staged."""
         self.share = share
-        wanted = None if share is None else {piece.part for piece in share.pieces}
+        wanted = None if share is None else {piece.part for piece in (*share.pieces, *share.covers)}
         self._volatile = [(i, t) for i, t in enumerate(tensors) if t.volatile and (wanted is None or i in wanted)]
         self._staged = {i: torch.empty_like(t.local) for i, t in self._volatile}
         self._tensors = tensors
         devices = {t.local.device for t in tensors if t.local.device.type == "cuda"}
         self.mover = DeviceMover(min(devices, key=str)) if devices else HostMover()
-        self._views: tuple[Share, list[torch.Tensor]] | None = None
+        self._views: list[torch.Tensor] | None = None
         self._digests: tuple[Share, dict[str, WeightedDigest]] | None = None
 
     @property
@@ -70,9 +70,11 @@ class Sources:
         return self.mover.run(targets, views, digests)
 
     def _views_of(self, share: Share) -> list[torch.Tensor]:
-        if self._views is None or self._views[0] is not share:
-            self._views = share, [self._view(piece.part, piece.box) for piece in share.pieces]
-        return self._views[1]
+        if share is not self.share:
+            return [self._view(piece.part, piece.box) for piece in share.pieces]
+        if self._views is None:
+            self._views = [self._view(piece.part, piece.box) for piece in share.pieces]
+        return self._views
 
     def _view(self, part: int, box: Box) -> torch.Tensor:
         tensor = self._tensors[part]

@@ -2,7 +2,8 @@
 
 State that several ranks hold alike is divided among them so that each byte lies on ``replicas`` different nodes and
 no rank stores more than it must. State that one rank holds alone is its own to store, and its vault's to send on.
-Where all ranks are on one node, ``replicas`` of them store each byte: a rank may die while it copies.
+Where all ranks are on one node, one of them stores each byte, and others *cover* it: only when that one died while it
+copied do they store what they hold alike (docs/decisions/0010).
 """
 
 from __future__ import annotations
@@ -43,10 +44,16 @@ class Piece(msgspec.Struct, frozen=True, order=True):
 
 class Share(msgspec.Struct, frozen=True):
     """What one rank stores, exclusive pieces first, and the groups whose digests it takes part in: name to indices in
-    its layout."""
+    its layout. ``covers`` are pieces that it holds and that the ranks ``covered`` store."""
 
     pieces: tuple[Piece, ...]
     groups: dict[str, tuple[int, ...]]
+    covers: tuple[Piece, ...] = ()
+    covered: tuple[int, ...] = ()
+
+    def with_covers(self) -> Share:
+        """All that this rank can store for itself and others."""
+        return Share(tuple(sorted((*self.pieces, *self.covers), key=_exclusive_first)), {})
 
 
 class _Held(msgspec.Struct):
@@ -57,13 +64,21 @@ class _Held(msgspec.Struct):
     indices: list[int]
 
 
+class _Book(msgspec.Struct):
+    """A rank's share while it is made."""
+
+    pieces: list[Piece] = []
+    covers: list[Piece] = []
+    covered: set[int] = set()
+
+
 def divide(layouts: Sequence[Layout], nodes: Sequence[str], replicas: int) -> list[Share]:
     """Shares of all ranks. ``nodes[rank]`` is where a rank runs.
 
     The same arguments give the same answer on every rank, whatever the order of hashing or of arrival.
     """
     world = len(layouts)
-    pieces: list[list[Piece]] = [[] for _ in range(world)]
+    books = [_Book() for _ in range(world)]
     groups: list[dict[str, list[int]]] = [defaultdict(list) for _ in range(world)]
     by_holders: dict[tuple[int, ...], list[_Held]] = defaultdict(list)
     for held in _held_boxes(layouts):
@@ -72,14 +87,20 @@ def divide(layouts: Sequence[Layout], nodes: Sequence[str], replicas: int) -> li
             for rank, index in zip(held.ranks, held.indices, strict=True):
                 groups[rank][_group_name(held.ranks, world)].append(index)
     for holders in sorted(by_holders):
-        _divide_among(by_holders[holders], nodes, replicas, pieces)
+        _divide_among(by_holders[holders], nodes, replicas, books)
     return [
         Share(
-            tuple(sorted(mine, key=lambda p: (not p.exclusive, p))),
+            tuple(sorted(mine.pieces, key=_exclusive_first)),
             {name: tuple(indices) for name, indices in sorted(group.items())},
+            tuple(sorted(mine.covers)),
+            tuple(sorted(mine.covered)),
         )
-        for mine, group in zip(pieces, groups, strict=True)
+        for mine, group in zip(books, groups, strict=True)
     ]
+
+
+def _exclusive_first(piece: Piece) -> tuple[bool, Piece]:
+    return not piece.exclusive, piece
 
 
 def _group_name(ranks: Sequence[int], world: int) -> str:
@@ -101,7 +122,7 @@ def _held_boxes(layouts: Sequence[Layout]) -> Iterator[_Held]:
     yield from boxes.values()
 
 
-def _divide_among(boxes: list[_Held], nodes: Sequence[str], replicas: int, pieces: list[list[Piece]]) -> None:
+def _divide_among(boxes: list[_Held], nodes: Sequence[str], replicas: int, books: list[_Book]) -> None:
     """Gives every piece of ``boxes`` (all of the same holders) to the least loaded holders, different nodes first."""
     holders = boxes[0].ranks
 
@@ -112,7 +133,7 @@ def _divide_among(boxes: list[_Held], nodes: Sequence[str], replicas: int, piece
     copies = min(replicas, len(holders) if alone else nodes_of(holders))
     total = sum(held.part.nbytes for held in boxes)
     largest = max(SMALLEST_CUT_BYTES, total * copies // (len(holders) * len(holders) * CUTS_PER_HOLDER) + 1)
-    load = dict.fromkeys(holders, 0)
+    load, stored = dict.fromkeys(holders, 0), dict.fromkeys(holders, 0)
     units = [(held, box) for held in boxes for box in _units(held, largest, len(holders))]
     units.sort(key=lambda unit: -unit[1].volume * unit[0].part.itemsize)
     for held, box in units:
@@ -120,11 +141,18 @@ def _divide_among(boxes: list[_Held], nodes: Sequence[str], replicas: int, piece
             chosen = holders[:1]
         else:
             chosen = holders if held.part.nbytes <= SCALAR_BYTES else _least_loaded(load, nodes, copies)
+        exclusive = not alone and nodes_of(chosen) < replicas
+        storers = [min(chosen, key=stored.__getitem__)] if alone and held.part.nbytes > SCALAR_BYTES else chosen
         for rank in chosen:
-            load[rank] += box.volume * held.part.itemsize
-            pieces[rank].append(
-                Piece(held.indices[holders.index(rank)], box, not alone and nodes_of(chosen) < replicas)
-            )
+            nbytes = box.volume * held.part.itemsize
+            load[rank] += nbytes
+            piece = Piece(held.indices[holders.index(rank)], box, exclusive)
+            if rank in storers:
+                stored[rank] += nbytes
+                books[rank].pieces.append(piece)
+            else:
+                books[rank].covers.append(piece)
+                books[rank].covered.update(storers)
 
 
 def _units(held: _Held, largest: int, holders: int) -> Iterator[Box]:

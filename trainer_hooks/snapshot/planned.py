@@ -17,14 +17,25 @@ SMALLEST_BLOB_BYTES = 16 << 10
 
 
 class Planned:
-    """What each snapshot needs, made once: nothing in here depends on the step."""
+    """What each snapshot needs, made once: nothing in here depends on the step.
 
-    def __init__(self, layout: Layout, share: Share, manifest: Manifest, segment: MappedSegment) -> None:
+    ``with_covers``: the same for all that this rank can store, where others' pieces are among it.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        share: Share,
+        manifest: Manifest,
+        segment: MappedSegment,
+        with_covers: Planned | None = None,
+    ) -> None:
         self.layout = layout
         self.share = share
         self.manifest = manifest
         self.manifest_bytes = encode(manifest)
         self.segment = segment
+        self.with_covers = with_covers
         self._targets: dict[int, list[torch.Tensor]] = {}
 
     def fits(self, blob_bytes: int) -> bool:
@@ -69,16 +80,18 @@ class Planner:
         _, layouts, share = self._shared
         capacity = max(SMALLEST_BLOB_BYTES, 2 * blob_bytes)
         manifest = manifest_for(self._member.rank, layouts, share, capacity)
-        segment = self._open(manifest)
-        if on_gpu:
-            page_lock(segment)
-        return Planned(layout, share, manifest, segment)
+        if not share.covers:
+            return Planned(layout, share, manifest, self._open(manifest, on_gpu))
+        wide = share.with_covers()
+        wide_manifest = manifest_for(self._member.rank, layouts, wide, capacity)
+        segment = self._open(wide_manifest, on_gpu)
+        return Planned(layout, share, manifest, segment, Planned(layout, wide, wide_manifest, segment))
 
     def _nodes(self) -> list[str]:
         return [m.node for m in sorted(self._spec.roster, key=lambda m: m.rank)]
 
-    def _open(self, manifest: Manifest) -> MappedSegment:
-        """The rank's segment, with room for the larger share that is left when one node goes.
+    def _open(self, manifest: Manifest, on_gpu: bool) -> MappedSegment:
+        """The rank's segment, with room for ``manifest`` and for the larger share that is left when one node goes.
 
         Enlarging a segment costs the first touch of its pages, so it should not come on top of a loss.
         """
@@ -86,4 +99,7 @@ class Planner:
         fewer = max(world - node, node)
         payload = -(-manifest.payload_bytes * world // fewer) if world > node else manifest.payload_bytes
         slot_bytes = slot_bytes_for(2 * len(encode(manifest)), payload) + PAGE
-        return self._vault.open_segment(self._spec.job, self._member.local_rank, slot_bytes)
+        segment = self._vault.open_segment(self._spec.job, self._member.local_rank, slot_bytes)
+        if on_gpu:
+            page_lock(segment)
+        return segment

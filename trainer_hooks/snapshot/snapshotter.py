@@ -26,6 +26,7 @@ from everstep.wire.v1.local import Replicated
 from everstep.wire.v1.training import GenerationSpec, Member, Sealed
 from trainer_hooks.sdc.digest import unsigned
 from trainer_hooks.snapshot.copy import Sources, write_blob
+from trainer_hooks.snapshot.cover import all_sealed, store_with_covers
 from trainer_hooks.snapshot.exchange import Exchange
 from trainer_hooks.snapshot.layout import Layout, whole
 from trainer_hooks.snapshot.planned import Planned, Planner
@@ -76,6 +77,7 @@ class _Job:
         self.alone = look.sharded and not sources.on_gpu
         self.phase = _Phase.QUEUED
         self.copied = threading.Event()
+        self.over = threading.Event()
 
 
 class Snapshotter:
@@ -110,6 +112,7 @@ class Snapshotter:
         self._changed = threading.Condition()
         self._queue: _Job | None = None
         self._last: _Job | None = None
+        self._standing: _Job | None = None
         self._closing = False
         self._restored = restored
         self._committed = spec.restore.floor
@@ -139,7 +142,8 @@ class Snapshotter:
 
         Raises TypeError for tracked state that cannot be stored: that is for the user to mend.
         """
-        self.wait()
+        if self._last is not None:
+            self._await(self._last, self._last.over)  # so that no rank is two sealed versions behind another
         if self._clock.monotonic() < self._retry_at:
             return
         if self._look is None or not self._state.unchanged():
@@ -150,24 +154,26 @@ class Snapshotter:
         with self._changed:
             if self._closing:
                 return
-            self._queue = self._last = job
+            self._queue = self._last = self._standing = job
             self._changed.notify_all()
         if job.alone:
-            self.wait()
+            self._await(job, job.copied)
 
     def wait(self) -> None:
         """Blocks until the copy of the last ``begin`` is done; call it before the state changes again.
 
         Returns without a copy when the generation ended meanwhile, or no plan could be made in PATIENCE_S.
         """
-        job = self._last
-        if job is None:
-            return
+        if self._last is not None:
+            self._await(self._last, self._last.copied)
+            self._last.sources.mover.order_before_step()
+        self._standing = None
+
+    def _await(self, job: _Job, event: threading.Event) -> None:
         deadline = self._clock.monotonic() + PATIENCE_S
-        while not job.copied.wait(POLL_S):
+        while not event.wait(POLL_S):
             if self._clock.monotonic() > deadline and self._give_up(job):
                 break
-        job.sources.mover.order_before_step()
 
     def note(self, committed: Version | None, candidate: int | None) -> None:
         """What the controller says: the newest committed version, and the step whose version may be committed next.
@@ -184,8 +190,9 @@ class Snapshotter:
         """The generation is over for this rank.
 
         Args:
-            finish: the live state stands still, so a copy that was begun is completed and sealed (bounded by
-                FINISH_S). Otherwise it is left unfinished, where nobody reads it; one that was copied is sealed.
+            finish: a copy that was begun is completed and sealed (bounded by FINISH_S), since the live state stands
+                still until then, and so is what others died over while they copied it. Otherwise it is left
+                unfinished, where nobody reads it; one that was copied is sealed.
         """
         with self._changed:
             self._closing = True
@@ -198,6 +205,8 @@ class Snapshotter:
         self._thread.join(timeout=FINISH_S)
         if self._thread.is_alive():
             log.warning("the last copy did not end in %.0f s and is left behind", FINISH_S, extra=self._where)
+        elif finish and self._standing is not None:
+            self._attempt(partial(self._cover, self._standing), f"cover step {self._standing.version.step}")
 
     def _look_again(self, tag: str) -> _Look:
         """Finds the tensors anew; only where their layout is another one is there something to plan under ``tag``."""
@@ -258,6 +267,7 @@ class Snapshotter:
     def _end(self, job: _Job) -> None:
         job.phase = _Phase.OVER
         job.copied.set()
+        job.over.set()
 
     def _advance(self, job: _Job, before: _Phase, after: _Phase) -> bool:
         """Moves a job on, unless it was given up meanwhile."""
@@ -298,6 +308,16 @@ class Snapshotter:
         if job.kept:
             self._kept = job.version
         self._tell(planned, slot, job, {group: f"{unsigned(d):016x}" for group, d in digests.items()})
+
+    def _cover(self, job: _Job) -> None:
+        """Stores what ranks of this node died over, of the last finished step: no optimizer has touched it since."""
+        planned, version = self._planned, job.version
+        if planned is None or planned.with_covers is None or planned.layout is not job.look.layout:
+            return
+        others = [self._spec.roster[rank] for rank in (self._member.rank, *planned.share.covered)]
+        if not all_sealed(planned.segment.directory, others, version):
+            slot = self._slot(planned)
+            store_with_covers(planned.with_covers, slot, self._member.rank, version, job.blob, job.sources)
 
     def _is_candidate(self, version: Version) -> bool:
         with self._changed:

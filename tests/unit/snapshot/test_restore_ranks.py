@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -33,12 +34,13 @@ class Fleet:
     ) -> GenerationSpec:
         plain = generation(
             number,
-            ranks=[(node, 0) for node in nodes],
+            ranks=[(node, nodes[:rank].count(node)) for rank, node in enumerate(nodes)],
             store=f"127.0.0.1:{self.store.port}",
             restore=rule or RestoreRule(),
             spec=JobSpec(job=JOB, max_nodes=4, replicas=replicas),
         )
         ring = {node: tuple(nodes[(i + k) % len(nodes)] for k in range(1, replicas)) for i, node in enumerate(nodes)}
+        ring = {node: tuple(other for other in others if other != node) for node, others in ring.items()}
         return GenerationSpec(
             **{f: getattr(plain, f) for f in plain.__struct_fields__ if f not in ("holders", "replica_nodes")},
             holders=self.vaults.holders(),
@@ -72,13 +74,15 @@ class Fleet:
         save: bool = True,
         replicas: int = 2,
         dying: int = -1,
+        how: str = "",
     ) -> list[ForkedChild]:
         spec = self.spec(number, nodes, rule, replicas)
         alive = [self.by_node[node] for node in self.by_node if self.by_node[node].process.poll() is None]
         self.vaults.configure(*alive, generation=number)
+        other = "survives" if how else ""
         sockets = [str(self.by_node[node].run_dir / "vault.sock") for node in nodes]
         return [
-            self.forks.start(stage, spec, rank, socket, model, layout, until, save, rank == dying)
+            self.forks.start(stage, spec, rank, socket, model, layout, until, save, how if rank == dying else other)
             for rank, socket in enumerate(sockets)
         ]
 
@@ -154,13 +158,17 @@ def test_the_state_survives_a_node_that_is_gone_with_its_memory(fleet: Fleet, la
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
-def test_a_finished_step_outlives_the_process_that_finished_it(fleet: Fleet, layout: str) -> None:
-    ranks = fleet.start(1, 4, layout=layout, model="wide", dying=2)
-    for rank in (0, 1, 3):
-        ranks[rank].wait()
-    after = fleet.run(2, 5, layout=layout, model="wide")
+@pytest.mark.parametrize("nodes", [NODES, ("n1",) * 4], ids=["four nodes", "one node"])
+@pytest.mark.parametrize(("layout", "how"), [("ddp", "copying"), ("ddp", "finished"), ("fsdp2", "finished")])
+def test_a_finished_step_outlives_each_process_that_finished_it(
+    fleet: Fleet, layout: str, how: str, nodes: Sequence[str]
+) -> None:
+    ranks = fleet.start(1, 4, layout=layout, model="wide", nodes=nodes, dying=2, how=how)
+    assert [rank.wait().signal for rank in ranks] == [None, None, signal.SIGKILL, None]
+    after = fleet.run(2, 5, layout=layout, model="wide", nodes=nodes)
     assert [r["restored"].version for r in after] == [Version(1, 4)] * 4
+    whole = fleet.run(3, 5, layout=layout, model="wide", nodes=nodes, rule=RestoreRule(scratch=True), save=False)
+    assert [r["fingerprint"] for r in after] == [r["fingerprint"] for r in whole]
 
 
 @pytest.mark.slow

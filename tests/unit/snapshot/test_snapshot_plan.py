@@ -45,7 +45,7 @@ def test_every_byte_of_replicated_state_lies_on_as_many_nodes_as_asked_or_ranks_
         holders: dict[Box, set[str | int]] = {}
         for rank, share in enumerate(shares):
             place = rank if nodes == 1 else where[rank]
-            for piece in share.pieces:
+            for piece in (*share.pieces, *share.covers):
                 if piece.part == index:
                     assert place not in holders.setdefault(piece.box, set()) or tensor.nbytes <= 64
                     holders[piece.box].add(place)
@@ -61,6 +61,19 @@ def test_shares_of_replicated_state_are_balanced_within_a_few_percent() -> None:
     loads = [sum(p.box.volume * 4 for p in share.pieces) for share in shares]
     assert sum(loads) <= 1.01 * 2 * sum(p.nbytes for p in layouts[0].parts)
     assert max(loads) <= 1.05 * min(loads)
+
+
+def test_on_one_node_every_byte_is_stored_once_and_covered_by_another_rank() -> None:
+    layouts = replicated([512 * 16] * 8 + [1] * 40, 4)
+    shares = divide(layouts, ["n1"] * 4, 2)
+    stored = [sum(p.box.volume * 4 for p in share.pieces) for share in shares]
+    assert sum(stored) <= 1.01 * sum(p.nbytes for p in layouts[0].parts)
+    assert max(stored) <= 1.1 * min(stored)
+    for rank, share in enumerate(shares):
+        theirs = {(p.part, p.box) for other in share.covered for p in shares[other].pieces}
+        assert {(p.part, p.box) for p in share.covers} <= theirs
+        assert rank not in share.covered
+    assert set.union(*(set(share.covered) for share in shares)) == {0, 1, 2, 3}
 
 
 def test_a_shard_is_its_owners_and_exclusive_and_the_scalar_beside_it_is_everybodys() -> None:

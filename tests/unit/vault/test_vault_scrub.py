@@ -37,6 +37,10 @@ class Bench:
         findings = Findings("n1", clock, self.tally, self.told.append)
         self.scrubber = Scrubber(self.store, findings, self.tally, clock, interval_s=1.0, bytes_per_s=1e12)
 
+    def rounds(self, count: int) -> None:
+        for _ in range(count):
+            self.scrubber.round()
+
     def fill(self, slot: int, version: Version) -> None:
         self.rank.begin(slot, 2, version, b"manifest", SIZE)[:] = noise(SIZE)
         self.rank.seal(slot)
@@ -57,19 +61,27 @@ def test_good_slots_are_hashed_and_left_alone(bench: Bench) -> None:
     bench.fill(0, Version(1, 1))
     bench.fill(1, Version(1, 2))
     bench.rank.begin(2, 2, Version(1, 3), b"", 50)
-    bench.scrubber.round()
+    bench.rounds(2)
     counters, _ = bench.tally.read()
     assert (counters["scrubbed_slots"], counters["corrupt_slots"], bench.told) == (2, 0, [])
     assert counters["scrubbed_bytes"] == 2 * (SIZE + len(b"manifest"))
     assert len(list(bench.rank.sealed())) == 2
 
 
+def test_what_is_overwritten_from_round_to_round_is_not_hashed(bench: Bench) -> None:
+    for step in range(1, 4):
+        bench.fill(0, Version(1, step))
+        bench.rounds(1)
+    assert bench.tally.read()[0]["scrubbed_slots"] == 0
+    bench.rounds(1)
+    assert bench.tally.read()[0]["scrubbed_slots"] == 1
+
+
 @pytest.mark.parametrize(("at", "words"), [(3, "chunk 0"), (CHUNK_BYTES + 9, "chunk 1")])
 def test_a_flipped_bit_is_found_and_told_once(bench: Bench, at: int, words: str) -> None:
     bench.fill(1, Version(4, 5))
     bench.rank.payload(1)[at] ^= 16
-    bench.scrubber.round()
-    bench.scrubber.round()
+    bench.rounds(3)
     (raised,) = bench.told
     finding = raised.finding
     assert raised.job == JOB
@@ -89,7 +101,7 @@ def test_a_flipped_bit_in_the_manifest_is_found_too(bench: Bench) -> None:
     with bench.segment.path.open("r+b") as file:
         file.seek(at)
         file.write(b"n")
-    bench.scrubber.round()
+    bench.rounds(2)
     assert "manifest" in bench.told[0].finding.message
 
 
@@ -115,8 +127,9 @@ def test_a_slot_that_is_filled_again_and_again_is_never_misjudged(bench: Bench) 
 
 def test_a_job_that_is_forgotten_while_it_is_hashed_is_no_finding(bench: Bench) -> None:
     bench.fill(0, Version(1, 1))
+    bench.rounds(1)
     bench.store.forget(JOB)
-    bench.scrubber.round()
+    bench.rounds(1)
     assert bench.told == []
 
 
