@@ -22,6 +22,8 @@ from everstep.ids import Version
 from everstep.wire.v1.directives import VersionNotice
 from everstep.wire.v1.training import GenerationSpec, RestoreRule, Sealed
 
+FORGOTTEN = -1
+"""A candidate that no version is of."""
 NOTHING = Version(0, 0)
 """A ceiling below every version (generations count from 1): nothing that is stored may be restored."""
 
@@ -104,8 +106,8 @@ def _settle(turn: Turn, job: JobRecord, live: JobLive, version: Version, ballot:
     verified = bool(ballot.digests) and corroborated(ballot.digests, frozenset(ballot.said))
     if verified:
         live.verified = version
-    if ballot.safe == ballot.said and live.candidate in (None, version.step):
-        _commit(turn, job, version, ballot, verified=verified)
+    if ballot.safe == ballot.said and live.candidate in (None, version.step) and job.leaving is None:
+        _commit(turn, job, version, ballot, verified=verified)  # past a boundary, ranks keep what was committed before
     return None
 
 
@@ -139,6 +141,13 @@ def expect_commit(turn: Turn, job: JobRecord) -> None:
     live = turn.state.live_jobs[job.job]
     if live.candidate is None and live.candidate_due == 0.0:
         _look_later(turn, job, live, turn.policy.candidate_patience_s)
+
+
+def resume_commits(turn: Turn, job: JobRecord) -> None:
+    """After a restart nobody knows what was announced, or given up, before: nothing is committed until the next is."""
+    live = turn.state.live_jobs[job.job]
+    live.candidate = FORGOTTEN
+    _look_later(turn, job, live, turn.policy.candidate_patience_s)
 
 
 def check_candidate(turn: Turn, job: JobRecord) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from controller.core import jobs
 from controller.core.checkpoints import Vote, roll_back, take_seal
 from controller.core.eviction import evict, serving
-from controller.core.generations import Cause, regroup
+from controller.core.generations import Cause, boundary_crossed, regroup
 from controller.core.losses import node_left_jobs, running_spec
 from controller.core.state import JobRecord
 from controller.core.turn import Turn
@@ -15,6 +15,9 @@ from everstep.wire.v1.training import GenerationSpec, Sealed
 
 def seal_arrived(turn: Turn, job: JobRecord, node: str, report: Sealed) -> None:
     """A rank's share of a version. Only ranks of the running generation count, each only for itself."""
+    coming = job.generation if job.leaving is not None else None
+    if coming is not None and report.generation == coming.number and is_member(coming, node, report.rank):
+        boundary_crossed(turn, job)
     spec = running_spec(job)
     if spec is None or job.state is not JobState.RUNNING or report.generation != spec.number:
         turn.ignore("sealed.stale")
@@ -47,10 +50,16 @@ def _digests_differ(turn: Turn, job: JobRecord, spec: GenerationSpec, report: Se
         what = f"digests of version {report.version} differ without a majority among {', '.join(tied)}"
         settled = _second_opinion(turn, job, tied, what)
     if not settled and _too_many(turn, job):
-        jobs.fail(turn, job, f"{what}; wrong for the {len(job.ties)}. time, and whoever computes wrongly is still in")
+        jobs.fail(turn, job, f"{what}; wrong for the {len(job.ties)}. time, and {_whose_fault(turn, job)}")
         return
     cause = Cause(reason=GenerationReason.CORRUPTION, sentence=f"{what}; {back}", trace=turn.trace)
     regroup(turn, job, cause)
+
+
+def _whose_fault(turn: Turn, job: JobRecord) -> str:
+    if turn.state.live_jobs[job.job].verified is None:
+        return "digests of this job never agreed: where replicas need not be equal, --digest-interval 0 ends the vote"
+    return "whoever computes wrongly is still in"
 
 
 def _convict(turn: Turn, job: JobRecord, nodes: list[str], what: str) -> bool:
@@ -98,15 +107,17 @@ def _leave_others(turn: Turn, job: JobRecord, node: str, cause: Cause) -> None:
 def _second_opinion(turn: Turn, job: JobRecord, tied: list[str], what: str) -> bool:
     """Suspicion on all of a tie; True where one of them is convicted and out.
 
-    Ranks of one node that differ convict it. Who was tied before, with others than now, is in both ties.
+    Ranks of one node that differ convict it. Who was tied before, with others than now, is in both ties; but where
+    digests never agreed, it may be the vote that is wrong.
     """
     if len(tied) == 1:
         return _convict(turn, job, tied, f"ranks of {tied[0]} differ among themselves")
+    agreed_once = turn.state.live_jobs[job.job].verified is not None
     convicted = []
     for node in tied:
         record = turn.state.nodes[node]
         others = [other for other in tied if other != node]
-        if record.against and not set(record.against) & set(others):
+        if agreed_once and record.against and not set(record.against) & set(others):
             convicted.append(node)
         record.against = others
     if len(convicted) == 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from controller.core.checkpoints import expect_commit
+from controller.core.checkpoints import resume_commits
 from controller.core.liveness import watch
 from controller.core.membership import seats_of
 from controller.core.policy import CorePolicy
@@ -76,7 +76,7 @@ def started(turn: Turn) -> None:
         job_live.resume_due = turn.now + turn.policy.resume_deadline_s
         job_live.fallback_at = turn.now + turn.policy.boundary_fallback_s
         if state.jobs[name].resumed_at is not None:
-            expect_commit(turn, state.jobs[name])
+            resume_commits(turn, state.jobs[name])
         for due in (turn.now, job_live.fallback_at, job_live.resume_due):
             turn.wake(due, "job", name)
 

@@ -339,8 +339,9 @@ class Snapshotter:
     def _needed(self, view: SegmentView) -> set[Version]:
         """The two newest, the committed one and the one that is to be committed.
 
-        No two ranks are more than one sealed version apart, since each step's collectives need all of them; so the two
-        newest of every rank have one in common. What this generation did not restore is no state of its own.
+        A version is let go when the third one after it is begun. Then every rank has taken part in that step, so it had
+        begun the second one after it, for which it had sealed the next one: that one all ranks have. What this
+        generation did not restore is no state of its own.
         """
         sealed = {header.version for _, header in view.sealed()}
         own = sorted(v for v in sealed if v.generation == self._spec.number or v == self._restored)

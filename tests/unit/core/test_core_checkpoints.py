@@ -14,7 +14,7 @@ from controller.core.events import OperatorAction
 from everstep.ids import Version
 from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.directives import NewGeneration, StopJob, VersionNotice
-from everstep.wire.v1.training import RestoreRule
+from everstep.wire.v1.training import RestoreRule, Sealed
 from tests.support.core_fleet import CoreFleet, decisions, generations, sent
 
 ballots = st.dictionaries(st.integers(0, 7), st.sampled_from("abc"), min_size=1)
@@ -90,12 +90,38 @@ def test_seals_of_a_generation_that_is_over_are_refused() -> None:
     assert fleet.state.ignored["sealed.stale"] == 2
 
 
-def test_seals_count_on_until_an_announced_boundary() -> None:
+def test_until_an_announced_boundary_digests_are_compared_and_nothing_is_committed() -> None:
     fleet = CoreFleet()
     fleet.start(2, 1)
+    fleet.seal(3)
     fleet.order(OperatorAction.DRAIN, node="n1")
     assert fleet.job().leaving is not None
-    assert _versions(fleet.seal(5)) == [(Version(1, 5), True)]
+    candidate = fleet.state.live_jobs["job"].candidate or 0
+    assert _versions(fleet.seal(candidate)) == [], "the ranks of the next generation were told of 1:3"
+    assert fleet.state.live_jobs["job"].verified == Version(1, candidate)
+    assert fleet.spec().restore.floor == fleet.state.live_jobs["job"].committed == Version(1, 3)
+
+
+def test_the_first_seal_behind_a_boundary_crosses_it() -> None:
+    fleet = CoreFleet()
+    fleet.start(2, 1)
+    fleet.seal(3)
+    fleet.order(OperatorAction.DRAIN, node="n1")
+    number = fleet.spec().number
+    for rank, member in enumerate(fleet.spec().roster):
+        words = Sealed(
+            job="job",
+            at=fleet.now,
+            generation=number,
+            rank=rank,
+            version=Version(number, 9),
+            bytes=1,
+            safe=True,
+            kept=True,
+        )
+        effects = fleet.report(member.node, words)
+    assert fleet.job().leaving is None
+    assert _versions(effects) == [(Version(number, 9), False)]
 
 
 def test_the_window_of_open_versions_is_bounded() -> None:
@@ -166,9 +192,12 @@ def test_after_a_restart_of_the_controller_commits_go_on() -> None:
     fleet.progress(step=7, step_s=0.5)
     fleet.seal(7)
     fleet.restart()
+    assert _versions(fleet.seal(9)) == [], "perhaps it was given up already"
     fleet.progress(step=12, step_s=0.5)
     late = fleet.advance(4.0, "n1", "n2")
-    assert sent(late, VersionNotice)["n1"].committed == Version(1, 7)
+    notice = sent(late, VersionNotice)["n1"]
+    assert notice.committed == Version(1, 7)
+    assert _versions(fleet.seal(notice.candidate)) == [(Version(1, notice.candidate), True)]
 
 
 # --- what a generation may start from ----------------------------------------------------------------------------
@@ -238,6 +267,21 @@ def test_a_liar_that_cannot_be_evicted_stops_the_job_in_the_end() -> None:
     assert set(sent(last, StopJob)) == {"n1", "n2", "n3"}
     assert fleet.node_state("n2") is NodeState.QUARANTINED, "nothing needs it any more"
     assert fleet.state.nodes["n2"].needs_operator
+
+
+def test_where_digests_never_agreed_the_vote_itself_is_under_suspicion() -> None:
+    fleet = CoreFleet()
+    fleet.start(2, 2)
+    fleet.seal(1, digests={1: "bad"})
+    fleet.disconnect("n1")
+    fleet.advance(30.0, "n2", "n3", "n4")
+    assert fleet.seats() == ["n3", "n2"] or fleet.seats() == ["n2", "n3"]
+    fleet.resume()
+    assert decisions(fleet.seal(1, digests={1: "bad"})) == [(n, "no_action") for n in fleet.seats()]
+    fleet.resume()
+    fleet.seal(1, digests={1: "bad"})
+    assert fleet.job_state() is JobState.FAILED
+    assert "--digest-interval 0" in fleet.job().sentence
 
 
 def test_ranks_of_one_node_that_disagree_convict_it() -> None:
