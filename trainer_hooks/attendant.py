@@ -103,7 +103,6 @@ class Attendant:
             RankStalled(
                 job=spec.job,
                 at=self._clock.wall(),
-                trace=spec.trace,
                 generation=spec.number,
                 rank=member.rank,
                 step=step,

@@ -223,7 +223,7 @@ class Worker:
     def _finished(self, spec: GenerationSpec, member: Member) -> None:
         """It returned. The group stays until everybody is done: peers may still read what this rank sent."""
         self._link.stand(
-            RankFinished(**self._report(spec), generation=spec.number, rank=member.rank, step=self._progress.step)
+            RankFinished(**self._report(), generation=spec.number, rank=member.rank, step=self._progress.step)
         )
         order = self._orders.wait_next(spec.number)
         self._timeline = Timeline()
@@ -255,7 +255,7 @@ class Worker:
         """At once: a witness's word shortens the wait for a rank's loss to be believed."""
         self._link.stand(
             CollectiveFailed(
-                **self._report(spec),
+                **self._report(),
                 generation=spec.number,
                 rank=member.rank,
                 step=self._progress.step,
@@ -271,7 +271,7 @@ class Worker:
         print(trace, file=sys.stderr, flush=True)
         self._link.stand(
             UserError(
-                **self._report(spec),
+                **self._report(),
                 generation=spec.number,
                 rank=member.rank,
                 step=self._progress.step,
@@ -289,8 +289,9 @@ class Worker:
         faulthandler.dump_traceback()
         os._exit(os.EX_TEMPFAIL)
 
-    def _report(self, spec: GenerationSpec) -> dict[str, Any]:
-        return {"job": self._job, "at": self._clock.wall(), "trace": spec.trace}
+    def _report(self) -> dict[str, Any]:
+        """What every report of something new begins with. No trace: a new fault begins a new story."""
+        return {"job": self._job, "at": self._clock.wall()}
 
     def _extra(self, spec: GenerationSpec) -> dict[str, Any]:
         node = self._welcome.node if self._welcome is not None else ""

@@ -37,6 +37,7 @@ def test_survivors_of_a_killed_rank_compute_in_the_next_generation(forks):
         scene.kill(3)
         witness = scene.heard(CollectiveFailed, 1)[0]
         assert witness.generation == 1
+        assert witness.trace == "", "a new fault is no part of the story that led to this generation"
         pids = {process.pid for process in scene.ranks.values()}
         scene.form(2, 0, 1, 2)
         acknowledged = resumed(scene, 2, 3)
@@ -214,6 +215,7 @@ def test_stalled_ranks_say_where_they_are_and_how_many_collectives_they_began(fo
         first, second = sorted(scene.heard(RankStalled, 2), key=lambda m: m.rank)
         assert "wait_for_nobody" in first.stacks
         assert "all_reduce" in first.stacks
+        assert first.trace == ""
         assert (first.step, first.collectives) > (second.step, second.collectives)
         scene.form(2, 0)
         resumed(scene, 2, 1)
