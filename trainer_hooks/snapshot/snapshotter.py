@@ -11,8 +11,6 @@ import enum
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from functools import partial
 
 from torch._C._distributed_c10d import Store
@@ -22,7 +20,6 @@ from everstep.errors import EverstepError
 from everstep.ids import Version
 from everstep.slots import SegmentView, slot_to_fill
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep.wire.v1.local import Replicated
 from everstep.wire.v1.training import GenerationSpec, Member, Sealed
 from trainer_hooks.sdc.digest import unsigned
 from trainer_hooks.snapshot.copy import Sources, write_blob
@@ -30,6 +27,7 @@ from trainer_hooks.snapshot.cover import all_sealed, store_with_covers
 from trainer_hooks.snapshot.exchange import Exchange
 from trainer_hooks.snapshot.layout import Layout, whole
 from trainer_hooks.snapshot.planned import Planned, Planner
+from trainer_hooks.snapshot.reports import Reports, SealedShare
 from trainer_hooks.state import TrackedState, TrackedTensor
 from trainer_hooks.vault_client import VaultClient
 
@@ -42,8 +40,6 @@ PATIENCE_S = 2.0
 RETRY_S = 5.0
 """After a plan failed, snapshots are skipped for this long, so that training does not stop for each attempt. Also how
 often a failure that stays is told."""
-REPLICATION_PATIENCE_S = 1.0
-"""How long a copy waits until the version before it is replicated, so that nodes too hold versions one step apart."""
 FINISH_S = 5.0
 START = "start"
 
@@ -105,7 +101,7 @@ class Snapshotter:
         self._state = state
         self._spec = spec
         self._member = member
-        self._on_sealed = on_sealed
+        self._reports = Reports(vault, spec, member, on_sealed, clock)
         self._clock = clock
         self._where = {"node": member.node, "job": spec.job, "generation": spec.number}
         self._stop = threading.Event()
@@ -118,8 +114,6 @@ class Snapshotter:
         self._committed = spec.restore.floor
         self._candidate = 1 if restored is None else restored.step + 1
         self._kept: Version | None = None
-        self._replicating: Future[Replicated] | None = None
-        self._in_trouble = False
         self._retry_at = self._warn_at = float("-inf")
         self._planner = Planner(
             vault, spec, member, Exchange(store, member.rank, spec.world_size, clock, self._stop), PATIENCE_S
@@ -202,6 +196,7 @@ class Snapshotter:
                     self._end(self._last)
             self._changed.notify_all()
         self._stop.set()
+        self._reports.close()
         self._thread.join(timeout=FINISH_S)
         if self._thread.is_alive():
             log.warning("the last copy did not end in %.0f s and is left behind", FINISH_S, extra=self._where)
@@ -307,7 +302,15 @@ class Snapshotter:
         job.copied.set()
         if job.kept:
             self._kept = job.version
-        self._tell(planned, slot, job, {group: f"{unsigned(d):016x}" for group, d in digests.items()})
+        share = SealedShare(
+            version=job.version,
+            slot=slot,
+            nbytes=manifest.payload_bytes,
+            exclusive=manifest.exclusive,
+            kept=job.kept,
+            digests={group: f"{unsigned(digest):016x}" for group, digest in digests.items()},
+        )
+        self._reports.sealed(share, self._needed(view))
 
     def _cover(self, job: _Job) -> None:
         """Stores what ranks of this node died over, of the last finished step: no optimizer has touched it since."""
@@ -329,10 +332,7 @@ class Snapshotter:
 
     def _slot(self, planned: Planned) -> int:
         """Where to write: over the oldest of those that are not kept."""
-        if self._replicating is not None and not self._in_trouble:
-            _, late = wait_for([self._replicating], timeout=REPLICATION_PATIENCE_S)
-            if late:
-                self._tell_trouble(f"no answer within {REPLICATION_PATIENCE_S:.0f} s")
+        self._reports.await_copies()
         view = planned.segment.view
         return slot_to_fill([view.header(slot) for slot in range(view.slots)], self._needed(view))
 
@@ -347,63 +347,3 @@ class Snapshotter:
         own = sorted(v for v in sealed if v.generation == self._spec.number or v == self._restored)
         with self._changed:
             return {*own[-2:], *(v for v in (self._committed, self._kept) if v is not None)}
-
-    # --- telling the vault and the controller
-
-    def _tell(self, planned: Planned, slot: int, job: _Job, digests: dict[str, str]) -> None:
-        exclusive = planned.manifest.exclusive
-        to = self._spec.replica_nodes.get(self._member.node, ()) if exclusive else ()
-        size = planned.manifest.payload_bytes
-        if not to:  # the slot's header says all that the vault needs to know
-            self._report(job, size, digests, wanted=0, nodes=())
-            return
-        future = self._replicating = self._vault.sealed(
-            job=self._spec.job,
-            generation=self._spec.number,
-            rank=self._member.rank,
-            local_rank=self._member.local_rank,
-            slot=slot,
-            version=job.version,
-            replicate=((0, exclusive),),
-            to=to,
-            keep=tuple(sorted(self._needed(planned.segment.view))),
-        )
-        future.add_done_callback(lambda answered: self._replicated(answered, job, size, digests, len(to)))
-
-    def _replicated(
-        self, answered: Future[Replicated], job: _Job, size: int, digests: dict[str, str], nodes: int
-    ) -> None:
-        """Reports a share with who has copies of it: as many as the job asks for, or as there are nodes for."""
-        error = answered.exception()
-        trouble = error or answered.result().failed
-        self._tell_trouble(f"version {job.version}: {trouble}" if trouble else "")
-        wanted = min(self._spec.spec.replicas - 1, nodes)
-        self._report(job, size, digests, wanted=wanted, nodes=() if error else answered.result().nodes)
-
-    def _report(self, job: _Job, size: int, digests: dict[str, str], *, wanted: int, nodes: tuple[str, ...]) -> None:
-        """Tells of a version that the controller can do something with: commit it, or compare its digests."""
-        if not job.kept and not digests:
-            return
-        self._on_sealed(
-            Sealed(
-                job=self._spec.job,
-                at=self._clock.wall(),
-                generation=self._spec.number,
-                rank=self._member.rank,
-                version=job.version,
-                bytes=size,
-                safe=len(nodes) >= wanted,
-                kept=job.kept,
-                replicas=nodes,
-                digests=digests,
-            )
-        )
-
-    def _tell_trouble(self, trouble: str) -> None:
-        """Warns when replication begins to fail and when it works again, not at every step between."""
-        if bool(trouble) != self._in_trouble:
-            self._in_trouble = bool(trouble)
-            if trouble:
-                log.warning("what this rank alone holds is not replicated: %s", trouble, extra=self._where)
-            else:
-                log.info("what this rank alone holds is replicated again", extra=self._where)
