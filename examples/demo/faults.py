@@ -69,7 +69,7 @@ def node_killed(stage: Stage) -> None:
     record = FaultRecord("node_killed", f"SIGKILL to all of {node.name}: agent, vault, launcher, rank", node.name)
     stage.begin(record)
     node.kill()
-    stage.follow(record, {"node.lost", "node.silent", "node.disconnected", "rank.lost", "generation"})
+    stage.follow(record, {"node.lost", "node.disconnected", "launcher.left", "rank.lost", "generation"}, node.name)
 
 
 def xid_79(stage: Stage) -> None:

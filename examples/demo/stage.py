@@ -75,18 +75,22 @@ class Stage:
         assert event is not None
         return event
 
-    def follow(self, record: FaultRecord, kinds: set[str], node: str = "") -> None:
-        """Follows a fault that ends in a new generation: found, decided, first step of all."""
+    def follow(self, record: FaultRecord, kinds: set[str], node: str) -> None:
+        """Follows a fault that ends in a new generation: found, decided, first step of all.
+
+        It is found with the first event of ``kinds`` that is about ``node``, or about no node. The record's trace is
+        that of the generation: several may see a fault, and this one is answered.
+        """
 
         def tells(event: Event) -> bool:
             return event.kind in kinds and event.node in {node, ""}
 
         since = record.injected_at
         found = self.expect(since, f"{record.title}: found", tells)
-        record.found_at, record.trace, record.sentence = seen_at(found), found.trace, found.sentence
+        record.found_at = seen_at(found)
         decided = self.expect(since, f"{record.title}: a new generation", lambda event: event.kind == "generation")
         record.decided_at, record.generation = decided.at, decided.generation or 0
-        record.sentence = decided.sentence
+        record.trace, record.sentence = decided.trace, decided.sentence
         self.finish(record)
 
     def finish(self, record: FaultRecord) -> None:
