@@ -45,6 +45,15 @@ UNUSED = {
 }
 _SWITCHES = frozenset({"run_path", "virtual_local_rank"})
 """torchrun's flags that are taken and change nothing, with the reason that is printed."""
+_NOT_NEGATIVE = (
+    "max_restarts",
+    "standbys",
+    "standby_delay_s",
+    "digest_interval",
+    "user_retries",
+    "join_wait_s",
+    "grace_s",
+)
 
 
 class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +72,7 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     replicas: nodes that hold each byte of a checkpoint; on a single node, ranks (2: any one may be lost).
     digest_interval: steps between parameter digests (0: none); a corruption is found at most so many steps late.
     hang_threshold_s: seconds without progress that count as a hang; None: follows the job's own step time.
+    user_retries: how often the job goes on after an exception of the training function (0: it would come again).
     join_wait_s: how long the first generation waits for ``max_nodes`` once ``min_nodes`` are there, seconds.
     grace_s: seconds between SIGTERM and SIGKILL when workers are ended (torchrun: 30; a step must not take that long).
     exit_wait_s: seconds workers may go on after the job finished (300, as torchrun's exit barrier).
@@ -88,6 +98,7 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int = 2
     digest_interval: int = 10
     hang_threshold_s: float | None = None
+    user_retries: int = 0
     join_wait_s: float = 30.0
     grace_s: float = 5.0
     exit_wait_s: float = 300.0
@@ -110,7 +121,7 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
             )
         if isinstance(self.nproc_per_node, int) and not 1 <= self.nproc_per_node <= 64:
             raise ConfigurationError(f"--nproc-per-node {self.nproc_per_node}: a node runs 1 to 64 ranks")
-        for name in ("max_restarts", "standbys", "standby_delay_s", "digest_interval", "join_wait_s", "grace_s"):
+        for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"--{name.replace('_', '-')} cannot be negative")
         if not 1 <= self.replicas <= 8:
@@ -134,6 +145,7 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
             replicas=self.replicas,
             digest_interval=self.digest_interval,
             hang_threshold_s=self.hang_threshold_s,
+            max_user_retries=self.user_retries,
         )
 
 
@@ -171,6 +183,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
         replicas=given.replicas,
         digest_interval=given.digest_interval,
         hang_threshold_s=given.hang_threshold_s,
+        user_retries=given.user_retries,
         join_wait_s=given.join_wait_s,
         grace_s=given.grace_s,
         exit_wait_s=given.exit_wait_s,
@@ -229,6 +242,7 @@ def _own_flags(flag: _Flag) -> None:
     flag("replicas", type=int, default=2, help="nodes (on a single one: ranks) that hold each byte (2)")
     flag("digest-interval", type=int, default=10, help="steps between parameter digests, 0 for none (10)")
     flag("hang-threshold-s", type=float, default=None, help="seconds without progress that are a hang")
+    flag("user-retries", type=int, default=0, help="exceptions of the script that the job outlives (0)")
     flag("join-wait-s", type=float, default=30.0, help="seconds to wait for the maximum of nodes (30)")
     flag(
         "grace-s",

@@ -82,6 +82,7 @@ def test_a_module_needs_no_file() -> None:
         (["--nproc-per-node", "0"], "1 to 64"),
         (["--job", "a b"], "letters"),
         (["--standbys", "-1"], "negative"),
+        (["--user-retries", "-1"], "negative"),
         (["--replicas", "9"], "between 1 and 8"),
         (["--hang-threshold-s", "0"], "positive"),
         (["--tee", "3"], "--log-dir"),
@@ -106,6 +107,11 @@ def test_the_default_socket_is_used_only_where_there_is_one(
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         assert parse([script], {}).agent_socket == str(path)
+
+
+def test_an_exception_of_the_script_ends_the_job_unless_retries_are_asked_for(script: str) -> None:
+    assert parse([script], {}).job_spec(1).max_user_retries == 0
+    assert parse(["--user-retries", "2", script], {}).job_spec(1).max_user_retries == 2
 
 
 def test_every_byte_is_asked_for_twice_unless_told_otherwise(script: str) -> None:
