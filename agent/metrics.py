@@ -41,6 +41,7 @@ class AgentNumbers(msgspec.Struct, frozen=True, kw_only=True):
     silent_s: float | None
     local: Mapping[str, int]
     refused_connections: Mapping[str, int]
+    refused_scrapes: int
     connections: int
     jobs: int
     clock_skew_s: float | None
@@ -193,6 +194,9 @@ def _agent_families(n: AgentNumbers) -> Iterator[Metric]:
         "Local connections turned away or cut.",
         ("node", "reason"),
         (((n.node, reason), count) for reason, count in n.refused_connections.items()),
+    )
+    yield _counter(
+        "agent_scrapes_refused", "Requests for metrics without the token.", node, [((n.node,), n.refused_scrapes)]
     )
     yield _findings(n)
     memory = GaugeMetricFamily(

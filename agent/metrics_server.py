@@ -23,17 +23,22 @@ PATIENCE_S = 2.0
 class MetricsServer:
     """Serves what ``collector`` yields, to whoever shows ``token``.
 
-    ``address`` is where it listens once made. Raises OSError where it cannot listen. ``close`` ends its thread.
+    ``address`` is where it listens once made, ``refused`` how many came without the token. Raises OSError where it
+    cannot listen. ``close`` ends its thread.
     """
 
     def __init__(self, host: str, port: int, token: Callable[[], str], collector: Collector) -> None:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Undescribed(collector))
-        self._server = _Server((host, port), _handler(registry, token))
+        self.refused = 0
+        self._server = _Server((host, port), _handler(registry, token, self._count_refused))
         bound = self._server.server_address
         self.address = f"{host}:{bound[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.5,), name="metrics", daemon=True)
         self._thread.start()
+
+    def _count_refused(self) -> None:
+        self.refused += 1
 
     def close(self) -> None:
         self._server.shutdown()
@@ -62,7 +67,9 @@ class _Server(socketserver.TCPServer):
         log.info("a scrape from %s failed", client_address, exc_info=True)
 
 
-def _handler(registry: CollectorRegistry, token: Callable[[], str]) -> type[http.server.BaseHTTPRequestHandler]:
+def _handler(
+    registry: CollectorRegistry, token: Callable[[], str], count_refused: Callable[[], None]
+) -> type[http.server.BaseHTTPRequestHandler]:
     class Handler(http.server.BaseHTTPRequestHandler):
         timeout = PATIENCE_S
 
@@ -70,6 +77,7 @@ def _handler(registry: CollectorRegistry, token: Callable[[], str]) -> type[http
             if self.path.partition("?")[0] != "/metrics":
                 self._answer(HTTPStatus.NOT_FOUND, b"only /metrics is here\n", "text/plain")
             elif not self._allowed():
+                count_refused()
                 self._answer(
                     HTTPStatus.UNAUTHORIZED, b"show the token of --metrics-token-file as Bearer\n", "text/plain"
                 )

@@ -350,6 +350,7 @@ class Supervisor:
             silent_s=None if answered_at is None else self._clock.monotonic() - answered_at,
             local=dict(self._jobs.counts),
             refused_connections=dict(self._local.counts),
+            refused_scrapes=self._metrics.refused if self._metrics is not None else 0,
             connections=len(self._local.connections),
             jobs=len(self._jobs.jobs),
             clock_skew_s=self._skew.skew_s,

@@ -230,6 +230,7 @@ class FleetLoop:
             self._metrics.committed(time.perf_counter() - started, events)
         self.outbox.deliver(transaction.outgoing)
         self._on_audit(transaction.audit)
+        self._metrics.audited(transaction.audit)
         if transaction.verdicts:
             self._metrics.judged(transaction.verdicts)
             self._on_verdicts(transaction.verdicts)

@@ -34,6 +34,7 @@ everstep_controller_job_committed_step{job}              gauge      step of the 
 everstep_controller_job_verified_step{job}               gauge      step of the newest verified version
 everstep_controller_recoveries_total{job,reason}         counter    generations after the first that came to step
 everstep_controller_recovery_seconds{reason}             histogram  decision to the last rank's first step
+everstep_controller_user_errors_total{job}               counter    exceptions of a training function's own
 everstep_controller_remediation_failures_total           counter    calls to the outside that were given up
 =======================================================  =========  ==============================================
 
@@ -52,6 +53,7 @@ from prometheus_client.registry import Collector
 from controller import views
 from controller.core.state import FleetState
 from controller.push import Outbox
+from controller.store.records import AuditRow
 from everstep import __version__
 from everstep.vocabulary import JobState, NodeState, Severity, Verdict
 
@@ -84,6 +86,7 @@ class Metrics:
             buckets=_RECOVERY,
             registry=self.registry,
         )
+        self._user_errors = self._counter("user_errors", "Exceptions of a training function's own.", "job")
         self.remediation_failures = self._counter("remediation_failures", "Calls to the outside that were given up.")
         Gauge(_PREFIX + "info", "The program.", ["version"], registry=self.registry).labels(__version__).set(1)
 
@@ -111,6 +114,11 @@ class Metrics:
     def judged(self, verdicts: Iterable[Verdict]) -> None:
         for verdict in verdicts:
             self._verdicts.labels(verdict.decision).inc()
+
+    def audited(self, rows: Iterable[AuditRow]) -> None:
+        for row in rows:
+            if row.kind == "user_error":
+                self._user_errors.labels(row.job).inc()
 
     def recovered(self, job: str, reason: str, seconds: float) -> None:
         self._recoveries.labels(job, reason).inc()

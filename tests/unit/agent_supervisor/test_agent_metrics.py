@@ -55,6 +55,7 @@ def numbers(**changes: Any) -> AgentNumbers:
         "silent_s": 0.5,
         "local": {"ranks_lost": 2},
         "refused_connections": {"forbidden": 1},
+        "refused_scrapes": 5,
         "connections": 3,
         "jobs": 1,
         "clock_skew_s": 0.25,
@@ -186,6 +187,7 @@ def test_the_door_opens_for_the_token_alone() -> None:
         assert ask(server, "/", Authorization="Bearer secret")[0] == 404
         tokens[0] = ""
         assert ask(server, Authorization="Bearer ")[0] == 401
+        assert server.refused == 3
     finally:
         server.close()
 

@@ -11,9 +11,9 @@ from controller import metrics
 from controller.api.routes import AGENT
 from controller.api.routes import OPERATOR as OPERATOR_ROUTES
 from everstep.tokens import TokenRole
-from everstep.vocabulary import Action, Decision, Finding, FindingKind, NodeState, Severity, Verdict
+from everstep.vocabulary import Action, Decision, Finding, FindingKind, JobState, NodeState, Severity, Verdict
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1.training import FindingRaised, ProbeFinished, RankLost, Resumed
+from everstep.wire.v1.training import FindingRaised, ProbeFinished, RankLost, Resumed, UserError
 from tests.support.controllers import (
     OPERATOR,
     VIEWER,
@@ -310,6 +310,19 @@ def test_refusals_are_counted_by_route_and_not_by_what_was_asked(client: TestCli
     text = client.get("/metrics", headers=VIEWER).text
     assert 'requests_refused_total{code="not_found",route="/v1/nodes/{node}"} 3.0' in text
     assert "/no/such/path" not in text
+
+
+def test_an_exception_of_the_training_function_ends_the_job_with_its_words_and_is_counted_once(
+    client: TestClient,
+) -> None:
+    error = {"error": "KeyError: 'label'", "traceback": "Traceback ...", "generation": 1, "step": 3}
+    for rank, speaker in enumerate(running_job(client, "n1", "n2")):
+        speaker.report(UserError(job="j", at=2.0, rank=rank, **error))  # type: ignore[arg-type]
+    job = get(client, "/v1/jobs/j", op.JobDetail)
+    assert job.summary.state == JobState.FAILED
+    assert "raised on rank 0 (n1) at step 3: KeyError: 'label'" in job.summary.reason
+    assert get(client, "/v1/nodes/n1", op.NodeDetail).summary.state == NodeState.HEALTHY
+    assert 'user_errors_total{job="j"} 1.0' in client.get("/metrics", headers=VIEWER).text
 
 
 def test_health_and_readiness_tell_strangers_nothing_more(client: TestClient) -> None:
