@@ -14,6 +14,8 @@ from typing import Annotated, Any
 import msgspec
 import typer
 from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
 
 from everstep import __version__
 from everstep.cli import tables
@@ -81,6 +83,31 @@ def status(context: typer.Context, as_json: Json = False) -> None:
     with _controller(context) as client:
         fleet = client.get("/v1/status", op.FleetStatus)
         _show(fleet, as_json, tables.status(fleet))
+
+
+@app.command()
+def top(
+    context: typer.Context,
+    interval_s: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")] = 1.0,
+) -> None:
+    """The fleet as it stands, drawn again and again until interrupted; nodes that are not healthy come first."""
+    with _controller(context) as client, Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        view = _look(client)
+        try:
+            while True:
+                live.update(view, refresh=True)
+                time.sleep(interval_s)
+                try:
+                    view = _look(client)
+                except Unavailable as error:  # it restarts, or the network does
+                    view = Text(f"{error}; trying again", style="yellow")
+        except KeyboardInterrupt:
+            return
+
+
+def _look(client: Client) -> RenderableType:
+    fleet = client.get("/v1/status", op.FleetStatus)
+    return tables.top(fleet, client.get("/v1/nodes", op.NodeList).nodes, SYSTEM_CLOCK.wall())
 
 
 @app.command()

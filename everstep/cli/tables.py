@@ -12,7 +12,7 @@ from rich.text import Text
 
 from everstep.cli.words import age, duration, size, state
 from everstep.ids import Version
-from everstep.vocabulary import Finding, Verdict
+from everstep.vocabulary import Finding, NodeState, Verdict
 from everstep.wire.v1 import operator as op
 
 
@@ -100,6 +100,12 @@ def nodes(found: Iterable[op.NodeSummary], now: float) -> RenderableType:
         wide=120,
         right=("gpus", "findings"),
     )
+
+
+def top(fleet: op.FleetStatus, found: Iterable[op.NodeSummary], now: float) -> RenderableType:
+    """The fleet and its jobs, and below as many nodes as fit, those that are not healthy first."""
+    ordered = sorted(found, key=lambda one: (one.state is NodeState.HEALTHY, one.node))
+    return Group(status(fleet), nodes(ordered, now))
 
 
 def _node_row(one: op.NodeSummary, now: float) -> dict[str, RenderableType]:

@@ -121,6 +121,21 @@ def test_the_status_is_one_screen(run: Any) -> None:
         assert word in result.output
 
 
+def test_top_draws_the_fleet_anew_until_it_is_interrupted(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[float] = []
+
+    def pause(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("everstep.cli.main.time.sleep", pause)
+    result = run("top", "--interval", "0.5")
+    assert result.exit_code == 0, result.output
+    assert looks == [0.5] * 3
+    assert re.search(r"evictions left.*gpt.*n1\s+quarantined.*n2\s+healthy", result.output, re.DOTALL)
+
+
 def test_nodes_are_listed_with_state_and_reason(run: Any) -> None:
     result = run("nodes")
     assert result.exit_code == 0, result.output
