@@ -138,8 +138,9 @@ class Run:
 
 
 def _joined(rows: list[Row]) -> Step:
+    rows = sorted(rows, key=lambda row: row.rank)  # the loss is added in one order, whatever the files are called
     count = max(1, sum(len(row.samples) for row in rows))
     first = rows[0]
     loss = sum(row.loss * len(row.samples) for row in rows) / count
-    samples = tuple(sample for row in sorted(rows, key=lambda r: r.rank) for sample in row.samples)
+    samples = tuple(sample for row in rows for sample in row.samples)
     return Step(first.generation, first.step, first.world, max(row.at for row in rows), loss, samples)

@@ -11,10 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 from everstep.tokens import TokenRole, mint
 
@@ -79,10 +79,19 @@ class Node:
     def agent_socket(self) -> Path:
         return self.folder / "agent.sock"
 
-    def boot(self) -> None:
-        """Starts the agent, as systemd would, and then the launcher, as a scheduler would."""
+    @property
+    def environment(self) -> dict[str, str]:
+        """What everything that the machine runs has in its environment, and can be known by."""
+        return {"DEMO_STEPS": str(self.world.steps.resolve()), "DEMO_NODE": self.name}
+
+    def boot(self, *, vault_outlives: bool = False) -> None:
+        """A new life of the machine: its agent starts, as systemd would start it."""
         self.boots += 1
         self.set_gpu()
+        self.start_agent(vault_outlives=vault_outlives)
+
+    def start_agent(self, *, vault_outlives: bool = False) -> None:
+        """Starts the agent. ``vault_outlives``: as on a real node; neither of the two then ends with this process."""
         token = self.folder / "token"
         self.world.write_secret(token, mint(self.world.secret, TokenRole.AGENT, self.name))
         (self.folder / "agent.json").unlink(missing_ok=True)
@@ -91,7 +100,8 @@ class Node:
             ["-m", "agent.main", "--node", self.name, "--controller", self.world.url, "--token-file", str(token)]
             + ["--run-dir", str(self.folder), "--segment-dir", str(self.world.shared_memory / self.name)]
             + ["--virtual", "default:1", "--virtual-control", str(self.control), "--kernel-log", str(self.kernel_log)]
-            + ["--rack", f"rack-{self.name}", "--die-with-parent"],
+            + ["--rack", f"rack-{self.name}", *([] if vault_outlives else ["--die-with-parent"])],
+            self.environment,
         )
 
     def set_gpu(self, **state: object) -> None:
@@ -104,14 +114,15 @@ class Node:
     def booted(self) -> bool:
         return (self.folder / "agent.json").exists()
 
-    def join(self, command: list[str]) -> None:
+    def join(self, command: list[str], environment: Mapping[str, str] = MappingProxyType({})) -> None:
         """Starts the launcher with the training script."""
-        environment = {
-            "DEMO_STEPS": str(self.world.steps.resolve()),
-            "DEMO_NODE": self.name,
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
-        self.launcher = self.world.start(f"{self.name}-train", command, environment)
+        everything = {**self.environment, "GLOO_SOCKET_IFNAME": "lo", **environment}
+        self.launcher = self.world.start(f"{self.name}-train", command, everything)
+
+    def processes(self) -> list[int]:
+        """Everything that the machine runs, by its environment: also what outlived the process that started it."""
+        wanted = {f"{name}={value}".encode() for name, value in self.environment.items()}
+        return [pid for pid in _all_processes() if wanted <= set(_environment_of(pid))]
 
     def rank_pid(self, job: str, local_rank: int = 0) -> int:
         """The process that is this node's rank now: the one whose step log is newest."""
@@ -127,15 +138,27 @@ class Node:
 
     def kill(self) -> None:
         """SIGKILL to everything the machine runs, at once: agent, sensors, vault, launcher, fork server, rank."""
-        for process in (self.launcher, self.agent):
-            if process is None:
-                continue
-            for pid in descendants(process.pid):
+        while left := self.processes():
+            for pid in left:
                 try:
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
                     continue
-            process.wait()
+            for process in (self.launcher, self.agent):
+                if process is not None:
+                    process.wait()
+
+
+def _all_processes() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _environment_of(pid: int) -> list[bytes]:
+    """A process's environment as it was at its start; empty for one that is gone, dead or another user's."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
 
 
 class World:
@@ -157,7 +180,7 @@ class World:
         self.secret_file = self.folder / "secret"
         self.write_secret(self.secret_file, self.secret.decode())
         self.operator_token = mint(self.secret, TokenRole.OPERATOR, "demo")
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
         self.url = ""
         self.controller: subprocess.Popen[bytes] | None = None
         self.nodes = {name: Node(self, name) for name in names}
@@ -180,12 +203,22 @@ class World:
                 start_new_session=True,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
             )
-        self._processes.append(process)
+        self.processes.append(process)
         return process
 
     def start_controller(self) -> None:
-        """Starts the controller, on the port it had before if it had one."""
-        ready = self.folder / "controller.json"
+        """Starts the controller, on the port it had before if it had one, and waits until it serves."""
+        self.spawn_controller()
+        wait_for(self.controller_ready.exists, "the controller is ready")
+        self.url = "http://" + json.loads(self.controller_ready.read_text())["address"]
+
+    @property
+    def controller_ready(self) -> Path:
+        return self.folder / "controller.json"
+
+    def spawn_controller(self) -> None:
+        """Starts the controller and does not wait."""
+        ready = self.controller_ready
         ready.unlink(missing_ok=True)
         listen = self.url.removeprefix("http://") or "127.0.0.1:0"
         self.controller = self.start(
@@ -194,8 +227,6 @@ class World:
             + ["--database", f"sqlite:///{self.folder}/controller.sqlite", "--secret-file", str(self.secret_file)]
             + ["--die-with-parent"],
         )
-        wait_for(ready.exists, "the controller is ready")
-        self.url = "http://" + json.loads(ready.read_text())["address"]
 
     def __enter__(self) -> World:
         return self
@@ -209,19 +240,21 @@ class World:
         """Ends everything, gently first, then surely, and removes folder and shared memory."""
         with _deferred_interrupts():
             launchers_first = sorted(
-                self._processes, key=lambda p: b"trainer" not in " ".join(map(str, p.args)).encode()
+                self.processes, key=lambda p: b"trainer" not in " ".join(map(str, p.args)).encode()
             )
             for process in launchers_first:
                 if process.poll() is None:
                     process.terminate()
             end = time.perf_counter() + 5
-            while time.perf_counter() < end and any(process.poll() is None for process in self._processes):
+            while time.perf_counter() < end and any(process.poll() is None for process in self.processes):
                 time.sleep(0.02)
-            for process in self._processes:
+            for process in self.processes:
                 if process.poll() is None:
                     for pid in reversed(descendants(process.pid)):
                         os.kill(pid, signal.SIGKILL)
                     process.wait()
+            for node in self.nodes.values():
+                node.kill()  # what outlived its agent
             for path in (self.folder, self.shared_memory):
                 _remove(path)
 
