@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from everstep.clock import Clock
+from everstep.vocabulary import GenerationReason
 from everstep.wire.v1.directives import NewGeneration, StopJob, VersionNotice
 from everstep.wire.v1.local import FromAgent, LauncherLost, Tick, ToAgent
 from everstep.wire.v1.training import GenerationSpec, Member, RankStalled
@@ -14,7 +15,7 @@ from trainer_hooks.config import HookSettings
 from trainer_hooks.orders import Orders
 from trainer_hooks.presence import Presence, Where
 from trainer_hooks.progress import Progress
-from trainer_hooks.watchdog import Stall, Watchdog, all_stacks
+from trainer_hooks.watchdog import Stall, Watchdog, all_stacks, main_stack
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +61,11 @@ class Attendant:
 
     def hear(self, message: FromAgent) -> None:
         if isinstance(message, NewGeneration):
+            stood = self._stack_in_a_hang(message.spec)
             if self._orders.hear_generation(message.spec):
                 self._presence.press()
+                if stood:
+                    self._log_hang(message.spec, stood)
         elif isinstance(message, StopJob):
             self._orders.hear_stop(message)
             self._presence.press()
@@ -88,6 +92,22 @@ class Attendant:
             step_s=progress.step_s,
             collectives=progress.collectives,
             loss=progress.loss.value(),
+        )
+
+    def _stack_in_a_hang(self, following: GenerationSpec) -> str:
+        """Where the main thread waits when a hang ends its generation; taken before anything is aborted."""
+        hung = following.reason is GenerationReason.RANK_HUNG and self._presence.where is Where.INSIDE
+        return main_stack(self._settings.stacks_bytes) if hung else ""
+
+    def _log_hang(self, spec: GenerationSpec, stood: str) -> None:
+        """The agent may name a stopped rank long before anybody's watchdog looks: so every rank says where it stood."""
+        logger.warning(
+            "%s; until then this rank stood after step %d, in the last of %d collectives, at\n%s",
+            spec.sentence,
+            self._progress.step,
+            self._progress.collectives,
+            stood,
+            extra={"job": spec.job, "generation": spec.number, "trace": spec.trace},
         )
 
     def _tell(self, stall: Stall, spec: GenerationSpec, member: Member) -> None:

@@ -71,11 +71,20 @@ class Watchdog:
         return Stall(stalled, threshold)
 
 
+def main_stack(limit_bytes: int) -> str:
+    """The main thread's Python stack, cut to ``limit_bytes``."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    return _cut("".join(traceback.format_stack(frame)), limit_bytes)
+
+
 def all_stacks(limit_bytes: int) -> str:
     """Every Python thread's stack, main thread first, cut to ``limit_bytes``."""
     names = {t.ident: t.name for t in threading.enumerate()}
     main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
     parts = [f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames]
-    text = "\n".join(parts).encode("utf-8", "replace")
-    return text[:limit_bytes].decode("utf-8", "ignore")
+    return _cut("\n".join(parts), limit_bytes)
+
+
+def _cut(text: str, limit_bytes: int) -> str:
+    return text.encode("utf-8", "replace")[:limit_bytes].decode("utf-8", "ignore")
