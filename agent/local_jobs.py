@@ -85,7 +85,7 @@ class LocalJobs:
         return bool(self._ranks or self._launchers)
 
     def progress(self) -> tuple[RankProgress, ...]:
-        """Every rank's newest tick in the newest generation, for the heartbeat."""
+        """Every rank's newest tick in a generation that counts, for the heartbeat."""
         return tuple(
             RankProgress(
                 job=seat.job.name,
@@ -96,7 +96,7 @@ class LocalJobs:
                 loss=seat.tick.loss,
             )
             for seat in self._ranks.values()
-            if seat.tick is not None and seat.tick.generation >= seat.job.newest and not seat.job.stopped
+            if seat.tick is not None and seat.tick.generation >= seat.job.oldest and not seat.job.stopped
         )
 
     def offers(self) -> list[LauncherJoined]:
@@ -189,10 +189,10 @@ class LocalJobs:
     def _forward(self, seat: RankSeat, report: RankReport) -> None:
         if report.job != seat.job.name:
             raise MalformedMessage(f"a rank of job {seat.job.name} may not speak for job {report.job}")
-        if report.generation < seat.job.newest or seat.job.stopped is not None or seat.condemned:
+        if report.generation < seat.job.oldest or seat.job.stopped is not None or seat.condemned:
             self.counts["reports_stale"] += 1
             return
-        seat.job.newest = report.generation
+        seat.job.heard_of(report.generation)
         if isinstance(report, RankFinished):
             seat.finished_in = report.generation
         self.counts["reports"] += 1
@@ -289,7 +289,7 @@ class LocalJobs:
         if job.stopped is not None or spec.number < job.newest or spec.number <= known:
             self.counts["directives_stale"] += 1
             return
-        job.spec, job.newest = spec, spec.number
+        job.told_of(spec)
         self._outside.configure_vault(job)  # before the ranks hear of it: they will ask the vault at once
         for seat in job.ranks.values():
             if not seat.condemned:

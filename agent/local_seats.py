@@ -87,7 +87,7 @@ class RankSeat:
     def ticked(self, tick: Tick) -> None:
         """Notes a sign of life; it also tells an agent that has just started which rank this is."""
         self.tick = tick
-        self.job.newest = max(self.job.newest, tick.generation)
+        self.job.heard_of(tick.generation)
         if self.generation is None or tick.generation > self.generation:
             self.assigned(tick.generation, tick.rank)
 
@@ -116,7 +116,8 @@ class Loss:
 class LocalJob:
     """One job on this node.
 
-    ``newest``: the newest generation heard of, by directive or from a rank; older words are refused. ``lost_in``: per
+    ``newest``: the newest generation heard of, by directive or from a rank; an older directive is refused. ``oldest``:
+    the oldest one whose ranks still count: behind ``newest`` while that is announced for a boundary. ``lost_in``: per
     local rank, the generation its last process was lost in. ``vacant``: local ranks that nobody will play.
     ``vacancy_told``: the generation in which a vacancy was last reported. ``exits``: words on processes whose
     connection has not ended yet. ``ends``: processes that are gone, with the loss each was (None where it was none).
@@ -126,6 +127,7 @@ class LocalJob:
         self.name = name
         self.spec: GenerationSpec | None = None
         self.newest = 0
+        self.oldest = 0
         self.stopped: StopJob | None = None
         self.launcher: LauncherSeat | None = None
         self.launcher_incarnation = 0
@@ -136,6 +138,17 @@ class LocalJob:
         self.vacancy_told: dict[int, int] = {}
         self.exits: dict[int, RankExited] = {}
         self.ends: OrderedDict[int, Loss | None] = OrderedDict()
+
+    def heard_of(self, generation: int) -> None:
+        """A rank is in ``generation``."""
+        self.newest = max(self.newest, generation)
+        self.oldest = max(self.oldest, generation)
+
+    def told_of(self, spec: GenerationSpec) -> None:
+        """The controller says that ``spec`` follows: at once, or when its boundary is reached."""
+        self.spec, self.newest = spec, spec.number
+        if spec.after_step is None:
+            self.oldest = spec.number
 
     def remember_end(self, pid: int, loss: Loss | None) -> None:
         self.ends[pid] = loss

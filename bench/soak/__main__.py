@@ -35,7 +35,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=120.0, help="how long faults are struck")
     parser.add_argument("--seed", type=int, default=1, help="draws the faults, their victims and their moments")
     parser.add_argument("--layout", choices=["ddp", "fsdp2"], default="ddp")
-    parser.add_argument("--pace", type=float, default=0.02, help="seconds that a step waits, for small machines")
+    parser.add_argument("--pace", type=float, default=0.05, help="seconds that a step waits, for small machines")
     parser.add_argument("--out", type=Path, default=Path("out/soak"), help="where logs and step logs go")
     parsed = parser.parse_args(argv)
     parsed.seconds = min(parsed.seconds, 30.0) if parsed.quick else parsed.seconds

@@ -206,8 +206,8 @@ class Fleet:
         )
 
     def step(self) -> int:
-        """The newest step that all ranks finished, as the controller knows it."""
-        return self.watch.job.summary.step if self.watch.job is not None else 0
+        """The newest step that all ranks of a generation finished."""
+        return max((step.step for step in Run.read(self.world.steps).finished), default=0)
 
     def may_lose_memory(self) -> bool:
         """Whether what the last loss of memory took has been stored anew since: a version is kept by two nodes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from controller.core import jobs
 from controller.core.checkpoints import Vote, roll_back, take_seal
 from controller.core.eviction import evict, serving
-from controller.core.generations import Cause, boundary_crossed, regroup
+from controller.core.generations import Cause, heard_beyond_boundary, is_member, regroup
 from controller.core.losses import node_left_jobs, running_spec
 from controller.core.state import JobRecord
 from controller.core.turn import Turn
@@ -15,9 +15,7 @@ from everstep.wire.v1.training import GenerationSpec, Sealed
 
 def seal_arrived(turn: Turn, job: JobRecord, node: str, report: Sealed) -> None:
     """A rank's share of a version. Only ranks of the running generation count, each only for itself."""
-    coming = job.generation if job.leaving is not None else None
-    if coming is not None and report.generation == coming.number and is_member(coming, node, report.rank):
-        boundary_crossed(turn, job)
+    heard_beyond_boundary(turn, job, node, report.rank, report.generation)
     spec = running_spec(job)
     if spec is None or job.state is not JobState.RUNNING or report.generation != spec.number:
         turn.ignore("sealed.stale")
@@ -31,11 +29,6 @@ def seal_arrived(turn: Turn, job: JobRecord, node: str, report: Sealed) -> None:
     vote = take_seal(turn, job, spec, report)
     if vote is not None:
         _digests_differ(turn, job, spec, report, vote)
-
-
-def is_member(spec: GenerationSpec, node: str, rank: int) -> bool:
-    """Whether ``rank`` of the roster sits on ``node``. Rosters are in the order of ranks."""
-    return rank < len(spec.roster) and spec.roster[rank].node == node
 
 
 def _digests_differ(turn: Turn, job: JobRecord, spec: GenerationSpec, report: Sealed, vote: Vote) -> None:

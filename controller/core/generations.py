@@ -214,6 +214,18 @@ def boundary_crossed(turn: Turn, job: JobRecord) -> None:
     turn.job_changed(job.job)
 
 
+def heard_beyond_boundary(turn: Turn, job: JobRecord, node: str, rank: int, number: int) -> None:
+    """A rank speaks of generation ``number``: where that is the announced one, it has left the running one in order."""
+    coming = job.generation
+    if job.leaving is not None and coming is not None and coming.number == number and is_member(coming, node, rank):
+        boundary_crossed(turn, job)
+
+
+def is_member(spec: GenerationSpec, node: str, rank: int) -> bool:
+    """Whether ``rank`` of the roster sits on ``node``. Rosters are in the order of ranks."""
+    return rank < len(spec.roster) and spec.roster[rank].node == node
+
+
 def check_boundary(turn: Turn, job: JobRecord) -> None:
     """At a deadline: the boundary is behind us, or is given up and the job regroups at once."""
     live = turn.state.live_jobs[job.job]

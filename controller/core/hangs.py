@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from controller.core.generations import Cause
-from controller.core.losses import lose_doubtful, regroup_blind, replace_rank, running_spec
+from controller.core.generations import Cause, heard_beyond_boundary
+from controller.core.losses import lose_doubtful, regroup_blind, replace_rank, running_spec, spoken_of
 from controller.core.signals import send_kill
 from controller.core.state import JobRecord, Pending
 from controller.core.turn import Turn
@@ -18,7 +18,7 @@ STACKS_IN_AUDIT = 16384
 
 def rank_unresponsive(turn: Turn, job: JobRecord, node: str, report: RankUnresponsive) -> None:
     """The agent's word on its own rank needs no second opinion: the rank is killed and replaced."""
-    spec = running_spec(job)
+    spec = spoken_of(job, report.generation) or running_spec(job)
     member = spec.member(node, report.local_rank) if spec else None
     if spec is None or job.state is not JobState.RUNNING or member is None:
         turn.ignore("rank_unresponsive.stale")
@@ -52,6 +52,7 @@ def _replace(turn: Turn, job: JobRecord, spec: GenerationSpec, member: Member, s
 
 def rank_stalled(turn: Turn, job: JobRecord, node: str, report: RankStalled) -> None:
     """Notes where a rank stands; the one to blame is named a moment later, when the others have said the same."""
+    heard_beyond_boundary(turn, job, node, report.rank, report.generation)
     spec = running_spec(job)
     if spec is None or job.state is not JobState.RUNNING or report.generation != spec.number:
         turn.ignore("rank_stalled.stale")

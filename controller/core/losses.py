@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from controller.core import jobs
-from controller.core.generations import Cause, regroup
+from controller.core.generations import Cause, heard_beyond_boundary, regroup
 from controller.core.membership import jobs_seated_on, next_seats, seats_of
 from controller.core.state import JobRecord, Pending
 from controller.core.turn import Turn
@@ -16,26 +16,33 @@ def running_spec(job: JobRecord) -> GenerationSpec | None:
     return job.leaving or job.generation
 
 
+def spoken_of(job: JobRecord, number: int) -> GenerationSpec | None:
+    """The generation of that number, where it runs or is announced to follow; None where it is over.
+
+    Agents count a rank to what it was last offered, which may be a generation that it enters at a boundary.
+    """
+    return next((spec for spec in (job.leaving, job.generation) if spec is not None and spec.number == number), None)
+
+
 # --- ranks -------------------------------------------------------------------------------------------------------
 
 
 def rank_lost(turn: Turn, job: JobRecord, node: str, report: RankLost) -> None:
     """Regroups at once: with the launcher's replacement in the rank's place, or without the node."""
-    spec = running_spec(job)
-    if spec is None or job.state is not JobState.RUNNING:
+    if job.generation is None or job.state is not JobState.RUNNING:
         turn.ignore("rank_lost.not_running")
         return
     launcher = job.launchers.get(node)
     if launcher is not None and not report.replacement:
         launcher.able, launcher.why_not = False, "its launcher has no replacement for a lost rank"
         turn.job_changed(job.job)
-    stale = report.generation != spec.number
-    seated = any(m.node == node for m in (*spec.roster, *(job.generation.roster if job.generation else ())))
-    if not seated or (stale and report.replacement):
+    spec = spoken_of(job, report.generation)
+    seated = node in (*seats_of(job.generation), *seats_of(job.leaving))
+    if not seated or (spec is None and report.replacement):
         turn.ignore("rank_lost.stale")
         return
-    member = spec.member(node, report.local_rank)
-    if not stale and (member is None or member.rank != report.rank or report.rank in job.finished):
+    member = spec.member(node, report.local_rank) if spec is not None else None
+    if spec is not None and (member is None or member.rank != report.rank or report.rank in job.finished):
         turn.ignore("rank_lost.not_a_member")
         return
     how = "its launcher has a replacement" if report.replacement else "its launcher has no replacement"
@@ -96,6 +103,7 @@ def _note_flapping(turn: Turn, node: str, sentence: str, count: int) -> None:
 
 def collective_failed(turn: Turn, job: JobRecord, node: str, report: CollectiveFailed) -> None:
     """A witness. With a doubtful node in the roster it settles the matter; else others get a moment to say who."""
+    heard_beyond_boundary(turn, job, node, report.rank, report.generation)
     spec = running_spec(job)
     if spec is None or job.state is not JobState.RUNNING or report.generation != spec.number:
         turn.ignore("collective_failed.stale")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 
 from agent.local_jobs import LocalJobs
@@ -224,6 +225,21 @@ def test_a_restarted_agent_learns_the_generation_from_ticks_and_does_not_push_it
     assert rank.generations == []
     node.regroup(5)
     assert rank.generations == [5]
+
+
+def test_until_an_announced_boundary_the_ranks_of_the_running_generation_are_heard(node: Node) -> None:
+    rank = node.rank(0)
+    node.regroup(1)
+    node.tick(rank, 1, 0)
+    node.push(NewGeneration(spec=msgspec.structs.replace(generation(2), after_step=9)))
+    node.tick(rank, 1, 0, step=8)
+    assert [(p.generation, p.step) for p in node.jobs.progress()] == [(1, 8)]
+    failed = CollectiveFailed(job="j", at=0.0, generation=1, rank=0, step=8, detail="reset by peer")
+    node.jobs.heard(rank, failed)
+    assert node.of(CollectiveFailed) == [failed]
+    node.tick(rank, 2, 0)
+    node.jobs.heard(rank, failed)
+    assert node.jobs.counts["reports_stale"] == 1
 
 
 def test_jobs_of_one_node_do_not_hear_of_each_other(node: Node) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from controller.core.effects import Audit, Send
+from controller.core.events import OperatorAction
 from controller.core.hangs import name_stuck
 from controller.core.policy import CorePolicy
 from everstep.vocabulary import GenerationReason, JobState
@@ -109,6 +111,40 @@ def test_a_loss_during_a_regrouping_is_the_next_generation() -> None:
     fleet.lose_rank(0)
     fleet.lose_rank(1)
     assert fleet.spec().number == 3
+
+
+def _before_a_boundary() -> CoreFleet:
+    """Generation 1 runs; 2, with n3 in place of n1, is announced for a boundary."""
+    fleet = CoreFleet()
+    fleet.start(2, 1)
+    fleet.progress(5)
+    fleet.order(OperatorAction.DRAIN, node="n1")
+    assert (fleet.running().number, fleet.spec().number) == (1, 2)
+    return fleet
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_rank_lost_before_an_announced_boundary_is_replaced_at_once(number: int) -> None:
+    """Its agent counts it to the generation that it was last offered, which is the announced one."""
+    fleet = _before_a_boundary()
+    assert [spec.number for spec in generations(fleet.lose_rank(1, generation=number))] == [3]
+    assert fleet.spec().after_step is None
+    assert fleet.seats() == ["n3", "n2"]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_rank_that_is_silent_before_an_announced_boundary_is_replaced_at_once(number: int) -> None:
+    fleet = _before_a_boundary()
+    effects = fleet.unresponsive(1, generation=number)
+    assert sent(effects, KillRank)["n2"].generation == number
+    assert [spec.number for spec in generations(effects)] == [3]
+
+
+def test_a_rank_that_cannot_join_behind_a_boundary_is_heard_before_any_beat_shows_it_there() -> None:
+    fleet = _before_a_boundary()
+    fleet.fail_collective(1, generation=2)
+    assert fleet.job().leaving is None
+    assert [spec.number for spec in generations(fleet.advance(0.2, "n1", "n2", "n3"))] == [3]
 
 
 def test_a_rank_that_has_finished_cannot_be_lost() -> None:
