@@ -58,7 +58,10 @@ def verify(secret: bytes, token: str) -> Identity:
     role, _, rest = token.partition(":")
     subject, _, mac = rest.rpartition(":")
     if not subject or not hmac.compare_digest(mac.encode(), _mac(secret, role, subject).encode()):
-        raise AuthenticationError("the token does not verify: it was minted under another secret, or is damaged")
+        raise AuthenticationError(
+            "the token does not verify: it was minted under another secret, or is damaged; mint it again with "
+            "`everstep-controller token` and the controller's secret file"
+        )
     try:
         return Identity(TokenRole(role), subject)
     except ValueError:

@@ -224,7 +224,7 @@ def refusal(call: Any, *arguments: Any, **fields: Any) -> Refused:
         ({}, 401, "everstep-controller token"),
         ({"Authorization": "Basic abc"}, 401, "must be `Bearer TOKEN`"),
         ({"Authorization": "Bearer agent:n1:0000"}, 401, "minted under another secret"),
-        ({"Authorization": "Bearer \xff"}, 401, "does not verify"),
+        ({"Authorization": "Bearer \xff"}, 401, "mint it again with `everstep-controller token`"),
         (bearer(TokenRole.AGENT, "n1", b"another secret, long enough"), 401, "minted under another secret"),
         (bearer(TokenRole.AGENT, "n2"), 403, "belongs to node n2 and cannot speak for node n1"),
         (VIEWER, 403, "a viewer token cannot speak for node n1"),
