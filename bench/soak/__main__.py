@@ -22,8 +22,8 @@ from examples.demo.story import Run
 from examples.demo.world import World
 
 CLOSEST_S, FARTHEST_S = 0.05, 3.0
-CALM_S = (2.0, 6.0)
-LARGEST_BURST = 4
+CALM_S = (1.0, 5.0)
+LARGEST_BURST = 5
 BACK_WITHIN_S = 60.0
 LAST_STEPS = 60
 """Steps between the announcement of the last one and that: no rank may have passed it when it hears of it."""

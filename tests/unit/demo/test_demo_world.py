@@ -44,6 +44,20 @@ def test_a_world_ends_what_it_started_and_what_that_started(tmp_path: Path) -> N
     assert not folder.exists()
 
 
+def test_a_machine_that_is_killed_takes_along_what_its_daemons_left_behind(tmp_path: Path) -> None:
+    orphan = "import subprocess; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid)"
+    with World(tmp_path, ["n1", "n2"]) as world:
+        mine, others = world.nodes["n1"], world.nodes["n2"]
+        for node in (mine, others):
+            world.start(node.name, ["-c", orphan], node.environment).wait()
+        wait_for(lambda: len(mine.processes()) == len(others.processes()) == 1, "only the orphans are left")
+        mine.kill()
+        assert mine.processes() == []
+        assert len(others.processes()) == 1
+        left = others.processes()
+    wait_for(lambda: not any(map(runs, left)), "the end of what the other machine ran")
+
+
 def test_secrets_are_readable_by_their_owner_alone(tmp_path: Path) -> None:
     with World(tmp_path, []) as world:
         assert world.secret_file.stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,41 @@
+"""A short soak: random faults while a job trains, and everything that must hold afterwards (see ``bench/soak``)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.demo.world import descendants
+
+ROOT = Path(__file__).parents[2]
+FAULTS_S, SEED = 12, 11
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.timeout(280)
+def test_a_job_comes_through_random_faults_exactly_and_nothing_is_left(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.soak", "--seconds", str(FAULTS_S), "--seed", str(SEED)]
+    soak = subprocess.Popen(
+        [*command, "--out", str(tmp_path)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        told, _ = soak.communicate(timeout=270)
+    finally:
+        for pid in reversed(descendants(soak.pid)):
+            if Path(f"/proc/{pid}").exists():
+                os.kill(pid, signal.SIGKILL)
+        soak.wait()
+    story = (tmp_path / "story.txt").read_text()
+    assert soak.returncode == 0, f"{told}\n{story}"
+    assert len(story.splitlines()) >= 3
