@@ -28,6 +28,8 @@ JOB = "soak"
 NAMES = ["n1", "n2", "n3", "n4", "n5"]
 RANKS, FEWEST = 4, 3
 POLL_S = 0.02
+SETTLING_S = 20.0
+"""For the daemons to end in order, and for what they had to end after them."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -117,16 +119,16 @@ class Fleet:
             daemon.terminate()
         for daemon in (*daemons, self.world.controller):
             try:
-                if status := daemon.wait(15):
+                if status := daemon.wait(SETTLING_S):
                     self.problems.append(f"{daemon.args!r} ended with {status}")
             except subprocess.TimeoutExpired:
                 self.problems.append(f"{daemon.args!r} does not end")
         return self._left()
 
     def _left(self) -> list[str]:
-        end = time.perf_counter() + 5
+        end = time.perf_counter() + SETTLING_S
         while (left := self._processes_left()) and time.perf_counter() < end:
-            time.sleep(POLL_S)
+            time.sleep(0.2)
         memory = [path for path in self.world.shared_memory.rglob("*") if not path.is_dir()]
         sockets = [path for path in self.world.folder.rglob("*") if path.is_socket()]
         return [*left, *map(str, memory), *map(str, sockets)]
@@ -151,7 +153,6 @@ class Fleet:
 
     def tick(self) -> None:
         """Makes the repairs that are due, and looks for ends that nobody caused."""
-        self._reap()
         while self._calendar and self._calendar[0][0] <= time.perf_counter():
             heapq.heappop(self._calendar)[2]()
         self._look()
