@@ -110,9 +110,10 @@ class OperatorCommand(EventBase, frozen=True, kw_only=True, tag=True):
 
 
 class ProbeRequested(EventBase, frozen=True, kw_only=True, tag=True):
-    """Somebody wants an all-reduce probe between ``nodes`` (two or more)."""
+    """Somebody wants an all-reduce probe between ``nodes`` (two or more), over gloo or nccl."""
 
     nodes: tuple[NodeId, ...]
+    backend: str = "gloo"
     actor: str
 
 

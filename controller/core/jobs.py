@@ -12,6 +12,8 @@ from everstep.vocabulary import GenerationReason, JobState
 from everstep.wire.v1.directives import NewGeneration, StopJob
 from everstep.wire.v1.training import GenerationSpec, LauncherJoined, RankFinished, Resumed, UserError
 
+RAISED_CHARS = 200
+"""Of an exception's text, by which it is known again."""
 ENDED = (JobState.FINISHED, JobState.FAILED)
 
 
@@ -56,7 +58,7 @@ def _start_over(turn: Turn, job: JobRecord, report: LauncherJoined) -> None:
     job.spec, job.state, job.since, job.created_at = report.spec, JobState.FORMING, turn.now, turn.now
     job.sentence, job.trace = "waits for its launchers, to run once more", turn.trace
     job.generation, job.leaving, job.launchers, job.resumed_at = None, None, {}, None
-    job.ceiling, job.retries, job.finished = NOTHING, 0, []
+    job.ceiling, job.retries, job.raised, job.finished = NOTHING, 0, {}, []
     job.losses, job.excluded, job.former = {}, {}, []
     turn.state.live_jobs[job.job] = JobLive()
     turn.audit("job.created", f"job {job.job} is run once more", job=job.job)
@@ -227,7 +229,10 @@ def _leave_out(turn: Turn, job: JobRecord, absent: list[str], spec: GenerationSp
 
 
 def user_error(turn: Turn, job: JobRecord, node: str, report: UserError) -> None:
-    """The training function's own exception: no hardware is blamed; the job retries as often as it asked to."""
+    """The training function's own exception: no hardware is blamed.
+
+    The job retries as often as it asked to, unless another node raised the same before: then it is no passing trouble.
+    """
     running = job.leaving or job.generation
     if running is None or job.state is not JobState.RUNNING or report.generation != running.number:
         turn.ignore("user_error.stale")
@@ -235,7 +240,10 @@ def user_error(turn: Turn, job: JobRecord, node: str, report: UserError) -> None
     sentence = f"the training function raised on rank {report.rank} ({node}) at step {report.step}: {report.error}"
     data = {"rank": str(report.rank), "error": report.error, "traceback": report.traceback}
     turn.audit("user_error", sentence, node=node, job=job.job, generation=report.generation, data=data)
-    if job.retries < job.spec.max_user_retries:
+    before = job.raised.setdefault(report.error[:RAISED_CHARS], node)
+    if job.spec.max_user_retries and before != node:
+        fail(turn, job, f"{sentence}; {before} raised the same before, so another try would raise it again")
+    elif job.retries < job.spec.max_user_retries:
         job.retries += 1
         words = f"{sentence}; retry {job.retries} of {job.spec.max_user_retries}"
         regroup(turn, job, Cause(reason=GenerationReason.RANK_LOST, sentence=words[:4000], trace=turn.trace))

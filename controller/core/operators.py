@@ -50,7 +50,7 @@ def _check_job(state: FleetState, command: OperatorCommand) -> None:
 def _check_node(state: FleetState, command: OperatorCommand) -> None:
     record = state.nodes.get(command.node or "")
     if record is None:
-        raise NotFound(f"no node {command.node}")
+        raise NotFound(f"no node {command.node}: `everstep nodes` lists them")
     if command.kind is OperatorAction.READMIT:
         if record.state is NodeState.LOST:
             raise Conflict(f"{record.node} is lost: it comes back by itself when its agent is heard")
@@ -72,7 +72,7 @@ def check_probe(state: FleetState, request: ProbeRequested) -> None:
         raise Conflict("a probe needs two or more different nodes")
     for node in request.nodes:
         if node not in state.nodes:
-            raise NotFound(f"no node {node}")
+            raise NotFound(f"no node {node}: `everstep nodes` lists them")
         if node not in state.reachable:
             raise Conflict(f"{node} is out of reach")
 
@@ -99,7 +99,7 @@ def command(turn: Turn, order: OperatorCommand) -> None:
 
 def probe(turn: Turn, request: ProbeRequested) -> None:
     """Runs a probe that judges nobody."""
-    start_probe(turn, request.nodes, candidate=None)
+    start_probe(turn, request.nodes, candidate=None, backend=request.backend)
 
 
 def _hold(turn: Turn, node: str, sentence: str) -> None:

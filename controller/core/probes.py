@@ -10,7 +10,7 @@ from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import ProbeFinished
 
 
-def start_probe(turn: Turn, nodes: tuple[str, ...], *, candidate: str | None) -> str:
+def start_probe(turn: Turn, nodes: tuple[str, ...], *, candidate: str | None, backend: str = "gloo") -> str:
     """Sends the probe to all of ``nodes``; the first hosts its store. Returns the probe's id."""
     state = turn.state
     state.fleet.probes += 1
@@ -23,6 +23,7 @@ def start_probe(turn: Turn, nodes: tuple[str, ...], *, candidate: str | None) ->
         probe=name,
         nodes=nodes,
         store=f"{host}:0",
+        backend=backend,
         timeout_s=turn.policy.probe_timeout_s / 2,
         trace=turn.trace,
     )

@@ -97,7 +97,8 @@ class JobRecord(msgspec.Struct, kw_only=True):
     committed after it. ``losses``: per node, wall seconds of rank losses
     inside the flap window; ``leaving``: the running generation while a boundary to ``generation`` is announced and
     not reached. ``excluded``: nodes that this job does without, and why. ``former``: nodes of earlier
-    rosters whose vaults may still hold slots. ``ties``: times of unsettled votes. ``finished``: ranks of the running
+    rosters whose vaults may still hold slots. ``raised``: what the training function raised, and on which node first.
+    ``ties``: times of unsettled votes. ``finished``: ranks of the running
     generation whose training function returned.
     """
 
@@ -118,6 +119,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     size: int | None = None
     ceiling: Version | None = None
     retries: int = 0
+    raised: dict[str, NodeId] = {}
     losses: dict[NodeId, list[float]] = {}
     excluded: dict[NodeId, str] = {}
     former: list[NodeId] = []

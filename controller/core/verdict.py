@@ -34,7 +34,7 @@ CONVICTS_BY_ACTION = frozenset(
 """Critical findings of these kinds evict when their cure needs the node (reset and stronger)."""
 
 SELF_HEALING = {
-    FindingKind.SLOT_CORRUPT: "the slot is discarded, other holders keep the version whole",
+    FindingKind.SLOT_CORRUPT: "the slot is discarded; another copy is used, or an older version",
     FindingKind.TRANSFER_CORRUPT: "the copy is refused and made again",
 }
 """What has been dealt with where it was found; said, and not held against the node."""

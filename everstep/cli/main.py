@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -262,12 +262,13 @@ def verdict_explain(
 def probe(
     context: typer.Context,
     nodes: Annotated[list[str], typer.Argument(metavar="NODE...")],
+    backend: Annotated[Literal["gloo", "nccl"], typer.Option(help="nccl goes between GPUs.")] = "gloo",
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for the result.")] = 90.0,
     as_json: Json = False,
 ) -> None:
     """Let nodes run an all-reduce among them: latency and bus bandwidth by size."""
     with _controller(context) as client:
-        found = client.post("/v1/probes", op.StartProbe(nodes=tuple(nodes)), op.ProbeStatus)
+        found = client.post("/v1/probes", op.StartProbe(nodes=tuple(nodes), backend=backend), op.ProbeStatus)
         deadline = SYSTEM_CLOCK.monotonic() + timeout_s
         while found.ok is None and SYSTEM_CLOCK.monotonic() < deadline:
             time.sleep(0.2)

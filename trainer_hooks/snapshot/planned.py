@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from everstep.slots import PAGE, slot_bytes_for
 from everstep.wire.v1.training import GenerationSpec, Member
 from trainer_hooks.snapshot.copy import page_lock, slot_view
 from trainer_hooks.snapshot.exchange import Exchange
-from trainer_hooks.snapshot.layout import Layout, Manifest, encode
+from trainer_hooks.snapshot.layout import ALIGN, Layout, Manifest, encode
 from trainer_hooks.snapshot.plan import Share, divide, manifest_for
 from trainer_hooks.vault_client import MappedSegment, VaultClient
 
@@ -97,9 +99,16 @@ class Planner:
         """
         world, node = self._spec.world_size, self._spec.spec.nproc_per_node
         fewer = max(world - node, node)
-        payload = -(-manifest.payload_bytes * world // fewer) if world > node else manifest.payload_bytes
+        more = -(-manifest.payload_bytes * world // fewer) if world > node else 0
+        payload = max(manifest.payload_bytes, min(more, _whole_bytes(manifest)))
         slot_bytes = slot_bytes_for(2 * len(encode(manifest)), payload) + PAGE
         segment = self._vault.open_segment(self._spec.job, self._member.local_rank, slot_bytes)
         if on_gpu:
             page_lock(segment)
         return segment
+
+
+def _whole_bytes(manifest: Manifest) -> int:
+    """A slot that holds everything: no share can be larger."""
+    tensors = sum(math.prod(t.shape) * t.itemsize + ALIGN for t in manifest.catalog)
+    return tensors + manifest.blob_capacity + 2 * ALIGN

@@ -31,7 +31,7 @@ Reading needs a viewer's or an operator's token, changing an operator's. Times a
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -198,6 +198,7 @@ class StartProbe(Message, frozen=True, kw_only=True):
     """Ask nodes to run an all-reduce among them: latency and bus bandwidth by size."""
 
     nodes: Annotated[tuple[NodeId, ...], msgspec.Meta(min_length=1, max_length=64)]
+    backend: Literal["gloo", "nccl"] = "gloo"
 
 
 class ProbeRow(Message, frozen=True, kw_only=True):

@@ -258,3 +258,16 @@ def test_every_knob_is_documented() -> None:
 def test_contradictions_are_refused_with_the_mend(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(wrong))):
         msgspec.structs.replace(CorePolicy(), **wrong).validate()
+
+
+def test_an_exception_that_another_node_raised_before_is_not_tried_again() -> None:
+    fleet = CoreFleet()
+    fleet.start(2, max_user_retries=5)
+    fleet.raise_user_error(1)
+    fleet.resume()
+    fleet.raise_user_error(1)
+    assert fleet.job_state() is JobState.RUNNING, "it may be that node's own trouble"
+    fleet.resume()
+    fleet.raise_user_error(0)
+    assert fleet.job_state() is JobState.FAILED
+    assert "n2 raised the same before" in fleet.job().sentence

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.generations import generation
 from trainer_hooks.restore.choose import covers
 from trainer_hooks.snapshot.layout import Box, Layout, Part, Sharing, whole
 from trainer_hooks.snapshot.plan import divide, manifest_for
+from trainer_hooks.snapshot.planned import Planner
 
 
 def part(name: str, shape: tuple[int, ...], box: Box | None = None, **more: object) -> Part:
@@ -135,3 +137,25 @@ def test_ranks_that_give_one_name_to_different_tensors_are_told_so() -> None:
     shares = divide(layouts, ["n1", "n2"], 1)
     with pytest.raises(ValueError, match="ranks disagree about t"):
         manifest_for(0, layouts, shares[0], 0)
+
+
+class Asked(Exception):
+    """How many bytes a slot was asked for."""
+
+
+def test_a_slot_has_room_for_the_share_after_a_loss_and_never_for_more_than_everything() -> None:
+    class Layouts:
+        def layouts(self, _tag: str, mine: Layout, _timeout_s: float) -> list[Layout]:
+            return [mine] * 2
+
+    class Vault:
+        def open_segment(self, _job: str, _local_rank: int, slot_bytes: int) -> None:
+            raise Asked(slot_bytes)
+
+    (layout, _) = replicated([1 << 16] * 4, 2)
+    whole = sum(part.nbytes for part in layout.parts)
+    spec = generation(1, ranks=[("n1", 0), ("n2", 0)])
+    planner = Planner(Vault(), spec, spec.roster[0], Layouts(), 1.0)  # type: ignore[arg-type]
+    with pytest.raises(Asked) as asked:
+        planner.plan("start", layout, 0, on_gpu=False)
+    assert whole < asked.value.args[0] < 1.05 * whole
