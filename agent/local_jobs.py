@@ -177,6 +177,7 @@ class LocalJobs:
         match message:
             case Tick():
                 seat.ticked(message)
+                self._rank_is_in(seat.job, message.generation)
             case Goodbye():
                 seat.leaving = True
             case FindingRaised():
@@ -192,11 +193,16 @@ class LocalJobs:
         if report.generation < seat.job.oldest or seat.job.stopped is not None or seat.condemned:
             self.counts["reports_stale"] += 1
             return
-        seat.job.heard_of(report.generation)
+        self._rank_is_in(seat.job, report.generation)
         if isinstance(report, RankFinished):
             seat.finished_in = report.generation
         self.counts["reports"] += 1
         self._outside.report(report)
+
+    def _rank_is_in(self, job: LocalJob, generation: int) -> None:
+        """Past an announced boundary the vault refuses what belongs to the generation before it."""
+        if job.heard_of(generation) and job.spec is not None:
+            self._outside.configure_vault(job)
 
     def _from_launcher(self, seat: LauncherSeat, message: ToAgent) -> None:
         match message:

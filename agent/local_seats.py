@@ -87,7 +87,6 @@ class RankSeat:
     def ticked(self, tick: Tick) -> None:
         """Notes a sign of life; it also tells an agent that has just started which rank this is."""
         self.tick = tick
-        self.job.heard_of(tick.generation)
         if self.generation is None or tick.generation > self.generation:
             self.assigned(tick.generation, tick.rank)
 
@@ -139,10 +138,12 @@ class LocalJob:
         self.exits: dict[int, RankExited] = {}
         self.ends: OrderedDict[int, Loss | None] = OrderedDict()
 
-    def heard_of(self, generation: int) -> None:
-        """A rank is in ``generation``."""
+    def heard_of(self, generation: int) -> bool:
+        """A rank is in ``generation``; returns whether those before it count no longer because of that."""
+        before = self.oldest
         self.newest = max(self.newest, generation)
         self.oldest = max(self.oldest, generation)
+        return self.oldest > before
 
     def told_of(self, spec: GenerationSpec) -> None:
         """The controller says that ``spec`` follows: at once, or when its boundary is reached."""

@@ -100,14 +100,17 @@ class VaultKeeper:
     # --- what the supervisor says --------------------------------------------------------------------------------
 
     def configure(self, job: LocalJob) -> None:
-        """Tells the vault a job's newest generation, now and after each of its restarts."""
+        """Tells the vault which generation of a job counts, now and after each of its restarts.
+
+        Until the boundary of an announced one is reached the running one does: its shards are still to be copied.
+        """
         if job.spec is None:
             return
         self._request += 1
         message = Configure(
             request=self._request,
             job=job.name,
-            generation=job.spec.number,
+            generation=job.oldest,
             secret=job.spec.secret,
             holders=job.spec.holders,
         )

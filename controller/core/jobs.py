@@ -36,8 +36,10 @@ def launcher_joined(turn: Turn, node: str, report: LauncherJoined) -> None:
     if before is not None and report.launcher < before.incarnation:
         turn.ignore("launcher_joined.stale")
         return
+    restarted = before is not None and report.launcher > before.incarnation
+    new_agent = before is not None and not before.confirmed
     _note_launcher(turn, job, node, report)
-    _catch_up(turn, job, node, report, restarted=before is not None and report.launcher > before.incarnation)
+    _catch_up(turn, job, node, report, restarted=restarted, new_agent=new_agent)
 
 
 def _create(turn: Turn, report: LauncherJoined) -> JobRecord:
@@ -101,7 +103,10 @@ def _note_launcher(turn: Turn, job: JobRecord, node: str, report: LauncherJoined
     turn.job_changed(job.job)
 
 
-def _catch_up(turn: Turn, job: JobRecord, node: str, report: LauncherJoined, *, restarted: bool) -> None:
+def _catch_up(
+    turn: Turn, job: JobRecord, node: str, report: LauncherJoined, *, restarted: bool, new_agent: bool
+) -> None:
+    """``new_agent``: it has forgotten the generation that its ranks are in, and its vault will ask it for that."""
     if report.generation > job.last_number:
         sentence = f"ranks on {node} are in generation {report.generation}, the records end at {job.last_number}"
         job.last_number = report.generation
@@ -120,7 +125,7 @@ def _catch_up(turn: Turn, job: JobRecord, node: str, report: LauncherJoined, *, 
         sentence = f"the launcher on {node} started anew"
         regroup(turn, job, Cause(reason=GenerationReason.RANK_LOST, sentence=sentence, trace=turn.trace))
         return
-    if job.state is JobState.RUNNING and report.generation < job.generation.number:
+    if job.state is JobState.RUNNING and (new_agent or report.generation < job.generation.number):
         turn.send(node, NewGeneration(spec=job.generation))
     consider_growth(turn, job)
 

@@ -118,7 +118,7 @@ class Node:
 
     def configure_vault(self, job: LocalJob) -> None:
         assert job.spec is not None
-        self.configured.append(job.spec.number)
+        self.configured.append(job.oldest)
 
     def forget_in_vault(self, job: str) -> None:
         self.forgotten.append(job)
@@ -240,6 +240,18 @@ def test_until_an_announced_boundary_the_ranks_of_the_running_generation_are_hea
     node.tick(rank, 2, 0)
     node.jobs.heard(rank, failed)
     assert node.jobs.counts["reports_stale"] == 1
+
+
+def test_until_an_announced_boundary_the_vault_takes_copies_of_the_running_generation(node: Node) -> None:
+    rank = node.rank(0)
+    node.regroup(1)
+    node.tick(rank, 1, 0)
+    node.push(NewGeneration(spec=msgspec.structs.replace(generation(2), after_step=9)))
+    node.tick(rank, 1, 0, step=9)
+    assert node.configured == [1, 1]
+    node.tick(rank, 2, 0)
+    node.tick(rank, 2, 0)
+    assert node.configured == [1, 1, 2]
 
 
 def test_jobs_of_one_node_do_not_hear_of_each_other(node: Node) -> None:

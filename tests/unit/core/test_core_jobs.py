@@ -49,6 +49,19 @@ def test_a_late_spare_is_told_the_generation_so_that_it_can_park() -> None:
     assert sent(fleet.effects[before:], NewGeneration)["n3"].spec.number == 1
 
 
+def test_a_restarted_agent_is_told_the_generation_that_its_ranks_are_in() -> None:
+    """It has forgotten it, and a vault that it starts has to be told."""
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.register("n1")
+    before = len(fleet.effects)
+    fleet.join("n1", generation=1, again=True)
+    assert sent(fleet.effects[before:], NewGeneration)["n1"].spec.number == 1
+    before = len(fleet.effects)
+    fleet.join("n1", generation=1, again=True)
+    assert sent(fleet.effects[before:], NewGeneration) == {}, "only once in its life"
+
+
 def test_launchers_must_ask_for_the_same() -> None:
     fleet = CoreFleet()
     fleet.start(2)
