@@ -38,8 +38,8 @@ def _can_spare(fleet: Fleet) -> list[Node]:
 
 
 def _kill_named(prefix: str, fleet: Fleet, draw: random.Random) -> str:
-    """SIGKILL to one process of an untouched node, by its name."""
-    victim = _victim(fleet.untouched(), draw)
+    """SIGKILL to one process of a node in the job, by its name."""
+    victim = _victim([node for node in fleet.untouched() if node.name in fleet.ready()], draw)
     pids = named(victim, prefix) if victim is not None else []
     return f"{prefix} on {victim.name}" if victim is not None and pids and end(draw.choice(pids)) else ""
 

@@ -236,6 +236,19 @@ def test_a_lost_fork_server_is_started_anew_with_all_its_workers(agent: FakeAgen
         assert {agent.heard(RankExited, lambda m, n=n: m.local_rank == n).pid for n in range(2)} == set(before)
 
 
+def test_a_fork_server_that_is_killed_again_while_it_starts_is_started_once_more(
+    agent: FakeAgent, script: Path
+) -> None:
+    with start(agent, script) as launcher:
+        before = tuple(holder(launcher, script.parent, n) for n in range(2))
+        first = launcher.child_named("everstep-forks")
+        os.kill(first, signal.SIGKILL)
+        launcher.eventually(lambda: launcher.child_named("everstep-forks") != first, "another, which imports")
+        os.kill(launcher.child_named("everstep-forks"), signal.SIGKILL)
+        after = [holder(launcher, script.parent, n, not_in=before) for n in range(2)]
+        assert all(map(alive, after))
+
+
 def test_output_goes_to_files_and_with_tee_is_shown_with_its_rank(agent: FakeAgent, script: Path) -> None:
     script.write_text(HOOKED + "print('hello from', local_rank)\n")
     with start(agent, script, "--log-dir", str(script.parent / "logs"), "--tee", "3", "--standbys", "0") as launcher:

@@ -38,6 +38,8 @@ LAST_WORD_WAIT_S = 30.0
 """How long a launcher whose ranks have finished waits for an agent that is away to say that the job is over."""
 LAST_BREATH_S = 0.5
 """Between a StopJob for a failure, which ranks hear too, and SIGTERM: time to print why."""
+EARLY_LOSSES = 3
+"""Fork servers in a row that may end before they are ready, once one has been: a node under pressure kills again."""
 MAX_STORE_DEATHS = 5
 STORE_WINDOW_S = 60.0
 
@@ -136,6 +138,7 @@ class Work:
         self._incarnation = int(clock.wall() * 1000)
         self._ranks: dict[int, int] = {}
         self._preloaded = False
+        self._early_losses_left = 0  # at the start it is the environment that is at fault, and stays so
         self._stopping: Outcome | None = None
         self._giving_up: str | None = None
         self._store_deaths: deque[float] = deque(maxlen=MAX_STORE_DEATHS)
@@ -173,7 +176,7 @@ class Work:
         """Deals with one event; an outcome ends the work."""
         match event:
             case Ready():
-                self._preloaded = True
+                self._preloaded, self._early_losses_left = True, EARLY_LOSSES
             case Forked():
                 self._crew.forked(event.serial, event.pid)
             case Exited():
@@ -228,7 +231,9 @@ class Work:
     def _lost_forks(self) -> Outcome | None:
         """The fork server died, and every child with it: begin again with a new one."""
         if not self._preloaded:
-            return Outcome(1, "the fork server ended before it was ready; what it said is above")
+            if self._early_losses_left == 0:
+                return Outcome(1, "the fork server ended before it was ready; what it said is above")
+            self._early_losses_left -= 1
         if self._stopping is not None:
             return self._stopping
         log.error("the fork server is gone, and with it all processes of this node; starting anew")
