@@ -111,18 +111,23 @@ def _spec(turn: Turn, job: JobRecord, cause: Cause, seats: list[str], boundary: 
 
 
 def _holders(turn: Turn, job: JobRecord, seats: list[str]) -> list[str]:
-    """Whose vaults may be asked: the roster's, and those of former members that answer and were never caught lying."""
-    state = turn.state
-    former = [*seats_of(job.generation), *job.former]
-    answering = [
+    """Whose vaults may be asked: the roster's, and those of former members that were never caught lying.
+
+    A vault outlives its agent. So one whose node is out of reach is asked as well, as long as it may hold what
+    counts: versions of a generation that it was in, from the newest committed one on.
+    """
+    state, before = turn.state, seats_of(job.generation)
+    committed = state.live_jobs[job.job].committed
+    is_old = committed is not None and job.generation is not None and committed.generation == job.generation.number
+    counts = before if is_old else [*before, *job.former]
+    former = [
         node
-        for node in dict.fromkeys(former)
+        for node in dict.fromkeys([*before, *job.former])
         if node not in seats
-        and node in state.reachable
-        and state.live_nodes[node].gone_at is None
         and not state.nodes[node].condemned
+        and (node in counts or (node in state.reachable and state.live_nodes[node].gone_at is None))
     ]
-    return seats + answering
+    return seats + former
 
 
 def _begin(turn: Turn, job: JobRecord, live: JobLive, spec: GenerationSpec) -> None:

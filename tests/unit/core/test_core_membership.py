@@ -116,14 +116,29 @@ def test_those_who_leave_the_roster_are_told_too() -> None:
     assert all(body.spec == generations(effects)[0] for body in sent(effects, NewGeneration).values())
 
 
-def test_vaults_of_former_members_stay_holders_while_they_answer() -> None:
+def test_vaults_of_former_members_stay_holders_while_they_answer_or_may_hold_what_counts() -> None:
     fleet = CoreFleet()
     fleet.start(3, 1)
     fleet.lose_rank(1, replacement=False)
     assert [holder.node for holder in fleet.spec().holders] == ["n1", "n4", "n3", "n2"]
     fleet.disconnect("n2")
     fleet.lose_rank(0)
+    assert [holder.node for holder in fleet.spec().holders] == ["n1", "n4", "n3", "n2"], "nothing is committed since"
+    fleet.resume()
+    fleet.seal(4)
+    fleet.lose_rank(0)
     assert [holder.node for holder in fleet.spec().holders] == ["n1", "n4", "n3"]
+
+
+def test_a_member_that_is_out_of_reach_stays_a_holder_since_its_vault_outlives_its_agent() -> None:
+    fleet = CoreFleet()
+    fleet.start(4)
+    fleet.seal(4)
+    fleet.disconnect("n2")
+    fleet.disconnect("n3")
+    fleet.fail_collective(0)
+    assert fleet.seats() == ["n1", "n4"]
+    assert {"n2", "n3"} < {holder.node for holder in fleet.spec().holders}
 
 
 def test_two_jobs_on_one_node_regroup_each_for_itself() -> None:
