@@ -47,7 +47,7 @@ def strike(fleet: Fleet, draw: random.Random, seconds: float, story: Path) -> Co
     struck: Counter[str] = Counter()
     end = time.perf_counter() + seconds
     with story.open("w", buffering=1) as told:
-        while time.perf_counter() < end:
+        while time.perf_counter() < end and not fleet.is_over:
             for _ in range(draw.randint(1, LARGEST_BURST)):
                 fault = draw_fault(draw)
                 if said := fault.strike(fleet, draw):

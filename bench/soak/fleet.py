@@ -18,7 +18,7 @@ import msgspec
 from everstep.cli.client import Client
 from everstep.errors import EverstepError
 from everstep.ids import Version
-from everstep.vocabulary import NodeState
+from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.operator import Because, Changed
 from examples.demo.story import Run
 from examples.demo.watch import Watch
@@ -94,8 +94,17 @@ class Fleet:
         command += ["--hang-threshold-s", "1.5", "--digest-interval", "1", "--die-with-parent"]
         node.join([*command, "-m", "bench.soak.train"], self._environment)
 
+    @property
+    def _may_end(self) -> bool:
+        return self.goal.exists() or self.is_over
+
     def finish(self, margin_steps: int, deadline_s: float) -> int:
-        """Waits until everything is back, announces the last step, and waits for the job to end; returns that step."""
+        """Waits until everything is back, announces the last step, and waits for the job to end; returns that step.
+
+        Raises TimeoutError naming what did not happen.
+        """
+        if self.is_over:
+            raise TimeoutError(self.standing())
         self.wait(lambda: not self._calendar, "all repairs are made", deadline_s)
         self.wait(lambda: len(self.ready()) == len(NAMES), "every node is back in the job", deadline_s, self.standing)
         self.wait(lambda: len(self.watch.roster) == RANKS, "the job has its full size", deadline_s, self.standing)
@@ -172,6 +181,11 @@ class Fleet:
                 raise TimeoutError(f"{what}: not within {deadline_s:.0f} s. {why()}")
             self.pause(POLL_S)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the job was given up."""
+        return self.watch.job is not None and self.watch.job.summary.state is JobState.FAILED
+
     def _look(self) -> None:
         """A daemon that ended by itself is a problem; it is started again, as systemd would."""
         for node in self.world.nodes.values():
@@ -180,7 +194,7 @@ class Fleet:
             if node.agent is not None and node.agent.poll() is not None:
                 self.problems.append(f"the agent of {node.name} ended by itself with {node.agent.returncode}")
                 node.start_agent(vault_outlives=True)
-            if node.launcher is not None and node.launcher.poll() is not None and not self.goal.exists():
+            if node.launcher is not None and node.launcher.poll() is not None and not self._may_end:
                 self.problems.append(f"the launcher on {node.name} ended by itself with {node.launcher.returncode}")
                 self.launch(node)
 
