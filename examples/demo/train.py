@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -31,6 +32,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--layout", choices=["ddp", "fsdp2"], default="ddp")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--fast", action="store_true")
+    parser.add_argument("--pace", type=float, default=0.0, help="seconds that a step takes at least")
     return parser.parse_args(argv)
 
 
@@ -73,6 +75,20 @@ BATCH = 8 if OPTIONS.fast else 16
 DATASET = Windows(standard_library(), CONFIG.context)
 
 
+def logged(run: everstep.Run, log: StepLog) -> Iterator[int]:
+    """The steps, at ``--pace``, with a line for each one that is finished: when the loop asks for the next."""
+    before, due = None, 0.0
+    for step in run.steps(until=OPTIONS.steps, seed=SEED):
+        if before is not None:
+            log.finished(before)
+        time.sleep(max(0.0, due - time.perf_counter()))
+        due = time.perf_counter() + OPTIONS.pace
+        yield step
+        before = step
+    if before is not None:
+        log.finished(before)
+
+
 def train(run: everstep.Run) -> None:
     torch.manual_seed(SEED)
     torch.set_num_threads(1)
@@ -89,7 +105,7 @@ def train(run: everstep.Run) -> None:
     sampler = run.sampler(len(DATASET), global_batch=BATCH, seed=SEED)
     run.track(model=model, optimizer=optimizer, scheduler=scheduler)
     log = StepLog(run)
-    for step in run.steps(until=OPTIONS.steps, seed=SEED):
+    for step in logged(run, log):
         indices = sampler.indices(step)
         inputs, targets = (part.to(run.device) for part in DATASET[indices])
         loss = next_byte_loss(whole(inputs), targets)
@@ -99,7 +115,6 @@ def train(run: everstep.Run) -> None:
         scheduler.step()
         optimizer.zero_grad()
         run.report(loss=loss)
-        log.finished(step)
 
 
 if __name__ == "__main__":
