@@ -44,7 +44,10 @@ class Member(Message, frozen=True, kw_only=True):
 
 
 class Holder(Message, frozen=True, kw_only=True):
-    """A vault that may hold slots of the job: every roster node, and nodes that left the roster but still answer."""
+    """A vault that may hold slots of the job: every roster node's, and those of nodes that left the roster.
+
+    One of the latter need not answer: it is asked only where the roster's lack something.
+    """
 
     node: NodeId
     vault: Address
