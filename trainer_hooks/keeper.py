@@ -17,7 +17,7 @@ from trainer_hooks.interrupt import Interrupter, Regroup
 from trainer_hooks.orders import Orders
 from trainer_hooks.progress import Progress
 from trainer_hooks.regroup import Group
-from trainer_hooks.restore import restore
+from trainer_hooks.restore import Restoration
 from trainer_hooks.snapshot.snapshotter import Snapshotter
 from trainer_hooks.state import TrackedState
 from trainer_hooks.timeline import Timeline
@@ -66,7 +66,7 @@ class GenerationKeeper:
     """Keeps one rank's state through one generation.
 
     Args:
-        vault: makes the connection to the node's vault; called when state is tracked.
+        vault: makes the connection to the node's vault; called when state is tracked, or is sure to be.
         send: to the agent; never blocks.
         timeline: of the regrouping that led here; it ends with the first finished step.
     """
@@ -93,6 +93,10 @@ class GenerationKeeper:
         self._clock = clock
         self._snapshotter: Snapshotter | None = None
         self._restored: Version | None = None
+        self._restoration: Restoration | None = None
+        if group.spec.restore.floor is not None:  # what was committed is restored for certain
+            self._restoration = self._new_restoration()
+            self._restoration.begin()
 
     @property
     def _spec(self) -> GenerationSpec:
@@ -104,7 +108,8 @@ class GenerationKeeper:
             raise ValueError("run.track was called before in this generation: name everything in one call")
         self._phase_ends("build")
         group, vault, state = self._group, self._vault(), TrackedState(objects)
-        result = restore(vault, state, group.spec, group.member, group.store, on_finding=self._send, clock=self._clock)
+        restoration = self._restoration = self._restoration or self._new_restoration()
+        result = restoration.fill(state)
         self._restored = result.version
         self._phase_ends("restore")
         self._snapshotter = Snapshotter(
@@ -112,6 +117,12 @@ class GenerationKeeper:
         )
         self._progress.resume_from(result.step)
         return result.step
+
+    def _new_restoration(self) -> Restoration:
+        group = self._group
+        return Restoration(
+            self._vault(), group.spec, group.member, group.store, on_finding=self._send, clock=self._clock
+        )
 
     def before_update(self) -> None:
         self._fence()  # first, while the state still stands
@@ -146,6 +157,8 @@ class GenerationKeeper:
         A copy that has begun is completed: the optimizer waits for it before it changes anything, so while one runs
         the live state is that of the last finished step, whatever else was interrupted.
         """
+        if self._restoration is not None:
+            self._restoration.close()
         if self._snapshotter is not None:
             self._snapshotter.close(finish=True)
 
@@ -162,6 +175,7 @@ class GenerationKeeper:
         self._phase_ends("first_step")
         assert self._timeline is not None
         phases, self._timeline = self._timeline.phases_s, None
+        self._restoration = None  # only now: to unmap the slots takes a millisecond
         self._send(
             Resumed(
                 job=self._spec.job,

@@ -22,7 +22,7 @@ from trainer_hooks.abort import backend_named
 from trainer_hooks.config import HookSettings
 from trainer_hooks.regroup import Rendezvous
 from trainer_hooks.replicate import replicate
-from trainer_hooks.restore import restore
+from trainer_hooks.restore import Restoration
 from trainer_hooks.snapshot.copy import HostMover
 from trainer_hooks.snapshot.snapshotter import Snapshotter
 from trainer_hooks.state import TrackedState
@@ -193,7 +193,7 @@ def _train(
     member = spec.roster[rank]
     findings: list[FindingRaised] = []
     state = TrackedState(training.tracked)
-    result = restore(vault, state, spec, member, store, on_finding=findings.append)
+    result = Restoration(vault, spec, member, store, on_finding=findings.append).fill(state)
     restored_as = training.fingerprint()
     sealed: list[Sealed] = []
     heard = threading.Condition()

@@ -30,6 +30,7 @@ MODULES = (
     "torch.utils.data",
     "torch.utils.checkpoint",
     "torch.profiler._cupti_monitor",  # the first backward imports it
+    "encodings.idna",  # the first look-up of a host's name imports it: 2 ms
     "xxhash",
     "trainer_hooks.entry",  # trainer_hooks.main and what it takes
 )

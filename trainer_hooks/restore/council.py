@@ -6,6 +6,7 @@ that went; only when all have what they need do they go on, else rank 0 chooses 
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 from typing import TypeVar
 
@@ -14,11 +15,12 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
 from everstep.clock import Clock
-from everstep.errors import MalformedMessage, NotRestorable
+from everstep.errors import MalformedMessage, NotRestorable, Unavailable
 from everstep.ids import Version
 from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.training import GenerationSpec, Member, RestoreRule
 from trainer_hooks.restore.choose import Choice, admitted, choose
+from trainer_hooks.snapshot.exchange import poll
 from trainer_hooks.snapshot.layout import Manifest, content_digest, decode_manifest
 
 SLICE_S = 0.25
@@ -74,13 +76,18 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 class Council:
-    """One rank's voice in a restore. The same code on all ranks; rank 0 also chairs."""
+    """One rank's voice in a restore. The same code on all ranks; rank 0 also chairs.
+
+    What is there may be told, gathered and proposed by a thread beside the training thread; the rest is for the latter.
+    """
 
     def __init__(self, store: Store, spec: GenerationSpec, member: Member, clock: Clock) -> None:
         self._store = store
         self._spec = spec
         self._member = member
         self._clock = clock
+        self._told: tuple[SlotInfo, ...] = ()
+        self._bodies: dict[str, bytes] = {}
         self._manifests: dict[str, Manifest] = {}
 
     @property
@@ -101,34 +108,51 @@ class Council:
     def tell(self, slots: tuple[SlotInfo, ...], manifests: dict[str, bytes]) -> None:
         """Publishes what this node's vault holds, with the manifests of it. Only what the rule admits is of use."""
         for digest, body in manifests.items():
+            self.learn(digest, body)
             self.add_manifest(digest, body)
-        told = tuple(s for s in slots if admitted(self.rule, s.version))
-        self._store.set(f"restore/inventory/{self._member.node}", _encode(Inventory(told)))
+        self._told = tuple(s for s in slots if admitted(self.rule, s.version))
+        self._store.set(f"restore/inventory/{self._member.node}", _encode(Inventory(self._told)))
 
     def add_manifest(self, digest: str, body: bytes) -> None:
         """Publishes one manifest by its digest."""
         self._store.set(f"restore/manifest/{digest}", body)  # type: ignore[arg-type]  # takes bytes
 
-    def has_manifest(self, digest: str) -> bool:
-        """Whether somebody published it."""
-        return digest in self._manifests or self._store.check([f"restore/manifest/{digest}"])
+    def learn(self, digest: str, body: bytes) -> None:
+        """Takes a manifest that was read where it lies; one that is not the digest's is not believed."""
+        if content_digest(body) == digest:
+            self._bodies[digest] = body
 
-    def gather(self) -> tuple[SlotInfo, ...]:
-        """What all nodes of the roster told."""
-        nodes = list(dict.fromkeys(m.node for m in self._spec.roster))
-        told = self._get([f"restore/inventory/{node}" for node in nodes])
-        return tuple(slot for body in told for slot in _decode(body, Inventory).slots)
+    def knows_manifest(self, digest: str) -> bool:
+        """Whether it need not be asked for."""
+        return digest in self._bodies
+
+    def has_manifest(self, digest: str) -> bool:
+        """Whether this rank knows it, or somebody published it."""
+        return self.knows_manifest(digest) or self._store.check([f"restore/manifest/{digest}"])
+
+    def gather(self, stop: threading.Event) -> tuple[SlotInfo, ...]:
+        """What all nodes of the roster told, for the speaker of one of them.
+
+        Raises DistStoreError when a node stays silent for PATIENCE_S, or ``stop`` was set.
+        """
+        nodes = dict.fromkeys(m.node for m in self._spec.roster if m.node != self._member.node)
+        keys = [f"restore/inventory/{node}" for node in nodes]
+        try:
+            told = poll(self._store, keys, stop=stop, clock=self._clock, timeout_s=PATIENCE_S)
+        except Unavailable as error:
+            raise DistStoreError(str(error)) from error
+        return self._told + tuple(slot for body in told for slot in _decode(body, Inventory).slots)
 
     def manifest(self, digest: str) -> Manifest:
-        """A published manifest. Raises MalformedMessage where nobody could read it, or it is damaged."""
+        """One that was learnt or published. Raises MalformedMessage where nobody could read it, or it is damaged."""
         if digest not in self._manifests:
-            key = f"restore/manifest/{digest}"
             if not self.has_manifest(digest):
                 raise MalformedMessage(f"manifest {digest} could not be read where it lies")
-            body = self._store.get(key)
-            if content_digest(body) != digest:
+            if not self.knows_manifest(digest):
+                self.learn(digest, self._store.get(f"restore/manifest/{digest}"))
+            if not self.knows_manifest(digest):
                 raise MalformedMessage(f"manifest {digest} is not what was sealed")
-            self._manifests[digest] = decode_manifest(body)
+            self._manifests[digest] = decode_manifest(self._bodies[digest])
         return self._manifests[digest]
 
     # --- choosing
@@ -159,13 +183,15 @@ class Council:
     def settle(self, number: int, outcome: Outcome) -> Verdict:
         """Tells this rank's outcome of choice ``number``, and hears what all of them come to."""
         self._store.set(f"restore/outcome/{number}/{self._member.rank}", _encode(outcome))
-        if self.chairs:
-            keys = [f"restore/outcome/{number}/{rank}" for rank in range(self._spec.world_size)]
-            outcomes = [_decode(body, Outcome) for body in self._get(keys)]
-            bad = tuple(dict.fromkeys(key for outcome in outcomes for key in outcome.bad))
-            self._store.set(f"restore/verdict/{number}", _encode(Verdict(all(o.ok for o in outcomes), bad)))
-        (body,) = self._get([f"restore/verdict/{number}"])
-        return _decode(body, Verdict)
+        if not self.chairs:
+            (body,) = self._get([f"restore/verdict/{number}"])
+            return _decode(body, Verdict)
+        keys = [f"restore/outcome/{number}/{rank}" for rank in range(self._spec.world_size)]
+        outcomes = [_decode(body, Outcome) for body in self._get(keys)]
+        bad = tuple(dict.fromkeys(key for outcome in outcomes for key in outcome.bad))
+        verdict = Verdict(all(o.ok for o in outcomes), bad)
+        self._store.set(f"restore/verdict/{number}", _encode(verdict))
+        return verdict
 
     def _get(self, keys: list[str]) -> list[bytes]:
         """The values, once all are there. Raises DistStoreError after PATIENCE_S."""

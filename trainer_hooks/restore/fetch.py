@@ -69,14 +69,17 @@ class Loader:
     Args:
         member: this rank; slots on its node are read directly.
         targets: what each want of the plan fills.
+        local: the slots of this rank's node.
     """
 
-    def __init__(self, vault: VaultClient, job: str, member: Member, targets: Sequence[TrackedTensor]) -> None:
+    def __init__(
+        self, vault: VaultClient, job: str, member: Member, targets: Sequence[TrackedTensor], local: LocalSlots
+    ) -> None:
         self._vault = vault
         self._job = job
         self._member = member
         self._targets = targets
-        self._local = LocalSlots()
+        self._local = local
         self._scratch: Path | None = None
         self._scratch_bytes = 0
         self.bytes_by_source: dict[str, int] = {}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from everstep.errors import NotRestorable
-from trainer_hooks.snapshot.layout import Box, Manifest, Stored
+from trainer_hooks.snapshot.layout import Box, Manifest, Stored, Tensor
 
 Range = tuple[int, int]
 
@@ -36,27 +36,30 @@ class Read(msgspec.Struct, frozen=True):
     box: Box
 
 
-def plan_reads(wants: Sequence[Want], supplies: Sequence[Manifest]) -> list[Read]:
+def plan_reads(wants: Sequence[Want], supplies: Iterable[Manifest]) -> list[Read]:
     """Reads that fill every want exactly once, each byte from the first supply that has it: order them by nearness.
 
-    Raises NotRestorable where something is in no supply.
+    Takes no more of ``supplies`` than it needs. Raises NotRestorable where something is in no supply.
     """
-    holders: dict[int, list[tuple[int, Stored]]] = defaultdict(list)
-    for index, manifest in enumerate(supplies):
-        for stored in manifest.stored:
-            holders[stored.tensor].append((index, stored))
-    reads: list[Read] = []
+    wanting: dict[int, list[int]] = defaultdict(list)
     for index, want in enumerate(wants):
-        rest = [want.box] if want.box.volume else []
-        for supply, stored in holders[want.tensor]:
-            if not rest:
-                break
-            rest = _take(index, supply, stored, rest, reads)
-        if rest:
-            name = supplies[0].catalog[want.tensor].name if supplies else f"tensor {want.tensor}"
-            raise NotRestorable(
-                f"{name}: the part at {rest[0].offset} of size {rest[0].size} is in no slot that is left"
-            )
+        wanting[want.tensor].append(index)
+    rest = {index: [want.box] for index, want in enumerate(wants) if want.box.volume}
+    reads: list[Read] = []
+    catalog: tuple[Tensor, ...] = ()
+    for supply, manifest in enumerate(supplies):
+        catalog = manifest.catalog
+        for stored in manifest.stored:
+            for index in wanting[stored.tensor]:
+                if index in rest:
+                    rest[index] = _take(index, supply, stored, rest[index], reads)
+                    if not rest[index]:
+                        del rest[index]
+        if not rest:
+            return reads
+    for index, boxes in rest.items():
+        name = catalog[wants[index].tensor].name if catalog else f"tensor {wants[index].tensor}"
+        raise NotRestorable(f"{name}: the part at {boxes[0].offset} of size {boxes[0].size} is in no slot that is left")
     return reads
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 from torch._C._distributed_c10d import Store
 
@@ -14,11 +15,25 @@ FIRST_POLL_S = 0.001
 LAST_POLL_S = 0.02
 
 
+def poll(store: Store, keys: list[str], *, stop: threading.Event, clock: Clock, timeout_s: float) -> list[bytes]:
+    """The values of ``keys``, once all are there; for threads beside the training thread.
+
+    The store is asked and not waited on: a connection that waits would stand in the way of the training thread's own
+    use of it. Raises Unavailable when they are not there in time or ``stop`` was set.
+    """
+    deadline = clock.monotonic() + timeout_s
+    pause_s = FIRST_POLL_S
+    while keys and not store.check(keys):
+        if stop.wait(pause_s) or clock.monotonic() > deadline:
+            raise Unavailable(f"not all ranks have told what the others wait for: {keys[0]} or one like it")
+        pause_s = min(LAST_POLL_S, pause_s * 1.5)
+    return store.multi_get(keys) if keys else []
+
+
 class Exchange:
     """All ranks' layouts, from any thread.
 
-    The store is asked and not waited on: a connection that waits would stand in the way of the training thread's own
-    use of it. Bodies are stored by their digest, so that equal layouts (DDP: all of them) cross the store once.
+    Bodies are stored by their digest, so that equal layouts (DDP: all of them) cross the store once.
 
     Args:
         store: the generation's store, with its prefix.
@@ -44,9 +59,10 @@ class Exchange:
             return [mine]
         self._put_body(tag, digest, body)
         self._store.set(f"snapshot/{tag}/rank/{self._rank}", digest)
-        digests = [d.decode() for d in self._get([f"snapshot/{tag}/rank/{r}" for r in range(self._world)], timeout_s)]
+        get = partial(poll, self._store, stop=self._stop, clock=self._clock, timeout_s=timeout_s)
+        digests = [digest.decode() for digest in get([f"snapshot/{tag}/rank/{r}" for r in range(self._world)])]
         missing = sorted(set(digests) - known.keys())
-        bodies = self._get([f"snapshot/{tag}/body/{d}" for d in missing], timeout_s)
+        bodies = get([f"snapshot/{tag}/body/{d}" for d in missing])
         known.update({d: decode_layout(b) for d, b in zip(missing, bodies, strict=True)})
         return [known[d] for d in digests]
 
@@ -54,12 +70,3 @@ class Exchange:
         key = f"snapshot/{tag}/body/{digest}"
         if not self._store.check([key]):
             self._store.set(key, body)  # type: ignore[arg-type]  # takes bytes
-
-    def _get(self, keys: list[str], timeout_s: float) -> list[bytes]:
-        deadline = self._clock.monotonic() + timeout_s
-        poll_s = FIRST_POLL_S
-        while keys and not self._store.check(keys):
-            if self._stop.wait(poll_s) or self._clock.monotonic() > deadline:
-                raise Unavailable("not all ranks have told their layout: no snapshot until they have")
-            poll_s = min(LAST_POLL_S, poll_s * 1.5)
-        return self._store.multi_get(keys) if keys else []

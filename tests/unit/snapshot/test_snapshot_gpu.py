@@ -11,7 +11,7 @@ from everstep.ids import Version
 from everstep.wire.v1.training import RestoreRule
 from tests.support.generations import generation
 from tests.support.vaults import vaults
-from trainer_hooks.restore import restore
+from trainer_hooks.restore import Restoration
 from trainer_hooks.sdc.digest import WeightedDigest
 from trainer_hooks.snapshot.snapshotter import Snapshotter
 from trainer_hooks.state import TrackedState
@@ -49,7 +49,7 @@ def test_a_snapshot_of_gpu_state_is_of_its_step_and_comes_back_to_the_bit() -> N
                     parameter.zero_()
             snapshots.close(finish=True)
             again = generation(2, restore=RestoreRule())
-            result = restore(client, TrackedState(objects), again, again.roster[0], dist.HashStore())
+            result = Restoration(client, again, again.roster[0], dist.HashStore()).fill(TrackedState(objects))
         finally:
             client.close()
         assert result.version == Version(1, 5)

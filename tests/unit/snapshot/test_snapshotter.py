@@ -20,7 +20,7 @@ from everstep.vocabulary import FindingKind
 from everstep.wire.v1.training import FindingRaised, JobSpec, RestoreRule, Sealed
 from tests.support.generations import JOB, generation
 from tests.support.vaults import Vaults, map_segment, until, vaults
-from trainer_hooks.restore import RestoreResult, restore
+from trainer_hooks.restore import Restoration, RestoreResult
 from trainer_hooks.snapshot import snapshotter as module
 from trainer_hooks.snapshot.snapshotter import Snapshotter
 from trainer_hooks.state import TrackedState
@@ -56,9 +56,8 @@ class Rank:
     def restore(self, number: int, rule: RestoreRule, findings: list[FindingRaised] | None = None) -> RestoreResult:
         spec = generation(number, restore=rule)
         hear = (findings if findings is not None else []).append
-        return restore(
-            self.client, TrackedState(self.objects()), spec, spec.roster[0], dist.HashStore(), on_finding=hear
-        )
+        restoration = Restoration(self.client, spec, spec.roster[0], dist.HashStore(), on_finding=hear)
+        return restoration.fill(TrackedState(self.objects()))
 
     def snapshotter(
         self,

@@ -1,0 +1,51 @@
+"""What is said of a slot that cannot be used: a line in the log, and a finding where its bytes are not those sealed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from everstep.clock import Clock
+from everstep.vocabulary import Finding, FindingKind, Mode, Severity
+from everstep.wire.v1.training import FindingRaised, GenerationSpec, Member
+from trainer_hooks.restore.local import BadSlot
+
+log = logging.getLogger(__name__)
+
+
+class SlotReporter:
+    """Tells of bad slots; callable from any thread.
+
+    Args:
+        on_finding: takes findings about slots on this rank's node; of a slot elsewhere its own vault tells.
+    """
+
+    def __init__(
+        self,
+        spec: GenerationSpec,
+        member: Member,
+        on_finding: Callable[[FindingRaised], None] | None,
+        clock: Clock,
+    ) -> None:
+        self._spec = spec
+        self._member = member
+        self._on_finding = on_finding
+        self._clock = clock
+        self._where = {"node": member.node, "job": spec.job, "generation": spec.number}
+
+    def __call__(self, bad: BadSlot) -> None:
+        log.warning("rank %d's slot on %s is not used: %s", bad.slot.rank, bad.slot.node, bad.reason, extra=self._where)
+        if not bad.corrupt or self._on_finding is None or bad.slot.node != self._member.node:
+            return
+        finding = Finding(
+            kind=FindingKind.SLOT_CORRUPT,
+            subject=f"{self._spec.job}/rank{bad.slot.rank}/{bad.slot.version}",
+            severity=Severity.WARNING,
+            message=f"{bad.reason}; found while restoring, another copy is used",
+            mode=Mode.OBSERVE,
+            source="xxh3-128 of each 8 MiB chunk",
+            since=self._clock.wall(),
+            trace=self._spec.trace,
+            evidence={"path": bad.slot.path, "slot": str(bad.slot.slot)},
+        )
+        self._on_finding(FindingRaised(finding=finding, job=self._spec.job))
