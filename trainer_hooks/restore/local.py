@@ -72,6 +72,13 @@ class LocalSlots:
         except (DigestMismatch, IndexError, OSError) as error:
             raise self._bad(slot, error) from error
 
+    def check(self, slot: SlotInfo) -> None:
+        """Hashes the slot's whole payload. Raises BadSlot."""
+        try:
+            self._require(slot).check_chunks(slot.slot)
+        except (DigestMismatch, IndexError, OSError) as error:
+            raise self._bad(slot, error) from error
+
     def require_still(self, slot: SlotInfo) -> None:
         """Raises BadSlot where the slot was filled anew since."""
         try:

@@ -134,8 +134,13 @@ class Restoration:
     def _read(self, state: TrackedState, choice: Choice) -> tuple[Outcome, bytes, dict[str, int]]:
         """Reads what this rank needs; slots that fail are left out and the rest tried, as long as it suffices."""
         slots = sorted(choice.slots, key=self._distance)
+        try:
+            self._check_own(slots)
+        except BadSlot as rotten:  # others trust this rank's word on it: all must choose again
+            self._report(rotten)
+            return Outcome(False, (slot_key(rotten.slot),)), b"", {}
         targets, wants = self._wants(state, slots)
-        loader = Loader(self._vault, self._spec.job, self._member, targets, self._local)
+        loader = Loader(self._vault, self._spec.job, self._member, targets, self._local, self._has_checker)
         bad: list[SlotKey] = []
         try:
             while True:
@@ -153,6 +158,18 @@ class Restoration:
                 slots = [slot for slot in slots if slot_key(slot) not in bad]
         finally:
             loader.close()
+
+    def _check_own(self, slots: list[SlotInfo]) -> None:
+        """Ranks of a node read much the same slots there, so each hashes its own for all of them. Raises BadSlot."""
+        for slot in slots:
+            if slot.rank == self._member.rank and self._has_checker(slot):
+                self._local.check(slot)
+
+    def _has_checker(self, slot: SlotInfo) -> bool:
+        """Whether the rank that wrote the slot is still on this node, and so hashes it."""
+        return not slot.replica and any(
+            m.rank == slot.rank and m.node == slot.node == self._member.node for m in self._spec.roster
+        )
 
     def _distance(self, slot: SlotInfo) -> tuple[int, int, int]:
         """This node's slots first, its own rank's before others. Then the roster's, each rank beginning with another,

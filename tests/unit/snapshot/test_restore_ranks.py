@@ -211,6 +211,19 @@ def test_a_damaged_slot_of_one_rank_costs_no_version_where_another_holds_the_byt
 
 
 @pytest.mark.slow
+def test_ranks_of_one_node_take_nothing_from_a_slot_that_its_own_rank_finds_damaged(fleet: Fleet) -> None:
+    nodes = ("n1",) * 3
+    first = fleet.run(1, 3, nodes=nodes)
+    view = map_segment(fleet.vaults.segments / "n1" / JOB / "own-1")
+    slot = next(slot for slot, header in view.sealed() if header.version == Version(1, 3))
+    view.payload(slot)[0] ^= 1
+    second = fleet.run(2, 3, nodes=nodes)
+    assert {r["restored"].version for r in second} == {Version(1, 2)}
+    assert {r["fingerprint"] for r in second} == {r["fingerprint"] for r in first}
+    assert [[f.finding.kind for f in r["findings"]] for r in second] == [[], [FindingKind.SLOT_CORRUPT], []]
+
+
+@pytest.mark.slow
 def test_a_node_outside_the_roster_is_asked_for_what_only_it_holds(fleet: Fleet) -> None:
     four = fleet.run(1, 3, layout="fsdp2", replicas=1)
     three = fleet.run(2, 3, layout="fsdp2", nodes=NODES[:3], replicas=1)
