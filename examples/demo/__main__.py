@@ -31,7 +31,7 @@ from examples.demo.world import Node, World, wait_for
 
 NAMES = ["n1", "n2", "n3", "n4", "n5"]
 RANKS = 4
-STEPS = {("ddp", True): 500, ("ddp", False): 900, ("fsdp2", True): 300, ("fsdp2", False): 450}
+STEPS = {("ddp", True): 500, ("ddp", False): 700, ("fsdp2", True): 300, ("fsdp2", False): 350}
 """By layout and speed. Shards meet in a collective for each block, so on a CPU their steps take two to three times as
 long."""
 SHORTEST_S = 35.0
