@@ -33,6 +33,7 @@ CASES = (
     ("fsdp2", 3, "between", "KILL"),
     ("fsdp2", 3, "backward", "KILL"),
     ("fsdp2", 0, "between", "KILL"),
+    ("fsdp2", 0, "backward", "KILL"),
     ("ddp", 2, "between", "STOP"),
 )
 
