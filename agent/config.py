@@ -101,11 +101,11 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         _doc(
             "seconds between a rank's ticks; shorter finds a stopped rank sooner and costs each rank that many wakeups"
         ),
-    ] = 0.1
+    ] = 0.2
     silence_s: Annotated[
         float,
         _doc("seconds without a tick after which a rank whose process the kernel shows as stopped is reported"),
-    ] = 0.3
+    ] = 0.5
     unresponsive_after_s: Annotated[
         float,
         _doc(

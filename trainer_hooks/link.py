@@ -25,7 +25,7 @@ from trainer_hooks.config import HookSettings
 logger = logging.getLogger(__name__)
 
 RECEIVE_BYTES = 1 << 16
-DEFAULT_TICK_S = 0.1
+DEFAULT_TICK_S = 0.2
 
 
 class Listener(Protocol):

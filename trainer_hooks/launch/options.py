@@ -240,7 +240,12 @@ def _own_flags(flag: _Flag) -> None:
     flag("standbys", type=int, default=1, help="warm processes waiting to replace one that died (1)")
     flag("standby-delay-s", type=float, default=1.0, help="seconds from a recovery to the next standby's fork (1)")
     flag("replicas", type=int, default=2, help="nodes (on a single one: ranks) that hold each byte (2)")
-    flag("digest-interval", type=int, default=10, help="steps between parameter digests, 0 for none (10)")
+    flag(
+        "digest-interval",
+        type=int,
+        default=50,
+        help="steps between parameter digests, besides those of what is to be committed; 0 for none at all (50)",
+    )
     flag("hang-threshold-s", type=float, default=None, help="seconds without progress that are a hang")
     flag("user-retries", type=int, default=0, help="exceptions of the script that the job outlives (0)")
     flag("join-wait-s", type=float, default=30.0, help="seconds to wait for the maximum of nodes (30)")

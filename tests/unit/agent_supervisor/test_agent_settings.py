@@ -96,7 +96,7 @@ def test_virtual_gpus_come_without_the_machines_kernel_log() -> None:
         ({"token_file": None}, "--metrics-token-file"),
         ({"preset": "production", "controllers": ("https://c:1",)}, "--vault-listen 10"),
         ({"seal_window_s": 0.0}, "--seal-window-s must be more"),
-        ({"tick_interval_s": 0.2}, "under two ticks"),
+        ({"tick_interval_s": 0.3}, "under two ticks"),
         ({"unresponsive_after_s": 0.2}, "--unresponsive-after-s"),
         ({"retry_idle_s": 0.1}, "--retry-idle-s"),
         ({"spool_reports": 1}, "--spool-reports"),
