@@ -8,6 +8,7 @@ import os
 import signal
 from pathlib import Path
 
+from everstep.ids import Version
 from everstep.slots import SegmentView
 from everstep.system_clock import SYSTEM_CLOCK
 from examples.demo.stage import JOB, Stage, pause, seen_at
@@ -17,6 +18,8 @@ from examples.demo.world import Node
 LONGEST_STEP_PAUSE_S = 2.0
 """While the controller is away no step may take longer; ordinary steps take about 0.1 s on two busy cores."""
 CONTROLLER_AWAY_S = 2.0
+STILL_FOR_S, STILL_WITHIN_S = 0.2, 0.4
+"""A hang holds all ranks after at most two more steps, and is found after half a second."""
 
 
 def rank_killed(stage: Stage) -> None:
@@ -44,7 +47,9 @@ def slot_rots(stage: Stage) -> None:
     record = FaultRecord("slot_corrupt", title, holder.name)
     stage.begin(record)
     os.kill(stuck.rank_pid(JOB), signal.SIGSTOP)
-    flip_in_slots(stage.world.shared_memory / holder.name / JOB / "own-0")
+    slots = stage.world.shared_memory / holder.name / JOB / "own-0"
+    await_stillness(slots)
+    flip_in_slots(slots)
     stage.follow(record, {"rank.hung"}, stuck.name)
     found = stage.expect(
         record.injected_at,
@@ -52,6 +57,26 @@ def slot_rots(stage: Stage) -> None:
         lambda event: "vault.slot_corrupt" in event.sentence or "vault.slot_corrupt" in event.detail.get("key", ""),
     )
     record.found_at, record.sentence = seen_at(found), found.sentence
+
+
+def await_stillness(path: Path) -> None:
+    """Returns when the rank has sealed what it still can: what is filled afterwards would be good again."""
+    still_since, before = SYSTEM_CLOCK.monotonic(), sealed_versions(path)
+    end = still_since + STILL_WITHIN_S
+    while (now := SYSTEM_CLOCK.monotonic()) < end and now - still_since < STILL_FOR_S:
+        pause(0.02)
+        if (after := sealed_versions(path)) != before:
+            still_since, before = now, after
+
+
+def sealed_versions(path: Path) -> set[Version]:
+    """What a segment file holds."""
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory,
+        memoryview(memory) as view,
+    ):
+        return {header.version for _, header in SegmentView(view).sealed()}
 
 
 def flip_in_slots(path: Path) -> None:
