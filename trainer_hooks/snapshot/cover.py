@@ -6,7 +6,6 @@ could have stored it as well look at whether it was; only for the rank that was 
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from everstep.errors import DigestMismatch
 from everstep.ids import Version
 from everstep.slots import SegmentView, segment_name
 from everstep.wire.v1.training import Member
+from trainer_hooks.restore.local import map_readable
 from trainer_hooks.snapshot.copy import Sources, write_blob
 from trainer_hooks.snapshot.planned import Planned
 
@@ -25,15 +25,10 @@ def all_sealed(directory: str, members: Iterable[Member], version: Version) -> b
 
 def _has_sealed(path: Path, rank: int, version: Version) -> bool:
     try:
-        with (
-            path.open("rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-            memoryview(mapped) as buffer,
-        ):
-            headers = [header for _, header in SegmentView(buffer).sealed()]
+        view = SegmentView(map_readable(str(path)))
     except (OSError, ValueError, DigestMismatch):
         return False
-    return any(header.rank == rank and header.version == version for header in headers)
+    return any(header.rank == rank and header.version == version for _, header in view.sealed())
 
 
 def store_with_covers(wide: Planned, slot: int, rank: int, version: Version, blob: bytes, sources: Sources) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from torch._C._distributed_c10d import Store
@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store
 from everstep.clock import Clock
 from everstep.errors import EverstepError
 from everstep.ids import Version
-from everstep.slots import SegmentView, slot_to_fill
+from everstep.slots import SlotHeader, SlotState, slot_to_fill
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.training import GenerationSpec, Member, Sealed
 from trainer_hooks.sdc.digest import unsigned
@@ -310,7 +310,8 @@ class Snapshotter:
             kept=job.kept,
             digests={group: f"{unsigned(digest):016x}" for group, digest in digests.items()},
         )
-        self._reports.sealed(share, self._needed(view))
+        copies_keep = self._needed(header for _, header in view.sealed()) if share.exclusive else ()
+        self._reports.sealed(share, copies_keep)
 
     def _cover(self, job: _Job) -> None:
         """Stores what ranks of this node died over, of the last finished step: no optimizer has touched it since."""
@@ -334,16 +335,17 @@ class Snapshotter:
         """Where to write: over the oldest of those that are not kept."""
         self._reports.await_copies()
         view = planned.segment.view
-        return slot_to_fill([view.header(slot) for slot in range(view.slots)], self._needed(view))
+        headers = [view.header(slot) for slot in range(view.slots)]
+        return slot_to_fill(headers, self._needed(h for h in headers if h is not None and h.state is SlotState.SEALED))
 
-    def _needed(self, view: SegmentView) -> set[Version]:
+    def _needed(self, sealed: Iterable[SlotHeader]) -> set[Version]:
         """The two newest, the committed one and the one that is to be committed.
 
         A version is let go when the third one after it is begun. Then every rank has taken part in that step, so it had
         begun the second one after it, for which it had sealed the next one: that one all ranks have. What this
         generation did not restore is no state of its own.
         """
-        sealed = {header.version for _, header in view.sealed()}
-        own = sorted(v for v in sealed if v.generation == self._spec.number or v == self._restored)
+        versions = {header.version for header in sealed}
+        own = sorted(v for v in versions if v.generation == self._spec.number or v == self._restored)
         with self._changed:
             return {*own[-2:], *(v for v in (self._committed, self._kept) if v is not None)}
