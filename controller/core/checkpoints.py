@@ -103,7 +103,7 @@ def _settle(turn: Turn, job: JobRecord, live: JobLive, version: Version, ballot:
         return vote
     live.settled = version
     live.ballots = {v: b for v, b in live.ballots.items() if v > version}
-    verified = bool(ballot.digests) and corroborated(ballot.digests, frozenset(ballot.said))
+    verified = corroborated(ballot.digests, frozenset(ballot.said))
     if verified:
         live.verified = version
     if ballot.safe == ballot.said and live.candidate in (None, version.step) and job.leaving is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from controller.core.checkpoints import NOTHING, expect_commit
-from controller.core.generations import Cause, boundary_crossed, consider_growth, regroup
+from controller.core.generations import Cause, boundary_crossed, consider_growth, is_member, regroup
 from controller.core.membership import able_nodes, most_nodes, seats_of
 from controller.core.signals import send_generation, send_stop
 from controller.core.state import JobLive, JobRecord, LauncherRecord
@@ -160,7 +160,7 @@ def rank_resumed(turn: Turn, job: JobRecord, node: str, report: Resumed) -> None
     if spec is None or report.generation != spec.number or job.state is not JobState.RUNNING:
         turn.ignore("resumed.stale")
         return
-    if not any(m.rank == report.rank and m.node == node for m in spec.roster):
+    if not is_member(spec, node, report.rank):
         turn.ignore("resumed.not_a_member")
         return
     live = turn.state.live_jobs[job.job]
@@ -277,7 +277,7 @@ def rank_finished(turn: Turn, job: JobRecord, node: str, report: RankFinished) -
     if running is None or job.state is not JobState.RUNNING or report.generation != running.number:
         turn.ignore("rank_finished.stale")
         return
-    if not any(m.rank == report.rank and m.node == node for m in running.roster):
+    if not is_member(running, node, report.rank):
         turn.ignore("rank_finished.not_a_member")
         return
     if report.rank not in job.finished:
