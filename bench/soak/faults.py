@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -66,27 +67,32 @@ def rank_stopped(fleet: Fleet, draw: random.Random) -> str:
 
 
 def launcher_killed(fleet: Fleet, draw: random.Random) -> str:
-    victim = _victim(_can_spare(fleet), draw)
-    if victim is None or victim.launcher is None:
-        return ""
-    fleet.down.add(victim.name)
-    victim.launcher.kill()
-    victim.launcher.wait()
-    away_s = draw.uniform(0.0, 3.0)
-    fleet.later(away_s, partial(fleet.launcher_back, victim))
-    return f"{victim.name}, another after {away_s:.2f} s"
+    return _daemon_killed(fleet, draw, lambda node: node.launcher, fleet.launcher_back, most_away_s=3.0)
 
 
 def agent_killed(fleet: Fleet, draw: random.Random) -> str:
     """Its vault and its trainers live on."""
+    return _daemon_killed(fleet, draw, lambda node: node.agent, fleet.agent_back, most_away_s=2.0)
+
+
+def _daemon_killed(
+    fleet: Fleet,
+    draw: random.Random,
+    daemon: Callable[[Node], subprocess.Popen[bytes] | None],
+    back: Callable[[Node], None],
+    *,
+    most_away_s: float,
+) -> str:
+    """SIGKILL to a node's launcher or agent; ``back`` starts another."""
     victim = _victim(_can_spare(fleet), draw)
-    if victim is None or victim.agent is None:
+    process = daemon(victim) if victim is not None else None
+    if victim is None or process is None:
         return ""
     fleet.down.add(victim.name)
-    victim.agent.kill()
-    victim.agent.wait()
-    away_s = draw.uniform(0.0, 2.0)
-    fleet.later(away_s, partial(fleet.agent_back, victim))
+    process.kill()
+    process.wait()
+    away_s = draw.uniform(0.0, most_away_s)
+    fleet.later(away_s, partial(back, victim))
     return f"{victim.name}, another after {away_s:.2f} s"
 
 

@@ -47,7 +47,11 @@ class Fleet:
             replica_nodes=ring,
         )
 
-    def run(
+    def run(self, number: int, until: int, **options: Any) -> list[dict[str, Any]]:
+        """One generation, as ``start`` has it; what each rank says."""
+        return [rank.result() for rank in self.start(number, until, **options)]
+
+    def start(
         self,
         number: int,
         until: int,
@@ -58,24 +62,10 @@ class Fleet:
         rule: RestoreRule | None = None,
         save: bool = True,
         replicas: int = 2,
-    ) -> list[dict[str, Any]]:
-        """One generation on ``nodes``; what each rank says."""
-        ranks = self.start(number, until, nodes, model, layout, rule, save, replicas)
-        return [rank.result() for rank in ranks]
-
-    def start(
-        self,
-        number: int,
-        until: int,
-        nodes: Sequence[str] = NODES,
-        model: str = "uneven",
-        layout: str = "ddp",
-        rule: RestoreRule | None = None,
-        save: bool = True,
-        replicas: int = 2,
         dying: int = -1,
         how: str = "",
     ) -> list[ForkedChild]:
+        """One generation on ``nodes``. The rank ``dying`` dies as ``how`` says; the others then leave at once."""
         spec = self.spec(number, nodes, rule, replicas)
         alive = [self.by_node[node] for node in self.by_node if self.by_node[node].process.poll() is None]
         self.vaults.configure(*alive, generation=number)
