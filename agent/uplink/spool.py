@@ -124,7 +124,7 @@ class Spool:
         frame = encode_frame(_Kept(self._last, report))
         self._entries[self._last] = _Entry(Numbered(number=self._last, body=report), len(frame), due)
         self._bytes += len(frame)
-        if not isinstance(report, Sealed):  # one that is lost delays a commit by a step; they come with every step
+        if not isinstance(report, Sealed):  # one that is lost costs a candidate, and another is announced
             self._append(frame)
         self._shrink()
         return self._last

@@ -20,7 +20,7 @@ _FLEET_ROW = 1
 VERSIONS_LOADED = 64
 """Versions of each job that a controller starts with."""
 VERSIONS_KEPT = 1000
-"""Versions of each job that stay in the table: a job may commit one every step."""
+"""Versions of each job that stay in the table: a job commits about two a second."""
 _PRUNE_EVERY = 500
 
 

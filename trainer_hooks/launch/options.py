@@ -70,7 +70,7 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     standbys: warm processes waiting for a death (1: single failures are by far the most frequent).
     standby_delay_s: seconds after a recovery began until the next standby is forked.
     replicas: nodes that hold each byte of a checkpoint; on a single node, ranks (2: any one may be lost).
-    digest_interval: steps between parameter digests (0: none); a corruption is found at most so many steps late.
+    digest_interval: steps between parameter digests, besides those of what is to be committed (0: none at all).
     hang_threshold_s: seconds without progress that count as a hang; None: follows the job's own step time.
     user_retries: how often the job goes on after an exception of the training function (0: it would come again).
     join_wait_s: how long the first generation waits for ``max_nodes`` once ``min_nodes`` are there, seconds.
@@ -96,7 +96,7 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     standbys: int = 1
     standby_delay_s: float = 1.0
     replicas: int = 2
-    digest_interval: int = 10
+    digest_interval: int = 50
     hang_threshold_s: float | None = None
     user_retries: int = 0
     join_wait_s: float = 30.0
