@@ -14,6 +14,7 @@
     ├── NotFound                          no such node, job, generation, verdict or slot
     ├── Conflict                          refused in the present state: over budget, already held, ...
     ├── Unavailable                       the other side is away; try again after ``retry_after_s``
+    ├── RateLimited                       more requests than this identity may send
     └── CheckpointError
         ├── DigestMismatch                bytes are not what was sealed
         ├── NotRestorable                 no version is whole
@@ -113,6 +114,21 @@ class Unavailable(EverstepError):
 
     status = 503
     code = "unavailable"
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RateLimited(EverstepError):
+    """More requests than this identity may send.
+
+    Args:
+        retry_after_s: when the next one will be taken, seconds.
+    """
+
+    status = 429
+    code = "rate_limited"
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)

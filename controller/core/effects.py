@@ -5,6 +5,8 @@ The documents in ``Put...`` effects are the live records: encode them before the
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 from controller.core.state import FleetRecord, JobRecord, NodeRecord, VersionRecord
@@ -79,4 +81,41 @@ class Send(msgspec.Struct, frozen=True, tag=True):
     body: AnyDirective
 
 
-Effect = PutFleet | PutNode | PutJob | PutGeneration | PutVersion | PutVerdict | Audit | Send
+class RemedyKind(StrEnum):
+    """What the outside can do to a node.
+
+    CORDON: take it out of service for new work, with a reason. UNCORDON: give it back (only what Everstep took).
+    RESET_GPU, REBOOT: as named. REPAIR: hand it to people, with its evidence.
+    """
+
+    CORDON = "cordon"
+    UNCORDON = "uncordon"
+    RESET_GPU = "reset_gpu"
+    REBOOT = "reboot"
+    REPAIR = "repair"
+
+
+class Remedy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One action on a node, told to the outside until it is confirmed or given up. ``id`` is unique for ever.
+
+    ``gpus``: UUIDs that RESET_GPU means. ``verdict``: the id of the judgement it follows from.
+    """
+
+    id: str
+    node: NodeId
+    kind: RemedyKind
+    sentence: str
+    at: float
+    verdict: str = ""
+    trace: TraceId = ""
+    gpus: tuple[str, ...] = ()
+
+
+class RequestRemedy(msgspec.Struct, frozen=True, tag=True):
+    """Carry the remedy out, once; ``events.ActionReported`` tells the outcome. A later one for the node replaces
+    those that were not begun."""
+
+    remedy: Remedy
+
+
+Effect = PutFleet | PutNode | PutJob | PutGeneration | PutVersion | PutVerdict | Audit | Send | RequestRemedy

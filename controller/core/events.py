@@ -23,7 +23,12 @@ class EventBase(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, t
 
 
 class ControllerStarted(EventBase, frozen=True, kw_only=True, tag=True):
-    """First event after ``restore``, or after a take-over: all deadlines start anew, nobody is late for our absence."""
+    """First event after ``restore``, or after a take-over: all deadlines start anew, nobody is late for our absence.
+
+    ``epoch``: which life of a controller over its database this is; larger than all before.
+    """
+
+    epoch: int = 0
 
 
 class Tick(EventBase, frozen=True, kw_only=True, tag=True):
@@ -78,6 +83,42 @@ class NodeHeard(EventBase, frozen=True, kw_only=True, tag=True):
     incarnation: Incarnation
 
 
+class StoreChanged(EventBase, frozen=True, kw_only=True, tag=True):
+    """The database went away, or is back with everything written that was decided meanwhile.
+
+    While it is away nothing that must survive this controller may be decided: nobody is evicted, no version is
+    committed, no job begins. Running jobs regroup, under numbers that no other controller can give
+    (``controller.core.generations``).
+    """
+
+    away: bool
+    reason: str = ""
+
+
+class ActionReported(EventBase, frozen=True, kw_only=True, tag=True):
+    """A remediation that ``effects.RequestRemedy`` asked for has come to its end.
+
+    ``ok``: it was carried out and read back; else ``detail`` says why it was given up.
+    """
+
+    id: str
+    node: NodeId
+    ok: bool
+    detail: str = ""
+
+
+class NodeObserved(EventBase, frozen=True, kw_only=True, tag=True):
+    """What the scheduler shows of a node differs from what it showed before.
+
+    ``cordoned_by``: somebody other than Everstep has taken it out of service (a person, another program), with
+    ``reason``; empty when nobody has, or no longer.
+    """
+
+    node: NodeId
+    cordoned_by: str = ""
+    reason: str = ""
+
+
 class OperatorAction(StrEnum):
     """What a person may order.
 
@@ -125,6 +166,9 @@ Event = (
     | ReportArrived
     | NodeDisconnected
     | NodeHeard
+    | StoreChanged
+    | ActionReported
+    | NodeObserved
     | OperatorCommand
     | ProbeRequested
 )

@@ -1,0 +1,67 @@
+"""An agent's session: one connection for everything, so that a fleet costs its controller one socket a node.
+
+The agent asks ``GET /v1/agents/{node}/session`` with ``Connection: Upgrade``, ``Upgrade: everstep/1`` and its bearer
+token. ``101 Switching Protocols`` opens the session; a refusal is an ordinary HTTP answer. From then on both sides send
+frames: a 4-byte big-endian length of what follows, one byte of ``Frame``, and a body in JSON.
+
+========================  =====================  ==============================================================
+agent                     controller             rule
+========================  =====================  ==============================================================
+REGISTER ``Register``     REGISTERED             first in each life, and whenever the facts of the node change
+HEARTBEAT ``Heartbeat``   HEARTBEAT_ANSWER       answered at once, in order
+REPORTS ``Reports``       REPORTS_ANSWER         answered when durable, in order; beats overtake them
+ACKNOWLEDGE               (none)                 directives up to a number have been taken over
+(none)                    PUSH ``DirectivesAnswer``  directives as they are decided, each once per session
+any                       REFUSED ``Refused``    instead of the answer to one frame; the session goes on
+========================  =====================  ==============================================================
+
+The end of the connection tells the controller at once that the agent is gone.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from everstep.wire.v1.base import Message
+from everstep.wire.v1.training import ShortText
+
+UPGRADE = "everstep/1"
+PREFIX_BYTES = 4
+"""Of the length, which counts the kind's byte and the body."""
+MAX_TO_AGENT_BYTES = 16 << 20
+"""Largest frame an agent reads: a generation of 100,000 ranks is some 10 MiB of JSON. A controller reads
+``agent.MAX_BODY_BYTES`` and the kind's byte."""
+
+
+class Frame(IntEnum):
+    """The kind of a frame."""
+
+    REGISTER = 1
+    HEARTBEAT = 2
+    REPORTS = 3
+    ACKNOWLEDGE = 4
+    REGISTERED = 17
+    HEARTBEAT_ANSWER = 18
+    REPORTS_ANSWER = 19
+    PUSH = 20
+    REFUSED = 21
+
+
+class Acknowledge(Message, frozen=True, kw_only=True):
+    """The agent has taken over every directive up to and including ``through``."""
+
+    through: int
+
+
+class Refused(Message, frozen=True, kw_only=True):
+    """A frame of kind ``of`` is refused; ``code`` of everstep.errors. ``retry_after_s``: when it may be sent again."""
+
+    of: int
+    code: str
+    message: ShortText
+    retry_after_s: float | None = None
+
+
+def encode_frame(kind: Frame, body: bytes) -> bytes:
+    """One frame."""
+    return (len(body) + 1).to_bytes(PREFIX_BYTES, "big") + bytes((kind,)) + body
