@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import os
 import random
-import resource
-import signal
-import socket
-import ssl
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import uvicorn
 from sqlalchemy.exc import SQLAlchemyError
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from controller.app import Controller
 from controller.config import PRESETS, ControllerSettings, load_settings, read_password, read_secret
@@ -28,6 +22,15 @@ from controller.lifecycle import log_to_stderr, write_atomically
 from controller.remediation.base import Remediation
 from controller.remediation.dry_run import DryRun
 from controller.remediation.webhook import Webhook
+from controller.serving import (
+    Server,
+    address_of,
+    check_certificate,
+    listen,
+    raise_file_limit,
+    server_config,
+    warn_of_plain_text,
+)
 from controller.store.database import open_database, parse_url
 from controller.store.diagnose import diagnose
 from everstep import __version__
@@ -76,79 +79,6 @@ def _remediation(settings: ControllerSettings, failed: Callable[[], None]) -> Re
     return Webhook(settings.webhook_url, secret, failed=failed, uniform=random.random)
 
 
-def _listen(settings: ControllerSettings) -> socket.socket:
-    host, port = settings.address
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(1024)
-    except OSError as error:
-        raise ConfigurationError(
-            f"cannot listen on {settings.listen}: {error.strerror}; stop what listens there, or give another --listen"
-        ) from error
-    listener.setblocking(False)
-    return listener
-
-
-def _address(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-class _Server(uvicorn.Server):
-    """uvicorn, told how to end held requests, and whose signals do not kill the process after an orderly end."""
-
-    def __init__(self, config: uvicorn.Config, release: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._release = release
-
-    def end(self) -> None:
-        """Asks for an orderly end."""
-        self._release()
-        self.should_exit = True
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.end)
-        try:
-            yield
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
-
-
-def _watching(controller: Controller) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol, which tells the controller of every connection's end."""
-
-    class Watching(HttpToolsProtocol):
-        def connection_lost(self, exc: Exception | None) -> None:
-            super().connection_lost(exc)
-            controller.app.polls.connection_lost(self.client)
-
-    return Watching
-
-
-def _server_config(settings: ControllerSettings, controller: Controller) -> uvicorn.Config:
-    return uvicorn.Config(
-        controller.app,
-        http=_watching(controller),
-        ws="none",
-        proxy_headers=False,
-        lifespan="off",
-        access_log=False,
-        log_config=None,
-        server_header=False,
-        timeout_keep_alive=75,  # longer than a beat or a poll, so that agents keep their connections
-        timeout_graceful_shutdown=max(1, round(settings.stop_grace_s)),
-        ssl_certfile=settings.tls_certificate or None,
-        ssl_keyfile=settings.tls_key or None,
-    )
-
-
 def _database(settings: ControllerSettings) -> str:
     """The database's URL with the password that stands in a file; it goes into no log and no message."""
     if not settings.database_password_file:
@@ -159,11 +89,11 @@ def _database(settings: ControllerSettings) -> str:
 
 async def _serve(settings: ControllerSettings) -> int:
     secret = read_secret(settings.secret_file)
-    _check_certificate(settings)
+    check_certificate(settings)
     engine = await asyncio.to_thread(open_database, _database(settings), migrate=settings.migrate)
-    listener = _listen(settings)
-    address = _address(listener)
-    _warn_of_plain_text(settings, address)
+    listener = listen(settings)
+    address = address_of(listener)
+    warn_of_plain_text(settings, address)
     settings = msgspec.structs.replace(settings, name=settings.name or address)
     try:
         controller = await Controller.start(
@@ -176,7 +106,7 @@ async def _serve(settings: ControllerSettings) -> int:
             f"what the database holds is not understood ({error}): it was written by another release; run that one"
         ) from error
     assert controller.task is not None
-    server = _Server(_server_config(settings, controller), controller.release)
+    server = Server(server_config(settings, controller), controller.release)
     controller.task.add_done_callback(lambda _task: server.end())
     announcing = asyncio.create_task(_announce(server, settings, address))
     await server.serve(sockets=[listener])
@@ -215,36 +145,13 @@ async def _end(controller: Controller, settings: ControllerSettings) -> int:
     os._exit(EXIT_CRASHED)
 
 
-def _check_certificate(settings: ControllerSettings) -> None:
-    if not settings.tls_certificate:
-        return
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_certificate, settings.tls_key)
-    except OSError as error:  # ssl.SSLError is one too
-        raise ConfigurationError(
-            f"the certificate {settings.tls_certificate} with the key {settings.tls_key} cannot be used: {error}"
-        ) from error
-
-
-def _raise_file_limit() -> None:
-    """Every agent holds three connections: a fleet of thousands is over the usual soft limit of 1024 files."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _warn_of_plain_text(settings: ControllerSettings, address: str) -> None:
-    local = address.startswith(("127.", "[::1]"))
-    if not local and not settings.tls_certificate:
-        log.warning("tokens cross the network in plain text on %s: give --tls-certificate and --tls-key", address)
-
-
 def _run_serve(arguments: dict[str, Any], parent: int) -> int:
     log_to_stderr()
     preset, file = arguments.pop("preset"), arguments.pop("settings")
     settings = load_settings(arguments, preset=preset, file=file, environment=os.environ)
     if settings.die_with_parent:
         die_with_parent(parent)
-    _raise_file_limit()
+    raise_file_limit()
     with asyncio.Runner(loop_factory=_new_loop) as runner:
         return runner.run(_serve(settings))
 
