@@ -73,7 +73,7 @@ def node_summary(desk: Desk, record: NodeRecord, job: str | None) -> op.NodeSumm
         since=record.since,
         reason=record.sentence,
         connected=desk.outbox.waiting(record.node),
-        last_seen_at=live.heard_at if live is not None and live.heard_at > 0 else None,
+        last_seen_at=live.pulse.heard_at if live is not None and live.pulse.heard_at > 0 else None,
         job=job,
         gpus=len(record.gpus),
         findings=len(record.findings),
@@ -109,7 +109,8 @@ def _progress(spec: GenerationSpec | None, live: JobLive | None) -> list[RankPro
     """The running generation's progress, by rank."""
     if spec is None or live is None:
         return []
-    return [live.progress[rank] for rank in sorted(live.progress) if live.progress[rank].generation == spec.number]
+    known = live.pace.progress
+    return [known[rank] for rank in sorted(known) if known[rank].generation == spec.number]
 
 
 def _unable(state: FleetState, job: JobRecord) -> dict[str, str]:
@@ -143,7 +144,7 @@ def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
         world_size=spec.world_size if spec else 0,
         nodes=len({member.node for member in spec.roster}) if spec else 0,
         spares=len(spares(state, job)),
-        step=min((one.step for one in progress), default=(live.newest_step or 0) if live else 0),
+        step=min((one.step for one in progress), default=(live.pace.newest_step or 0) if live else 0),
         step_s=max((one.step_s for one in progress), default=0.0),
         loss=next((one.loss for one in progress if one.loss is not None), None),
         committed=live.committed if live else None,

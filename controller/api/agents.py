@@ -178,14 +178,14 @@ class AgentRoutes:
     async def _heartbeat(self, node: str, scope: Scope, receive: Receive, send: Send) -> None:
         beat = asgi.decode(_HEARTBEAT, await asgi.read_body(scope, receive, MAX_BODY_BYTES))
         resend = False
-        if beat.findings is not None:
+        heard = fleet.Heard.NEWS
+        if beat.findings is None:
+            heard = fleet.touch(self._loop.state, node, beat.incarnation, self._loop.now(), beat.ranks)
+        if heard is not fleet.Heard.QUIET:
             self._check_life(node, beat.incarnation)
+            resend = heard is fleet.Heard.UNKNOWN
+        if heard is fleet.Heard.NEWS:
             await self._loop.submit(lambda tx, now: self._changed(node, beat, tx, now))
-        elif fleet.touch(self._loop.state, node, beat.incarnation, self._loop.now(), beat.ranks):
-            self._loop.touched()
-        else:
-            self._check_life(node, beat.incarnation)
-            resend = True
         self._metrics.heartbeats.inc()
         directives = () if self._outbox.waiting(node) else self._outbox.pending(node)
         await asgi.answer(send, asgi.encode(_BeatAnswer(self._clock.wall(), resend, directives)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from controller.core.liveness import drop_launchers, expect_launchers, heard, watch
 from controller.core.quarantine import begin_quarantine
-from controller.core.state import FleetState, NodeLive, NodeRecord
+from controller.core.state import FleetState, NodeLive, NodeRecord, Pulse
 from controller.core.turn import Turn
 from controller.core.verdict import convicts, take_picture
 from everstep.errors import NotFound, StaleGeneration
@@ -44,7 +44,7 @@ def register(turn: Turn, words: Register) -> None:
     _note(turn, record, words)
     if reborn:
         turn.audit("node.registered", f"the agent of {node} began a new life", node=node)
-        turn.state.live_nodes[node].beats = 0
+        turn.state.live_nodes[node].pulse.beats = 0
         expect_launchers(turn, node)
     _note_repair(turn, record)
     heard(turn, node)
@@ -60,7 +60,7 @@ def _new_node(turn: Turn, words: Register) -> None:
     )
     record.trace = turn.trace
     turn.state.nodes[node] = record
-    turn.state.live_nodes[node] = NodeLive(heard_at=turn.now)
+    turn.state.live_nodes[node] = NodeLive(pulse=Pulse(heard_at=turn.now))
     turn.state.reachable.add(node)
     _note(turn, record, words)
     turn.audit("node.registered", f"{node} joined the fleet", node=node)

@@ -15,7 +15,6 @@ import msgspec
 
 from controller.core.effects import PutVersion
 from controller.core.membership import seats_of
-from controller.core.progress import step_by, step_seconds
 from controller.core.state import Ballot, JobLive, JobRecord, VersionRecord
 from controller.core.turn import Turn
 from everstep.ids import Version
@@ -155,7 +154,7 @@ def check_candidate(turn: Turn, job: JobRecord) -> None:
     live = turn.state.live_jobs[job.job]
     if not live.candidate_due or turn.now < live.candidate_due:
         return
-    if live.candidate is not None and (live.newest_step or 0) < live.candidate:
+    if live.candidate is not None and (turn.stride(job.job).step or 0) < live.candidate:
         _look_later(turn, job, live, turn.policy.candidate_patience_s)
     else:
         _announce(turn, job, live)
@@ -164,11 +163,12 @@ def check_candidate(turn: Turn, job: JobRecord) -> None:
 def _announce(turn: Turn, job: JobRecord, live: JobLive) -> None:
     """Tells ranks what is committed, and which step's version is next: one that none of them has finished yet."""
     running = job.leaving or job.generation
-    step_s = step_seconds(live)
-    if running is None or live.newest_step is None or step_s <= 0:
+    stride = turn.stride(job.job)
+    step_s = stride.step_s
+    if running is None or stride.step is None or step_s <= 0:
         _look_later(turn, job, live, turn.policy.commit_interval_s)
         return
-    now_at = step_by(live, turn.now, turn.policy.candidate_patience_s)
+    now_at = stride.step_by(turn.now, turn.policy.candidate_patience_s)
     live.candidate = now_at + 1 + math.ceil(turn.policy.commit_interval_s / step_s)
     steps_s = (live.candidate - now_at) * step_s
     _look_later(turn, job, live, turn.policy.candidate_patience_s + 2 * steps_s)

@@ -23,9 +23,7 @@ def seal_arrived(turn: Turn, job: JobRecord, node: str, report: Sealed) -> None:
     if report.version.generation != spec.number or not is_member(spec, node, report.rank):
         turn.ignore("sealed.not_a_member")
         return
-    live = turn.state.live_jobs[job.job]
-    if live.newest_step is None or report.version.step > live.newest_step:
-        live.newest_step, live.newest_at = report.version.step, turn.now
+    turn.state.live_jobs[job.job].pace.seen(report.version.step, turn.now)
     vote = take_seal(turn, job, spec, report)
     if vote is not None:
         _digests_differ(turn, job, spec, report, vote)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from enum import Enum
 from typing import Any
 
 from controller.core import agents, corruption, hangs, invariants, jobs, liveness, losses, operators, verdict
@@ -20,13 +21,13 @@ from controller.core.events import (
     ReportArrived,
     Tick,
 )
-from controller.core.generations import check_boundary
+from controller.core.generations import check_boundary, heard_beyond_boundary
 from controller.core.hangs import settle
-from controller.core.progress import take_progress
+from controller.core.progress import is_beyond_boundary, take_progress
 from controller.core.quarantine import PROBE_PASSED, PROBE_SKIPPED, check_probe, probe_reported
 from controller.core.restart import restore, started
 from controller.core.state import FleetState, JobRecord, NodeLive, NodeRecord
-from controller.core.turn import Turn, pop_due, push_deadline
+from controller.core.turn import Read, Turn, pop_due
 from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.training import (
     CollectiveFailed,
@@ -45,7 +46,19 @@ from everstep.wire.v1.training import (
     UserError,
 )
 
-__all__ = ["check_invariants", "handle", "next_deadline", "restore", "touch"]
+__all__ = ["Heard", "check_invariants", "handle", "next_deadline", "restore", "take", "touch"]
+
+
+class Heard(Enum):
+    """What a heartbeat that tells of no findings means."""
+
+    UNKNOWN = "unknown"
+    """The node or this life of it is not known here, or (its word is noted) its findings are not: answer with
+    ``resend``."""
+    QUIET = "quiet"
+    """It is noted, and nothing follows from it."""
+    NEWS = "news"
+    """Something follows from it, and nothing was changed yet: hand it over as ``HeartbeatChanged`` without findings."""
 
 
 def handle(state: FleetState, event: Event, now: float) -> list[Effect]:
@@ -58,30 +71,30 @@ def handle(state: FleetState, event: Event, now: float) -> list[Effect]:
     Conflict (an operator's order that cannot be carried out now), always before anything was changed. A node's
     disconnection or sign of life that comes too late is no error: it is counted and dropped.
     """
+    return take(state, event, now).finish()
+
+
+def take(state: FleetState, event: Event, now: float, recorded: Iterable[Read] | None = None) -> Turn:
+    """``handle`` for those who also want ``Turn.reads``, or have them from the first time (``recorded``)."""
     _refuse(state, event)
-    turn = Turn(state, now, _trace(event), event.entropy if isinstance(event, ReportArrived) else "")
+    turn = Turn(state, now, _trace(event), event.entropy if isinstance(event, ReportArrived) else "", recorded)
     _EVENTS[type(event)](turn, event)
     if state.overruled:
         verdict.reconsider(turn)
-    return turn.finish()
+    return turn
 
 
-def touch(state: FleetState, node: str, incarnation: int, now: float, ranks: tuple[RankProgress, ...] = ()) -> bool:
-    """Takes a heartbeat that says nothing new. O(ranks of the node), no effects.
-
-    False when the node, this life of it, or its findings are unknown here: answer with ``resend``. What a beat ends
-    (a suspicion, a probation) is done by the next Tick: read ``next_deadline`` again after a touch.
-    """
+def touch(state: FleetState, node: str, incarnation: int, now: float, ranks: tuple[RankProgress, ...] = ()) -> Heard:
+    """Takes a heartbeat that tells of no findings, unless something follows from it. O(ranks of the node)."""
     record, live = state.nodes.get(node), state.live_nodes.get(node)
     if record is None or live is None or record.incarnation != incarnation:
-        return False
-    live.heard_at = max(live.heard_at, now)
-    live.beats += 1
+        return Heard.UNKNOWN
+    if _beat_matters(state, record, live) or any(_left_in_order(state, progress) for progress in ranks):
+        return Heard.NEWS
+    live.pulse.heard_at = max(live.pulse.heard_at, now)
+    live.pulse.beats += 1
     take_progress(state, node, ranks, now)
-    if not live.recheck and _beat_matters(state, record, live):
-        live.recheck = True
-        push_deadline(state, now, "node", node)
-    return live.picture
+    return Heard.QUIET if live.picture else Heard.UNKNOWN
 
 
 def next_deadline(state: FleetState) -> float | None:
@@ -102,7 +115,12 @@ def _beat_matters(state: FleetState, record: NodeRecord, live: NodeLive) -> bool
         return True
     if record.state is not NodeState.PROBATION or record.probe not in (PROBE_PASSED, PROBE_SKIPPED):
         return False
-    return live.beats >= state.policy.probation_beats
+    return live.pulse.beats + 1 >= state.policy.probation_beats
+
+
+def _left_in_order(state: FleetState, progress: RankProgress) -> bool:
+    job = state.jobs.get(progress.job)
+    return job is not None and is_beyond_boundary(job, progress)
 
 
 def _refuse(state: FleetState, event: Event) -> None:
@@ -159,9 +177,13 @@ def _check_job(turn: Turn, job: JobRecord) -> None:
 
 
 def _heartbeat(turn: Turn, event: HeartbeatChanged) -> None:
-    turn.state.live_nodes[event.node].beats += 1
-    take_progress(turn.state, event.node, event.ranks, turn.now)
+    turn.state.live_nodes[event.node].pulse.beats += 1
     liveness.heard(turn, event.node)
+    for progress in event.ranks:
+        job = turn.state.jobs.get(progress.job)
+        if job is not None and is_beyond_boundary(job, progress):
+            heard_beyond_boundary(turn, job, event.node, progress.rank, progress.generation)
+    take_progress(turn.state, event.node, event.ranks, turn.now)
     if event.findings is not None:
         verdict.take_picture(turn, event.node, event.findings)
 

@@ -17,7 +17,6 @@ from controller.core.membership import (
     store_node,
 )
 from controller.core.placement import place_replicas
-from controller.core.progress import step_by, step_seconds
 from controller.core.signals import send_generation, send_kill
 from controller.core.state import JobLive, JobRecord
 from controller.core.turn import Turn
@@ -137,14 +136,14 @@ def _begin(turn: Turn, job: JobRecord, live: JobLive, spec: GenerationSpec) -> N
     if job.state is not JobState.RUNNING:
         job.state, job.since = JobState.RUNNING, turn.now
     job.sentence, job.trace = spec.sentence, spec.trace
-    live.entered, live.resumed, live.slowest = set(), set(), None
+    live.pace.entered, live.resumed, live.slowest = set(), set(), None
     live.witnesses, live.stalls, live.pending = set(), {}, None
     patience = min(turn.policy.resume_deadline_max_s, turn.policy.resume_deadline_s * 2.0**live.resume_attempts)
     live.resume_due = turn.now + patience
     if job.leaving is None:
         forget_running(live)
     else:
-        live.fallback_at = turn.now + _fallback_s(turn, live, spec.after_step or 0)
+        live.fallback_at = turn.now + _fallback_s(turn, job, spec.after_step or 0)
         live.resume_due += live.fallback_at - turn.now
         turn.wake(live.fallback_at, "job", job.job)
     turn.wake(live.resume_due, "job", job.job)
@@ -153,7 +152,7 @@ def _begin(turn: Turn, job: JobRecord, live: JobLive, spec: GenerationSpec) -> N
 
 def forget_running(live: JobLive) -> None:
     """Drops progress and open votes: they belong to a generation that is over."""
-    live.progress, live.newest_step, live.ballots = {}, None, {}
+    live.pace.progress, live.pace.newest_step, live.ballots = {}, None, {}
     live.candidate, live.candidate_due = None, 0.0
 
 
@@ -189,23 +188,25 @@ def boundary_step(turn: Turn, job: JobRecord, live: JobLive) -> int | None:
     """After which step the running generation may end in order; None where it cannot run on until then."""
     if job.state is not JobState.RUNNING or job.resumed_at is None or job.leaving is not None:
         return None
-    if live.newest_step is None or live.pending is not None or live.witnesses or job.finished:
+    if live.pending is not None or live.witnesses or job.finished:
         return None
     state = turn.state
     seats = seats_of(job.generation)
     if any(node not in state.reachable or state.live_nodes[node].gone_at is not None for node in seats):
         return None
-    step_s = step_seconds(live)
-    margin = turn.policy.boundary_margin_steps
-    if step_s <= 0:
-        return live.newest_step + margin
+    stride, margin = turn.stride(job.job), turn.policy.boundary_margin_steps
+    if stride.step is None:
+        return None
+    if stride.step_s <= 0:
+        return stride.step + margin
     margin_s = turn.policy.boundary_margin_s
-    return step_by(live, turn.now, BOUNDARY_UNSEEN_S) + max(margin, math.ceil(margin_s / step_s))
+    return stride.step_by(turn.now, BOUNDARY_UNSEEN_S) + max(margin, math.ceil(margin_s / stride.step_s))
 
 
-def _fallback_s(turn: Turn, live: JobLive, after_step: int) -> float:
-    steps = after_step - (live.newest_step or 0) + turn.policy.boundary_fallback_steps
-    return max(turn.policy.boundary_fallback_s, steps * step_seconds(live))
+def _fallback_s(turn: Turn, job: JobRecord, after_step: int) -> float:
+    stride = turn.stride(job.job)
+    steps = after_step - (stride.step or 0) + turn.policy.boundary_fallback_steps
+    return max(turn.policy.boundary_fallback_s, steps * stride.step_s)
 
 
 def boundary_crossed(turn: Turn, job: JobRecord) -> None:
@@ -237,8 +238,9 @@ def check_boundary(turn: Turn, job: JobRecord) -> None:
     spec = job.generation
     if job.leaving is None or spec is None:
         return
-    if live.entered or (live.newest_step is not None and live.newest_step >= (spec.after_step or 0)):
-        if live.entered or turn.now >= live.fallback_at:
+    step, entered = turn.stride(job.job).step, turn.entered(job.job)
+    if entered or (step is not None and step >= (spec.after_step or 0)):
+        if entered or turn.now >= live.fallback_at:
             boundary_crossed(turn, job)
     elif turn.now >= live.fallback_at:
         sentence = f"the boundary after step {spec.after_step} was not reached in time"

@@ -10,7 +10,7 @@ from controller.core.signals import send_kill
 from controller.core.state import JobRecord, Pending
 from controller.core.turn import Turn
 from everstep.vocabulary import GenerationReason, JobState
-from everstep.wire.v1.training import GenerationSpec, Member, RankProgress, RankStalled, RankUnresponsive
+from everstep.wire.v1.training import GenerationSpec, Member, RankStalled, RankUnresponsive
 
 STACKS_IN_AUDIT = 16384
 """Characters of a rank's stacks that the audit log keeps."""
@@ -27,7 +27,7 @@ def rank_unresponsive(turn: Turn, job: JobRecord, node: str, report: RankUnrespo
     sentence = f"{words} ({report.process_state})" if report.process_state else words
     if report.generation == spec.number and member.rank == report.rank:
         _replace(turn, job, spec, member, sentence, turn.trace)
-    elif report.generation < spec.number and member.rank not in turn.state.live_jobs[job.job].entered:
+    elif report.generation < spec.number and member.rank not in turn.entered(job.job):
         turn.audit("rank.hung", f"{sentence}; killed", node=node, job=job.job, generation=report.generation)
         send_kill(turn, job, member, report.generation, sentence, turn.trace)
     else:
@@ -95,7 +95,7 @@ def settle(turn: Turn, job: JobRecord) -> None:
         live.pending = Pending(stall=True, since=pending.since, due=due, trace=pending.trace, sentence=pending.sentence)
         turn.wake(due, "job", job.job)
         return
-    stuck = name_stuck(live.stalls, silent, live.progress)
+    stuck = name_stuck(live.stalls, silent, turn.steps(job.job))
     member = next((m for m in spec.roster if m.rank == stuck), None)
     if member is None:
         named_nobody = Pending(
@@ -116,7 +116,7 @@ def _ranks(count: int) -> str:
 
 
 def name_stuck(
-    stalls: Mapping[int, tuple[int, int]], silent: Collection[int], progress: Mapping[int, RankProgress]
+    stalls: Mapping[int, tuple[int, int]], silent: Collection[int], finished: Mapping[int, int]
 ) -> int | None:
     """The rank that the others wait for, or None where several could be.
 
@@ -128,10 +128,10 @@ def name_stuck(
     behind = [rank for rank, at in stalls.items() if at == lowest]
     if len(behind) < len(stalls):
         return behind[0] if len(behind) == 1 else None
-    suspects = [rank for rank in silent if rank not in progress or progress[rank].step <= lowest[0]]
+    suspects = [rank for rank in silent if rank not in finished or finished[rank] <= lowest[0]]
     if not suspects:
         return behind[0] if len(behind) == 1 else None
     if len(suspects) == 1:
         return suspects[0]
-    steps = sorted((progress[rank].step if rank in progress else -1, rank) for rank in suspects)
+    steps = sorted((finished.get(rank, -1), rank) for rank in suspects)
     return steps[0][1] if steps[0][0] < min(steps[1][0], lowest[0]) else None

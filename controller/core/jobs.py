@@ -165,10 +165,9 @@ def rank_resumed(turn: Turn, job: JobRecord, node: str, report: Resumed) -> None
         return
     live = turn.state.live_jobs[job.job]
     boundary_crossed(turn, job)
-    live.entered.add(report.rank)
+    live.pace.entered.add(report.rank)
+    live.pace.seen(report.step, turn.now)
     live.resumed.add(report.rank)
-    if live.newest_step is None or report.step > live.newest_step:
-        live.newest_step, live.newest_at = report.step, turn.now
     total = sum(report.phases_s.values())
     if live.slowest is None or total > live.slowest[0]:
         live.slowest = (total, report.rank, dict(report.phases_s))
@@ -205,8 +204,9 @@ def check_resumed(turn: Turn, job: JobRecord) -> None:
     live, spec = turn.state.live_jobs[job.job], job.generation
     if spec is None or job.resumed_at is not None or job.leaving is not None or turn.now < live.resume_due:
         return
-    absent = {m.node for m in spec.roster if m.rank not in live.entered}
-    present = {m.node for m in spec.roster if m.rank in live.entered} - absent
+    entered = turn.entered(job.job)
+    absent = {m.node for m in spec.roster if m.rank not in entered}
+    present = {m.node for m in spec.roster if m.rank in entered} - absent
     live.resume_attempts += 1
     if absent and present:
         _leave_out(turn, job, sorted(absent), spec)

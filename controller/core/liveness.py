@@ -20,15 +20,15 @@ def watch(turn: Turn, node: str) -> None:
     live = turn.state.live_nodes[node]
     if not live.watched:
         live.watched = True
-        turn.wake(live.heard_at + turn.policy.suspect_after_s, "silence", node)
+        turn.wake(turn.pulse(node).heard_at + turn.policy.suspect_after_s, "silence", node)
 
 
 def heard(turn: Turn, node: str) -> None:
     """The node said something, so it is there: whatever was held against its silence is refuted."""
     state = turn.state
     record, live = state.nodes[node], state.live_nodes[node]
-    live.heard_at = max(live.heard_at, turn.now)
-    live.gone_at, live.recheck = None, False
+    live.pulse.heard_at = max(live.pulse.heard_at, turn.now)
+    live.gone_at = None
     state.silent.discard(node)
     watch(turn, node)
     if record.state is NodeState.SUSPECT:
@@ -108,16 +108,17 @@ def check_silence(turn: Turn, node: str) -> None:
     live.watched = False
     if not record.reachable:
         return
-    silent_s = turn.now - live.heard_at - state.slack_s
+    heard_at = turn.pulse(node).heard_at
+    silent_s = turn.now - heard_at - state.slack_s
     if silent_s < policy.suspect_after_s:
-        _watch_again(turn, node, live.heard_at + policy.suspect_after_s + state.slack_s)
+        _watch_again(turn, node, heard_at + policy.suspect_after_s + state.slack_s)
     elif silent_s < policy.dead_after_s:
         _suspect(turn, node)
-        _watch_again(turn, node, live.heard_at + policy.dead_after_s + state.slack_s)
+        _watch_again(turn, node, heard_at + policy.dead_after_s + state.slack_s)
     elif not _believe(turn, node):
         _watch_again(turn, node, turn.now + CORRELATED_RETRY_S)
     else:
-        lose(turn, node, f"{node} said nothing for {turn.now - live.heard_at:.1f} s")
+        lose(turn, node, f"{node} said nothing for {turn.now - heard_at:.1f} s")
 
 
 def _watch_again(turn: Turn, node: str, due: float) -> None:
@@ -126,20 +127,18 @@ def _watch_again(turn: Turn, node: str, due: float) -> None:
 
 
 def _suspect(turn: Turn, node: str) -> None:
-    record, live = turn.state.nodes[node], turn.state.live_nodes[node]
+    record = turn.state.nodes[node]
     turn.state.silent.add(node)
     if record.state is NodeState.HEALTHY:
-        sentence = f"{node} said nothing for {turn.now - live.heard_at:.1f} s"
+        sentence = f"{node} said nothing for {turn.now - turn.pulse(node).heard_at:.1f} s"
         set_state(turn, node, NodeState.SUSPECT, sentence)
         turn.audit("node.suspect", sentence, node=node)
     _ask_witnesses(turn, node)
 
 
 def check_node(turn: Turn, node: str) -> None:
-    """A node's other deadlines: the end of grace after a disconnection, of quarantine, or a word heard by ``touch``."""
+    """A node's other deadlines: the end of grace after a disconnection, or of quarantine."""
     record, live = turn.state.nodes[node], turn.state.live_nodes[node]
-    if live.recheck:
-        heard(turn, node)
     _check_rejoined(turn, node)
     if live.gone_at is not None and record.reachable:
         due = live.gone_at + turn.policy.disconnect_grace_s + turn.state.slack_s
@@ -200,7 +199,7 @@ def _believe(turn: Turn, node: str) -> bool:
         state.correlated = False
         return True
     live = state.live_nodes[node]
-    since = live.heard_at if live.gone_at is None else live.gone_at
+    since = turn.pulse(node).heard_at if live.gone_at is None else live.gone_at
     if turn.now - since >= policy.correlated_patience_s:
         return True
     if not state.correlated:

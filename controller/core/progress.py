@@ -4,46 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from controller.core.state import FleetState, JobLive
-from controller.core.turn import push_deadline
+import msgspec
+
+from controller.core.state import FleetState, JobRecord, Pace
 from everstep.vocabulary import JobState
-from everstep.wire.v1.training import RankProgress
+from everstep.wire.v1.training import GenerationSpec, RankProgress
+
+
+class Stride(msgspec.Struct, frozen=True, tag=True):
+    """How fast a job steps: the furthest rank had finished ``step`` (None: not known yet) at ``at``; ``step_s`` is
+    the median of the ranks' step times, 0.0 while none is known."""
+
+    step: int | None
+    at: float
+    step_s: float
+
+    def step_by(self, now: float, most_s: float) -> int:
+        """The step that the furthest rank has finished by now, as its step time says of at most ``most_s`` unseen
+        seconds. Needs a known step and step time."""
+        assert self.step is not None
+        return self.step + int(min(now - self.at, most_s) / self.step_s)
+
+
+def stride_of(pace: Pace) -> Stride:
+    times = sorted(progress.step_s for progress in pace.progress.values() if progress.step_s > 0)
+    return Stride(pace.newest_step, pace.newest_at, times[len(times) // 2] if times else 0.0)
 
 
 def take_progress(state: FleetState, node: str, ranks: Iterable[RankProgress], now: float) -> None:
     """Notes the progress of ranks of running generations; a node speaks only for its own."""
     for progress in ranks:
         job = state.jobs.get(progress.job)
-        if job is None or job.generation is None or job.state is not JobState.RUNNING:
+        if job is None or job.state is not JobState.RUNNING:
             continue
-        live = state.live_jobs[progress.job]
-        spec = job.generation
-        if progress.generation != spec.number and job.leaving is not None:
-            spec = job.leaving
-        if progress.generation != spec.number or progress.rank >= len(spec.roster):
-            continue
-        if spec.roster[progress.rank].node != node:
-            continue
-        if spec is job.generation:
-            live.entered.add(progress.rank)
-            if job.leaving is not None:
-                push_deadline(state, now, "job", progress.job)
-                continue
-        live.progress[progress.rank] = progress
-        if live.newest_step is None or progress.step > live.newest_step:
-            live.newest_step, live.newest_at = progress.step, now
+        pace = state.live_jobs[progress.job].pace
+        if job.generation is not None and _speaks_of(job.generation, node, progress):
+            pace.entered.add(progress.rank)
+        running = job.leaving or job.generation
+        if running is not None and _speaks_of(running, node, progress):
+            pace.progress[progress.rank] = progress
+            pace.seen(progress.step, now)
 
 
-def step_seconds(live: JobLive) -> float:
-    """The median of the ranks' step times; 0.0 while none is known."""
-    times = sorted(progress.step_s for progress in live.progress.values() if progress.step_s > 0)
-    return times[len(times) // 2] if times else 0.0
+def is_beyond_boundary(job: JobRecord, progress: RankProgress) -> bool:
+    """Whether a rank may have left the running generation in order: that is no news of progress only."""
+    return job.leaving is not None and job.generation is not None and progress.generation == job.generation.number
 
 
-def step_by(live: JobLive, now: float, most_s: float) -> int:
-    """The step that the furthest rank has finished by now, as its step time says of at most ``most_s`` unseen ones.
-
-    Needs a known step and step time.
-    """
-    assert live.newest_step is not None
-    return live.newest_step + int(min(now - live.newest_at, most_s) / step_seconds(live))
+def _speaks_of(spec: GenerationSpec, node: str, progress: RankProgress) -> bool:
+    if progress.generation != spec.number or progress.rank >= len(spec.roster):
+        return False
+    return spec.roster[progress.rank].node == node

@@ -56,7 +56,7 @@ def begin_probation(turn: Turn, node: str, because: str) -> None:
     """The last stretch: a probe with a healthy partner, and clean heartbeats."""
     record, live = turn.state.nodes[node], turn.state.live_nodes[node]
     record.causes, record.action, record.probe, record.returns_at = [], Action.NONE, "", 0.0
-    live.beats = 0
+    live.pulse.beats = 0
     sentence = f"{because}; on probation for {turn.policy.probation_beats} clean beats"
     set_state(turn, node, NodeState.PROBATION, sentence)
     turn.audit("node.probation", sentence, node=node)
@@ -133,13 +133,14 @@ def _probe_failed(turn: Turn, node: str, failure: str) -> None:
 
 def check_probation(turn: Turn, node: str) -> None:
     """Whether the node is healthy: its probe passed, and enough clean beats since."""
-    record, live = turn.state.nodes[node], turn.state.live_nodes[node]
+    record = turn.state.nodes[node]
     if record.state is not NodeState.PROBATION or record.probe not in (PROBE_PASSED, PROBE_SKIPPED):
         return
-    if live.beats < turn.policy.probation_beats or not record.reachable:
+    beats = turn.pulse(node).beats
+    if beats < turn.policy.probation_beats or not record.reachable:
         return
     probe = "passed its probe and" if record.probe == PROBE_PASSED else "had no partner to be probed with, but"
-    sentence = f"{node} {probe} sent {live.beats} clean beats: it is healthy"
+    sentence = f"{node} {probe} sent {beats} clean beats: it is healthy"
     set_state(turn, node, NodeState.HEALTHY, sentence)
     turn.verdict(node, Decision.READMIT, sentence)
     offer_to_jobs(turn, node)

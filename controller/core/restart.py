@@ -26,7 +26,7 @@ def restore(
     ``versions``: at least each job's newest one, and its newest verified one; more do no harm. Raises
     ConfigurationError for a policy that contradicts itself.
     """
-    state = FleetState(policy.validate())
+    state = FleetState(policy=policy.validate())
     state.fleet = fleet or FleetRecord()
     for record in nodes:
         state.nodes[record.node] = record
@@ -62,7 +62,7 @@ def started(turn: Turn) -> None:
     state = turn.state
     for node, record in state.nodes.items():
         live = state.live_nodes[node]
-        live.heard_at = turn.now
+        live.pulse.heard_at = turn.now
         turn.wake(max(turn.now, record.returns_at), "node", node)
         if record.reachable:
             live.watched = False

@@ -141,21 +141,28 @@ class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):
 # --- live parts: never stored ------------------------------------------------------------------------------------
 
 
-class NodeLive(msgspec.Struct):
-    """What is known of a node only while this controller lives.
+class Pulse(msgspec.Struct):
+    """What beats alone change of a node; rules read it through ``Turn.pulse``.
 
-    ``heard_at``: its last word. ``picture``: it has told its findings in full since we began. ``gone_at``: its
-    connection closed then and nothing was heard since. ``beats``: clean ones on probation. ``watched``: its silence
-    deadline is queued; ``recheck``: the next Tick is to look at it. ``rejoin_due``: until when its launchers may join
-    again. ``jobs``: those that ever had a launcher on it.
+    ``heard_at``: its last word. ``beats``: clean ones on probation.
     """
 
     heard_at: float = 0.0
+    beats: int = 0
+
+
+class NodeLive(msgspec.Struct):
+    """What is known of a node only while this controller lives.
+
+    ``picture``: it has told its findings in full since we began. ``gone_at``: its connection closed then and nothing
+    was heard since. ``watched``: its silence deadline is queued. ``rejoin_due``: until when its launchers may join
+    again. ``jobs``: those that ever had a launcher on it.
+    """
+
+    pulse: Pulse = msgspec.field(default_factory=Pulse)
     picture: bool = False
     gone_at: float | None = None
-    beats: int = 0
     watched: bool = False
-    recheck: bool = False
     rejoin_due: float | None = None
     jobs: dict[JobId, None] = {}
 
@@ -179,21 +186,35 @@ class Ballot(msgspec.Struct):
     digests: dict[str, dict[Rank, str]] = {}
 
 
-class JobLive(msgspec.Struct):
-    """What is known of a job only while this controller lives.
+class Pace(msgspec.Struct):
+    """What beats alone change of a job; rules read it through ``Turn.stride``, ``Turn.progress`` and ``Turn.entered``.
 
     ``progress`` by rank of the running generation, ``newest_step`` the furthest of it, seen at ``newest_at``.
-    ``entered``, ``resumed``: ranks seen in, and having stepped in, the current generation; ``slowest``: the one that
-    took longest, with its phases. ``witnesses``: ranks whose collective failed. ``stalls``: (step, collectives) by
-    rank. ``ballots`` by version, all newer than ``settled``. ``candidate``: the step announced for the next commit
-    (None: the first that every rank keeps), looked at again at ``candidate_due`` (0.0: not awaited). ``blind``: times
-    of regroupings that named nobody.
+    ``entered``: ranks seen in the current generation.
     """
 
     progress: dict[Rank, RankProgress] = {}
     newest_step: int | None = None
     newest_at: float = 0.0
     entered: set[Rank] = set()
+
+    def seen(self, step: int, now: float) -> None:
+        """A rank has finished ``step``."""
+        if self.newest_step is None or step > self.newest_step:
+            self.newest_step, self.newest_at = step, now
+
+
+class JobLive(msgspec.Struct):
+    """What is known of a job only while this controller lives.
+
+    ``resumed``: ranks that have stepped in the current generation; ``slowest``: the one that took longest, with its
+    phases. ``witnesses``: ranks whose collective failed. ``stalls``: (step, collectives) by
+    rank. ``ballots`` by version, all newer than ``settled``. ``candidate``: the step announced for the next commit
+    (None: the first that every rank keeps), looked at again at ``candidate_due`` (0.0: not awaited). ``blind``: times
+    of regroupings that named nobody.
+    """
+
+    pace: Pace = msgspec.field(default_factory=Pace)
     resumed: set[Rank] = set()
     slowest: tuple[float, Rank, dict[str, float]] | None = None
     witnesses: set[Rank] = set()
@@ -221,7 +242,7 @@ class Probe(msgspec.Struct):
     passed: set[NodeId] = set()
 
 
-class FleetState:
+class FleetState(msgspec.Struct, kw_only=True):
     """Everything the core knows.
 
     ``deadlines``: a heap of (due, order, kind, subject); an entry is a hint to look, never a decision. ``silent``:
@@ -230,21 +251,20 @@ class FleetState:
     ``ignored`` counts what was dropped by rule (stale reports and the like), by reason.
     """
 
-    def __init__(self, policy: CorePolicy) -> None:
-        self.policy = policy
-        self.fleet = FleetRecord()
-        self.nodes: dict[NodeId, NodeRecord] = {}
-        self.jobs: dict[JobId, JobRecord] = {}
-        self.live_nodes: dict[NodeId, NodeLive] = {}
-        self.live_jobs: dict[JobId, JobLive] = {}
-        self.probes: dict[str, Probe] = {}
-        self.deadlines: list[tuple[float, int, str, str]] = []
-        self.queued: set[tuple[float, str, str]] = set()
-        self.order = 0
-        self.reachable: set[NodeId] = set()
-        self.silent: set[NodeId] = set()
-        self.overruled: set[NodeId] = set()
-        self.correlated = False
-        self.slack_s = 0.0
-        self.slack_at = 0.0
-        self.ignored: dict[str, int] = {}
+    policy: CorePolicy
+    fleet: FleetRecord = msgspec.field(default_factory=FleetRecord)
+    nodes: dict[NodeId, NodeRecord] = {}
+    jobs: dict[JobId, JobRecord] = {}
+    live_nodes: dict[NodeId, NodeLive] = {}
+    live_jobs: dict[JobId, JobLive] = {}
+    probes: dict[str, Probe] = {}
+    deadlines: list[tuple[float, int, str, str]] = []
+    queued: set[tuple[float, str, str]] = set()
+    order: int = 0
+    reachable: set[NodeId] = set()
+    silent: set[NodeId] = set()
+    overruled: set[NodeId] = set()
+    correlated: bool = False
+    slack_s: float = 0.0
+    slack_at: float = 0.0
+    ignored: dict[str, int] = {}

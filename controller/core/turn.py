@@ -3,22 +3,60 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
+from typing import TypeVar
+
+import msgspec
 
 from controller.core.effects import Audit, AuditEntry, Effect, PutFleet, PutJob, PutNode, PutVerdict, Send
+from controller.core.progress import Stride, stride_of
 from controller.core.state import FleetState
+from everstep.ids import Rank
 from everstep.vocabulary import Action, Decision, Finding, Verdict
 from everstep.wire.v1.directives import AnyDirective
+
+
+class PulseRead(msgspec.Struct, frozen=True, tag=True):
+    """``state.Pulse`` as a rule saw it."""
+
+    heard_at: float
+    beats: int
+
+
+class StepsRead(msgspec.Struct, frozen=True, tag=True):
+    """Each rank's last finished step, as a rule saw them."""
+
+    steps: dict[Rank, int]
+
+
+class EnteredRead(msgspec.Struct, frozen=True, tag=True):
+    """Ranks that were seen in the current generation, as a rule saw them."""
+
+    ranks: frozenset[Rank]
+
+
+R = TypeVar("R", "PulseRead", "StepsRead", "EnteredRead", Stride)
+Read = PulseRead | StepsRead | EnteredRead | Stride
+"""What a rule read of that which heartbeats change. Beats are too many to be written down; these are few."""
 
 
 class Turn:
     """What the rules write to while they handle one event.
 
+    ``reads`` lists, in order, what was read of that which heartbeats change: with them the event can be handled again
+    elsewhere, without the beats before it, and leads to the same effects.
+
     Args:
         trace: of the stimulus; rules that carry out something older pass that one's trace instead.
         entropy: hex digits for a new job's secret.
+        recorded: ``reads`` of the time when the event was handled first; None for the first time.
     """
 
-    def __init__(self, state: FleetState, now: float, trace: str, entropy: str = "") -> None:
+    def __init__(
+        self, state: FleetState, now: float, trace: str, entropy: str = "", recorded: Iterable[Read] | None = None
+    ) -> None:
+        self.reads: list[Read] = []
+        self._recorded = None if recorded is None else iter(recorded)
         self.state = state
         self.policy = state.policy
         self.now = now
@@ -28,6 +66,32 @@ class Turn:
         self._fleet = False
         self._nodes: dict[str, None] = {}
         self._jobs: dict[str, None] = {}
+
+    def pulse(self, node: str) -> PulseRead:
+        """When the node was last heard, and its clean beats."""
+        pulse = self.state.live_nodes[node].pulse
+        return self._read(PulseRead(pulse.heard_at, pulse.beats))
+
+    def stride(self, job: str) -> Stride:
+        """How fast the job steps."""
+        return self._read(stride_of(self.state.live_jobs[job].pace))
+
+    def steps(self, job: str) -> dict[Rank, int]:
+        """Each rank's last finished step in the running generation, where it is known."""
+        pace = self.state.live_jobs[job].pace
+        return self._read(StepsRead({rank: progress.step for rank, progress in pace.progress.items()})).steps
+
+    def entered(self, job: str) -> frozenset[Rank]:
+        """Ranks that were seen in the current generation."""
+        return self._read(EnteredRead(frozenset(self.state.live_jobs[job].pace.entered))).ranks
+
+    def _read(self, seen: R) -> R:
+        if self._recorded is not None:
+            then = next(self._recorded, None)
+            if type(then) is type(seen):
+                seen = then
+        self.reads.append(seen)
+        return seen
 
     def fleet_changed(self) -> None:
         self._fleet = True

@@ -19,7 +19,7 @@ from controller.core.events import (
     ReportArrived,
     Tick,
 )
-from controller.core.fleet import check_invariants, handle, next_deadline, restore, touch
+from controller.core.fleet import Heard, check_invariants, handle, next_deadline, restore, touch
 from controller.core.policy import CorePolicy
 from controller.core.state import FleetRecord, FleetState, JobRecord, NodeRecord, VersionRecord
 from everstep.ids import Version
@@ -87,9 +87,13 @@ class CoreFleet:
         self.effects += effects
         return effects
 
-    def touch(self, node: str, *ranks: RankProgress) -> bool:
-        """A heartbeat that says nothing new but the progress of ``ranks``."""
-        return touch(self.state, node, self.incarnations[node], self.now, ranks)
+    def touch(self, node: str, *ranks: RankProgress) -> Heard:
+        """A heartbeat that tells of no findings; where something follows from it, as an event."""
+        incarnation = self.incarnations[node]
+        heard = touch(self.state, node, incarnation, self.now, ranks)
+        if heard is Heard.NEWS:
+            self.feed(HeartbeatChanged(node=node, incarnation=incarnation, ranks=ranks, trace=self.trace()))
+        return heard
 
     def advance(self, seconds: float, *beating: str) -> list[Effect]:
         """Lets time pass: Ticks at every deadline, and a heartbeat a second from the nodes ``beating``."""

@@ -11,12 +11,7 @@ from controller.core.hangs import name_stuck
 from controller.core.policy import CorePolicy
 from everstep.vocabulary import GenerationReason, JobState
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
-from everstep.wire.v1.training import RankProgress
 from tests.support.core_fleet import CoreFleet, decisions, generations, sent
-
-
-def _at(rank: int, step: int) -> RankProgress:
-    return RankProgress(job="job", generation=1, rank=rank, step=step, step_s=0.1)
 
 
 def test_the_rank_behind_all_others_is_the_stuck_one() -> None:
@@ -25,21 +20,21 @@ def test_the_rank_behind_all_others_is_the_stuck_one() -> None:
 
 
 def test_the_one_that_says_nothing_is_stuck_when_the_others_stand_side_by_side() -> None:
-    assert name_stuck({0: (5, 10), 1: (5, 10)}, [2], {2: _at(2, 5)}) == 2
+    assert name_stuck({0: (5, 10), 1: (5, 10)}, [2], {2: 5}) == 2
 
 
 def test_of_several_silent_ones_the_one_clearly_behind_is_named() -> None:
-    assert name_stuck({0: (5, 10)}, [1, 2], {1: _at(1, 4), 2: _at(2, 5)}) == 1
+    assert name_stuck({0: (5, 10)}, [1, 2], {1: 4, 2: 5}) == 1
 
 
 def test_nobody_is_named_by_guessing() -> None:
     assert name_stuck({0: (5, 10), 1: (5, 10)}, [], {}) is None
-    assert name_stuck({0: (5, 10), 1: (5, 10)}, [2, 3], {2: _at(2, 5), 3: _at(3, 5)}) is None
+    assert name_stuck({0: (5, 10), 1: (5, 10)}, [2, 3], {2: 5, 3: 5}) is None
     assert name_stuck({0: (5, 9), 1: (5, 9), 2: (5, 10)}, [], {}) is None
 
 
 def test_a_single_rank_that_reports_itself_behind_the_others_is_stuck() -> None:
-    assert name_stuck({0: (5, 10)}, [1, 2], {1: _at(1, 9), 2: _at(2, 9)}) == 0
+    assert name_stuck({0: (5, 10)}, [1, 2], {1: 9, 2: 9}) == 0
     assert name_stuck({0: (5, 10)}, [], {}) == 0
 
 

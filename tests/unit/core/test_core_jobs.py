@@ -11,6 +11,7 @@ import pytest
 
 from controller.core import policy as policy_module
 from controller.core.events import OperatorAction
+from controller.core.fleet import Heard
 from controller.core.policy import CorePolicy
 from everstep.errors import ConfigurationError
 from everstep.ids import Version
@@ -201,9 +202,9 @@ def test_after_a_restart_nodes_are_asked_for_their_findings() -> None:
     fleet = CoreFleet()
     fleet.start(2)
     fleet.restart()
-    assert not fleet.touch("n1")
+    assert fleet.touch("n1") is Heard.UNKNOWN
     fleet.beat("n1")
-    assert fleet.touch("n1")
+    assert fleet.touch("n1") is Heard.QUIET
 
 
 def test_a_restart_before_a_boundary_still_ends_at_it_or_falls_back() -> None:

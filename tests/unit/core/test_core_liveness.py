@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from controller.core.events import NodeDisconnected, Tick
-from controller.core.fleet import next_deadline, touch
+from controller.core.fleet import Heard, touch
 from controller.core.policy import CorePolicy
 from everstep.errors import NotFound, StaleGeneration
 from everstep.vocabulary import JobState, NodeState
@@ -17,9 +17,9 @@ def test_an_unknown_node_or_another_life_is_asked_to_resend() -> None:
     fleet = CoreFleet()
     fleet.register("n1")
     fleet.beat("n1")
-    assert touch(fleet.state, "n1", 1, fleet.now)
-    assert not touch(fleet.state, "n1", 2, fleet.now)
-    assert not touch(fleet.state, "n9", 1, fleet.now)
+    assert touch(fleet.state, "n1", 1, fleet.now) is Heard.QUIET
+    assert touch(fleet.state, "n1", 2, fleet.now) is Heard.UNKNOWN
+    assert touch(fleet.state, "n9", 1, fleet.now) is Heard.UNKNOWN
 
 
 def test_reports_of_another_life_are_refused() -> None:
@@ -64,11 +64,7 @@ def test_a_suspicion_refuted_by_a_touch_leaves_no_trace_in_the_roster() -> None:
     fleet.start(3)
     fleet.advance(3.0, "n1", "n2")
     assert fleet.node_state("n3") is NodeState.SUSPECT
-    fleet.touch("n3")
-    due = next_deadline(fleet.state)
-    assert due is not None
-    assert due <= fleet.now
-    fleet.feed(Tick())
+    assert fleet.touch("n3") is Heard.NEWS
     assert fleet.node_state("n3") is NodeState.HEALTHY
     assert fleet.spec().number == 1
 
