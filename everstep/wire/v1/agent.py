@@ -67,6 +67,7 @@ class Registered(Message, frozen=True, kw_only=True):
     """The controller's answer: the protocol to speak, how often to beat, and from where directives count.
 
     ``next_directive`` is the smallest sequence number the node may be sent; older ones are void for this life.
+    ``hold``: see ``HeartbeatAnswer``.
     """
 
     protocol: int
@@ -74,12 +75,15 @@ class Registered(Message, frozen=True, kw_only=True):
     next_directive: int
     controller: str
     server_at: float
+    hold: bool = True
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
     """Once a second. ``findings`` is the full picture, only when it changed since the last answered beat.
 
-    ``reports_through`` is the last report number sent, so that a gap is noticed.
+    ``reports_through`` is the last report number sent, so that a gap is noticed. ``directives_through`` is the last
+    directive taken over (0: none in this life): the way to acknowledge for who has no session, or hangs up between
+    beats.
     """
 
     incarnation: Incarnation
@@ -88,14 +92,24 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     findings: tuple[Finding, ...] | None = None
     ranks: tuple[RankProgress, ...] = ()
     reports_through: int = 0
+    directives_through: int = 0
 
 
 class HeartbeatAnswer(Message, frozen=True, kw_only=True):
-    """``resend``: the controller has no picture of this node (it restarted): send findings in full, join again."""
+    """``resend``: the controller has no picture of this node (it restarted): send findings in full, join again.
+
+    ``directives``: every one the node has not acknowledged, outside a session and in the first answer of one; later
+    in a session they are pushed. ``hold``: whether a session is to stay open. A controller that runs short of file
+    descriptors says False to nodes that no job waits for, and to others only when that is not enough. Such a node
+    hangs up once it has no answer to wait for, connects again for its next beat (or sooner, with an urgent report),
+    and says in that beat what it has taken over. Its hanging up is no sign of trouble; its silence is judged by
+    deadlines alone. Every answer says it anew.
+    """
 
     server_at: float
     resend: bool = False
     directives: tuple[Directive, ...] = ()
+    hold: bool = True
 
 
 class Numbered(Message, frozen=True, kw_only=True):
