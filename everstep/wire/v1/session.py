@@ -12,10 +12,16 @@ HEARTBEAT ``Heartbeat``   HEARTBEAT_ANSWER       answered at once, in order
 REPORTS ``Reports``       REPORTS_ANSWER         answered when durable, in order; beats overtake them
 ACKNOWLEDGE               (none)                 directives up to a number have been taken over
 (none)                    PUSH ``DirectivesAnswer``  directives as they are decided, each once per session
+(none)                    DEFLATED_PUSH          the same, its body deflated (zlib, RFC 1950): a large generation
 any                       REFUSED ``Refused``    instead of the answer to one frame; the session goes on
 ========================  =====================  ==============================================================
 
-The end of the connection tells the controller at once that the agent is gone.
+Directives that waited for the node come before others: in the answer to the session's first beat, or pushed after
+REGISTERED where that was the first frame. A session belongs to the life (incarnation) of its first accepted frame; the
+newest session of a node takes the place of the one before, which the controller closes.
+
+The end of the connection tells the controller at once that the agent is gone, unless it was told not to hold it
+(``HeartbeatAnswer.hold``).
 """
 
 from __future__ import annotations
@@ -30,7 +36,7 @@ PREFIX_BYTES = 4
 """Of the length, which counts the kind's byte and the body."""
 MAX_TO_AGENT_BYTES = 16 << 20
 """Largest frame an agent reads: a generation of 100,000 ranks is some 10 MiB of JSON. A controller reads
-``agent.MAX_BODY_BYTES`` and the kind's byte."""
+``agent.MAX_BODY_BYTES`` and the kind's byte. An inflated push is no longer than this either."""
 
 
 class Frame(IntEnum):
@@ -45,6 +51,7 @@ class Frame(IntEnum):
     REPORTS_ANSWER = 19
     PUSH = 20
     REFUSED = 21
+    DEFLATED_PUSH = 22
 
 
 class Acknowledge(Message, frozen=True, kw_only=True):
