@@ -12,7 +12,7 @@ HEARTBEAT ``Heartbeat``   HEARTBEAT_ANSWER       answered at once, in order
 REPORTS ``Reports``       REPORTS_ANSWER         answered when durable, in order; beats overtake them
 ACKNOWLEDGE               (none)                 directives up to a number have been taken over
 (none)                    PUSH ``DirectivesAnswer``  directives as they are decided, each once per session
-(none)                    DEFLATED_PUSH          the same, its body deflated (zlib, RFC 1950): a large generation
+(none)                    DEFLATED_PUSH          one large directive: its number in 8 bytes, its body deflated (zlib)
 any                       REFUSED ``Refused``    instead of the answer to one frame; the session goes on
 ========================  =====================  ==============================================================
 
@@ -34,6 +34,9 @@ from everstep.wire.v1.training import ShortText
 UPGRADE = "everstep/1"
 PREFIX_BYTES = 4
 """Of the length, which counts the kind's byte and the body."""
+NUMBER_BYTES = 8
+"""Of the directive's number (big-endian) at the front of a DEFLATED_PUSH. What follows is ``Directive.body`` in JSON,
+deflated as RFC 1950 has it, so that one deflation serves every node that is sent the same."""
 MAX_TO_AGENT_BYTES = 16 << 20
 """Largest frame an agent reads: a generation of 100,000 ranks is some 10 MiB of JSON. A controller reads
 ``agent.MAX_BODY_BYTES`` and the kind's byte. An inflated push is no longer than this either."""
