@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sqlalchemy import BigInteger, Column, Float, Index, Integer, MetaData, PrimaryKeyConstraint, Table, Text
 
-HEAD = "0001"
+HEAD = "0002"
 """The newest migration; a database at this revision needs no migration tool at start."""
 
 metadata = MetaData()
@@ -40,6 +40,7 @@ generations = Table(
     Column("issued_at", Float(53), nullable=False),
     Column("doc", Text, nullable=False),
     PrimaryKeyConstraint("job", "number", name="one_roster_per_number"),
+    Index("generations_by_time", "issued_at"),
 )
 
 versions = Table(
@@ -74,6 +75,7 @@ verdicts = Table(
     Column("trace", Text, nullable=False),
     Column("doc", Text, nullable=False),
     Index("verdicts_by_node", "node", "at"),
+    Index("verdicts_by_time", "at"),
 )
 
 audit = Table(
@@ -89,8 +91,10 @@ audit = Table(
     Column("sentence", Text, nullable=False),
     Column("detail", Text, nullable=False),
     Index("audit_by_trace", "trace", "id"),
+    Index("audit_by_node", "node", "id"),
+    Index("audit_by_job", "job", "id"),
 )
-"""Append-only: triggers refuse UPDATE and DELETE."""
+"""Append-only: triggers refuse UPDATE, and DELETE of what is newer than meta's ``audit_pruned``."""
 
 outbox = Table(
     "outbox",
@@ -126,4 +130,70 @@ meta = Table(
     Column("key", Text, primary_key=True),
     Column("value", BigInteger, nullable=False),
 )
-"""``epoch``: how often a controller took this database over; every write checks it."""
+"""``epoch``: how often a controller took this database over; every write checks it. ``batch``: number of the newest
+batch that was applied. ``audit_pruned``: newest id of the audit log that retention may delete."""
+
+lease = Table(
+    "lease",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("epoch", BigInteger, nullable=False),
+    Column("holder", Text, nullable=False),
+    Column("address", Text, nullable=False),
+    Column("renewed_at", Float(53), nullable=False),
+    Column("expires_at", Float(53), nullable=False),
+)
+"""One row: who leads, and until when unless it is renewed; in seconds of the database's own clock."""
+
+credentials = Table(
+    "credentials",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("role", Text, nullable=False),
+    Column("subject", Text, nullable=False),
+    Column("hash", Text, nullable=False),
+    Column("created_at", Float(53), nullable=False),
+    Column("created_by", Text, nullable=False),
+    Column("expires_at", Float(53)),
+    Column("revoked_at", Float(53)),
+    Column("uses_left", Integer),
+    Column("replaces", Integer, nullable=False),
+    Column("note", Text, nullable=False),
+    Index("credentials_by_subject", "role", "subject"),
+)
+"""Who may speak. ``hash`` is SHA-256 of the secret part, never the secret. ``uses_left`` and ``replaces`` (0 or 1: whether
+a node that has a credential may enrol again) belong to join tokens."""
+
+remedies = Table(
+    "remedies",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("node", Text, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("attempts", Integer, nullable=False),
+    Column("next_at", Float(53), nullable=False),
+    Column("requested_at", Float(53), nullable=False),
+    Column("ended_at", Float(53)),
+    Column("detail", Text, nullable=False),
+    Column("doc", Text, nullable=False),
+    Index("remedies_by_node", "node", "requested_at"),
+    Index("remedies_by_state", "state", "next_at"),
+)
+"""What is asked of the outside: ``state`` is wanted, begun, confirmed, failed or superseded."""
+
+findings = Table(
+    "findings",
+    metadata,
+    Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
+    Column("node", Text, nullable=False),
+    Column("key", Text, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("at", Float(53), nullable=False),
+    Column("cleared_at", Float(53)),
+    Column("doc", Text, nullable=False),
+    Index("findings_by_node", "node", "id"),
+    Index("findings_by_kind", "kind", "id"),
+    Index("findings_by_key", "node", "key"),
+)
+"""The history of findings; what stands now is in the nodes' documents."""
