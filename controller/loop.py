@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from controller.boards import Boards
 from controller.core import events as ev
 from controller.core import fleet
 from controller.core.state import FleetState
+from controller.intake import Intake, Urgency, Waiting
 from controller.lag import LagMeter
 from controller.metrics import Metrics
 from controller.push import Outbox
@@ -39,15 +39,7 @@ Commit = Callable[[Batch], Awaitable[None]]
 """Writes a batch: durable on return, nothing of it after an exception."""
 
 
-class _Waiting(Generic[T]):
-    """A stimulus and who waits for it."""
-
-    __slots__ = ("arrived_at", "done", "stimulus")
-
-    def __init__(self, stimulus: Stimulus[T], done: asyncio.Future[T], arrived_at: float) -> None:
-        self.stimulus = stimulus
-        self.done = done
-        self.arrived_at = arrived_at
+_Waiting = Waiting[Stimulus[Any]]
 
 
 class _Timer(NamedTuple):
@@ -95,9 +87,8 @@ class FleetLoop:
         self._on_audit = on_audit
         self._on_verdicts = on_verdicts
         self._group = group
-        self._queue_limit = queue_limit
-        self._queue: deque[_Waiting[Any]] = deque()
-        self._in_flight: list[_Waiting[Any]] = []
+        self._queue: Intake[Stimulus[Any]] = Intake(queue_limit, metrics.shed)
+        self._in_flight: list[_Waiting] = []
         self._work = asyncio.Event()
         self._armed: _Timer | None = None
         self._over = False
@@ -111,20 +102,21 @@ class FleetLoop:
         """Stimuli that wait for their transaction."""
         return len(self._queue) + len(self._in_flight)
 
-    async def submit(self, stimulus: Stimulus[T]) -> T:
+    async def submit(self, stimulus: Stimulus[T], urgency: Urgency = Urgency.URGENT) -> T:
         """Runs ``stimulus`` in its turn; returns its result when everything it did is durable.
 
         Raises what the stimulus raises, and Unavailable while too much waits or after a transaction failed.
         """
+        return await self.enqueue(stimulus, urgency)
+
+    def enqueue(self, stimulus: Stimulus[T], urgency: Urgency = Urgency.URGENT) -> asyncio.Future[T]:
+        """``submit`` for who does not wait: the future of its result. Raises Unavailable."""
         if self._over:
             raise Unavailable("the controller is stopping: send this again to the one that follows", 0.2)
-        if len(self._queue) >= self._queue_limit:
-            raise Unavailable(f"{len(self._queue)} requests wait already: send this again in a second")
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(stimulus, done, time.perf_counter())
-        self._queue.append(waiting)
+        self._queue.put(Waiting(stimulus, done), urgency)
         self._work.set()
-        return await done
+        return done
 
     def touched(self) -> None:
         """Call after a ``touch``: it may have brought the next deadline nearer."""
@@ -144,10 +136,10 @@ class FleetLoop:
         finally:
             self._end()
 
-    def _first(self) -> _Waiting[Any]:
+    def _first(self) -> _Waiting:
         event = ev.ControllerStarted(trace=new_trace())
         done = asyncio.get_running_loop().create_future()
-        return _Waiting(lambda tx, now: tx.handle(event, now), done, time.perf_counter())
+        return Waiting(lambda tx, now: tx.handle(event, now), done)
 
     async def _something_to_do(self) -> None:
         if self._queue:
@@ -166,10 +158,10 @@ class FleetLoop:
             handle = asyncio.get_running_loop().call_later(due - self.now(), self._work.set)
             self._armed = _Timer(deadline, due, handle)
 
-    def _take(self) -> list[_Waiting[Any]]:
-        return [self._queue.popleft() for _ in range(min(self._group, len(self._queue)))]
+    def _take(self) -> list[_Waiting]:
+        return self._queue.take(self._group)
 
-    async def _turn(self, taken: list[_Waiting[Any]]) -> None:
+    async def _turn(self, taken: list[_Waiting]) -> None:
         """Everything that waits, then the timer: what was heard counts before anybody is called late."""
         self._in_flight = taken
         transaction = Transaction(self.state, self.outbox, self._numbers, self._metrics, self.boards)
@@ -189,17 +181,17 @@ class FleetLoop:
                 waiting.done.set_result(result)
         self._in_flight = []
 
-    def _apply(self, waiting: _Waiting[Any], transaction: Transaction) -> tuple[Any, EverstepError | None]:
+    def _apply(self, waiting: _Waiting, transaction: Transaction) -> tuple[Any, EverstepError | None]:
         try:
             return waiting.stimulus(transaction, self.now()), None
         except EverstepError as error:
             return None, error
 
-    def _tick(self, transaction: Transaction, taken: Iterable[_Waiting[Any]]) -> None:
+    def _tick(self, transaction: Transaction, taken: Iterable[_Waiting]) -> None:
         deadline, now = fleet.next_deadline(self.state), self.now()
         if deadline is None or deadline > now:
             return
-        waited = max((time.perf_counter() - waiting.arrived_at for waiting in taken), default=0.0)
+        waited = max(self._queue.oldest_s(), *(time.perf_counter() - waiting.arrived_at for waiting in taken), 0.0)
         late = now - self._armed.due if self._armed is not None and self._armed.deadline == deadline else 0.0
         lag_s = max(self.lag.recent_s(), waited, late)
         transaction.handle(ev.Tick(lag_s=lag_s, trace=new_trace()), now)
@@ -240,8 +232,7 @@ class FleetLoop:
         self._over = True
         self.lag.stop()
         self._arm(None)
-        for waiting in (*self._in_flight, *self._queue):
-            if not waiting.done.done():
-                waiting.done.set_exception(Unavailable("the controller is stopping: send this again", 0.2))
-                waiting.done.exception()  # whoever waited may have gone; that is no error of ours
-        self._queue.clear()
+        stopping = Unavailable("the controller is stopping: send this again", 0.2)
+        for waiting in self._in_flight:
+            waiting.refuse(stopping)
+        self._queue.refuse_all(stopping)

@@ -11,6 +11,8 @@ everstep_controller_commit_seconds                       histogram  a transactio
 everstep_controller_commit_events                        histogram  events that shared a transaction
 everstep_controller_loop_lag_seconds                     gauge      worst lateness of the event loop, last second
 everstep_controller_queue_depth                          gauge      stimuli that wait for their transaction
+everstep_controller_shed_total{class}                    counter    stimuli refused because too many waited
+everstep_controller_sessions_cut_total                   counter    sessions whose agent did not read its pushes
 everstep_controller_heartbeats_total                     counter    heartbeats answered
 everstep_controller_reports_total                        counter    reports taken
 everstep_controller_reports_repeated_total               counter    reports dropped: their number was taken before
@@ -52,6 +54,7 @@ from prometheus_client.registry import Collector
 
 from controller import views
 from controller.core.state import FleetState
+from controller.intake import Urgency
 from controller.push import Outbox
 from controller.store.records import AuditRow
 from everstep import __version__
@@ -73,6 +76,8 @@ class Metrics:
         self._handle = self._histogram("handle_seconds", "The core's time per event.", _FAST)
         self._commit = self._histogram("commit_seconds", "A transaction, until it is durable.", _COMMIT)
         self._commit_events = self._histogram("commit_events", "Events that shared a transaction.", _COUNTS)
+        self._shed = self._counter("shed", "Stimuli refused because too many waited.", "class")
+        self.sessions_cut = self._counter("sessions_cut", "Sessions whose agent did not read its pushes.")
         self.heartbeats = self._counter("heartbeats", "Heartbeats answered.")
         self._reports = self._counter("reports", "Reports taken.")
         self._repeated = self._counter("reports_repeated", "Reports dropped: their number was taken before.")
@@ -103,6 +108,9 @@ class Metrics:
     def committed(self, seconds: float, events: int) -> None:
         self._commit.observe(seconds)
         self._commit_events.observe(events)
+
+    def shed(self, urgency: Urgency) -> None:
+        self._shed.labels(urgency.value).inc()
 
     def reports_taken(self, taken: int, repeated: int) -> None:
         self._reports.inc(taken)
