@@ -49,6 +49,10 @@ from everstep.wire.v1.training import (
 __all__ = ["Heard", "check_invariants", "handle", "next_deadline", "restore", "take", "touch"]
 
 
+NO_LAG_S = 0.01
+"""Seconds; an observer that lags by less is on time."""
+
+
 class Heard(Enum):
     """What a heartbeat that tells of no findings means."""
 
@@ -147,16 +151,20 @@ def _trace(event: Event) -> str:
 
 def _tick(turn: Turn, event: Tick) -> None:
     state = turn.state
-    state.slack_s = max(event.lag_s, state.slack_s - max(0.0, turn.now - state.slack_at))
+    lag_s = event.lag_s if event.lag_s >= NO_LAG_S else 0.0
+    state.slack_s = max(lag_s, state.slack_s - max(0.0, turn.now - state.slack_at))
     state.slack_at = turn.now
+    turn.quiet = state.slack_s == 0.0
     for _ in range(len(state.deadlines)):
         due = pop_due(state, turn.now)
         if due is None:
             break
         kind, subject = due
         if kind == "silence":
-            liveness.check_silence(turn, subject)
-        elif kind == "node":
+            turn.quiet = liveness.check_silence(turn, subject) and turn.quiet
+            continue
+        turn.quiet = False
+        if kind == "node":
             liveness.check_node(turn, subject)
         elif kind == "probe":
             check_probe(turn, subject)

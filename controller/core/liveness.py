@@ -101,24 +101,29 @@ def _witness(turn: Turn, job: JobRecord, node: str) -> str:
 # --- deadlines ---------------------------------------------------------------------------------------------------
 
 
-def check_silence(turn: Turn, node: str) -> None:
-    """The node's silence deadline: suspect it, lose it, or look again when it can be late at all."""
+def check_silence(turn: Turn, node: str) -> bool:
+    """The node's silence deadline: suspect it, lose it, or look again when it can be late at all.
+
+    True where it was heard in time, and nothing followed.
+    """
     state, policy = turn.state, turn.policy
     record, live = state.nodes[node], state.live_nodes[node]
     live.watched = False
     if not record.reachable:
-        return
+        return True
     heard_at = turn.pulse(node).heard_at
     silent_s = turn.now - heard_at - state.slack_s
     if silent_s < policy.suspect_after_s:
         _watch_again(turn, node, heard_at + policy.suspect_after_s + state.slack_s)
-    elif silent_s < policy.dead_after_s:
+        return True
+    if silent_s < policy.dead_after_s:
         _suspect(turn, node)
         _watch_again(turn, node, heard_at + policy.dead_after_s + state.slack_s)
     elif not _believe(turn, node):
         _watch_again(turn, node, turn.now + CORRELATED_RETRY_S)
     else:
         lose(turn, node, f"{node} said nothing for {turn.now - heard_at:.1f} s")
+    return False
 
 
 def _watch_again(turn: Turn, node: str, due: float) -> None:

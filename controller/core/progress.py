@@ -7,14 +7,16 @@ from collections.abc import Iterable
 import msgspec
 
 from controller.core.state import FleetState, JobRecord, Pace
+from everstep.ids import JobId
 from everstep.vocabulary import JobState
 from everstep.wire.v1.training import GenerationSpec, RankProgress
 
 
 class Stride(msgspec.Struct, frozen=True, tag=True):
-    """How fast a job steps: the furthest rank had finished ``step`` (None: not known yet) at ``at``; ``step_s`` is
-    the median of the ranks' step times, 0.0 while none is known."""
+    """How fast a job (``of``) steps: the furthest rank had finished ``step`` (None: not known yet) at ``at``;
+    ``step_s`` is the median of the ranks' step times, 0.0 while none is known."""
 
+    of: JobId
     step: int | None
     at: float
     step_s: float
@@ -26,9 +28,9 @@ class Stride(msgspec.Struct, frozen=True, tag=True):
         return self.step + int(min(now - self.at, most_s) / self.step_s)
 
 
-def stride_of(pace: Pace) -> Stride:
+def stride_of(job: JobId, pace: Pace) -> Stride:
     times = sorted(progress.step_s for progress in pace.progress.values() if progress.step_s > 0)
-    return Stride(pace.newest_step, pace.newest_at, times[len(times) // 2] if times else 0.0)
+    return Stride(job, pace.newest_step, pace.newest_at, times[len(times) // 2] if times else 0.0)
 
 
 def take_progress(state: FleetState, node: str, ranks: Iterable[RankProgress], now: float) -> None:

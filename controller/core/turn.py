@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict, deque
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from controller.core.effects import Audit, AuditEntry, Effect, PutFleet, PutJob, PutNode, PutVerdict, Send
 from controller.core.progress import Stride, stride_of
 from controller.core.state import FleetState
-from everstep.ids import Rank
+from everstep.ids import JobId, NodeId, Rank
 from everstep.vocabulary import Action, Decision, Finding, Verdict
 from everstep.wire.v1.directives import AnyDirective
 
 
 class PulseRead(msgspec.Struct, frozen=True, tag=True):
-    """``state.Pulse`` as a rule saw it."""
+    """``state.Pulse`` of node ``of`` as a rule saw it."""
 
+    of: NodeId
     heard_at: float
     beats: int
 
 
 class StepsRead(msgspec.Struct, frozen=True, tag=True):
-    """Each rank's last finished step, as a rule saw them."""
+    """Each rank's last finished step in job ``of``, as a rule saw them."""
 
+    of: JobId
     steps: dict[Rank, int]
 
 
 class EnteredRead(msgspec.Struct, frozen=True, tag=True):
-    """Ranks that were seen in the current generation, as a rule saw them."""
+    """Ranks that were seen in the current generation of job ``of``, as a rule saw them."""
 
+    of: JobId
     ranks: frozenset[Rank]
 
 
@@ -44,19 +48,22 @@ class Turn:
     """What the rules write to while they handle one event.
 
     ``reads`` lists, in order, what was read of that which heartbeats change: with them the event can be handled again
-    elsewhere, without the beats before it, and leads to the same effects.
+    elsewhere, without the beats before it, and leads to the same effects. ``quiet``: a Tick that only found nodes
+    heard in time; history can do without it.
 
     Args:
         trace: of the stimulus; rules that carry out something older pass that one's trace instead.
         entropy: hex digits for a new job's secret.
-        recorded: ``reads`` of the time when the event was handled first; None for the first time.
+        recorded: ``reads`` of the time when the event was handled first; None for the first time. A node of which
+            nothing was read then counts as heard just now: nothing had followed from its silence.
     """
 
     def __init__(
         self, state: FleetState, now: float, trace: str, entropy: str = "", recorded: Iterable[Read] | None = None
     ) -> None:
         self.reads: list[Read] = []
-        self._recorded = None if recorded is None else iter(recorded)
+        self._recorded = None if recorded is None else _by_subject(recorded)
+        self.quiet = False
         self.state = state
         self.policy = state.policy
         self.now = now
@@ -70,26 +77,25 @@ class Turn:
     def pulse(self, node: str) -> PulseRead:
         """When the node was last heard, and its clean beats."""
         pulse = self.state.live_nodes[node].pulse
-        return self._read(PulseRead(pulse.heard_at, pulse.beats))
+        heard_at = pulse.heard_at if self._recorded is None else self.now
+        return self._read(PulseRead(node, heard_at, pulse.beats))
 
     def stride(self, job: str) -> Stride:
         """How fast the job steps."""
-        return self._read(stride_of(self.state.live_jobs[job].pace))
+        return self._read(stride_of(job, self.state.live_jobs[job].pace))
 
     def steps(self, job: str) -> dict[Rank, int]:
         """Each rank's last finished step in the running generation, where it is known."""
         pace = self.state.live_jobs[job].pace
-        return self._read(StepsRead({rank: progress.step for rank, progress in pace.progress.items()})).steps
+        return self._read(StepsRead(job, {rank: progress.step for rank, progress in pace.progress.items()})).steps
 
     def entered(self, job: str) -> frozenset[Rank]:
         """Ranks that were seen in the current generation."""
-        return self._read(EnteredRead(frozenset(self.state.live_jobs[job].pace.entered))).ranks
+        return self._read(EnteredRead(job, frozenset(self.state.live_jobs[job].pace.entered))).ranks
 
     def _read(self, seen: R) -> R:
-        if self._recorded is not None:
-            then = next(self._recorded, None)
-            if type(then) is type(seen):
-                seen = then
+        if self._recorded and (then := self._recorded.get((type(seen), seen.of))):
+            seen = then.popleft()
         self.reads.append(seen)
         return seen
 
@@ -178,6 +184,13 @@ class Turn:
         puts += [PutNode(node, state.nodes[node]) for node in self._nodes]
         puts += [PutJob(job, state.jobs[job]) for job in self._jobs]
         return puts + self._effects
+
+
+def _by_subject(reads: Iterable[Read]) -> dict[tuple[type, str], deque[Any]]:
+    found: dict[tuple[type, str], deque[Any]] = defaultdict(deque)
+    for read in reads:
+        found[type(read), read.of].append(read)
+    return found
 
 
 def push_deadline(state: FleetState, due: float, kind: str, subject: str) -> None:
