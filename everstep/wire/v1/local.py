@@ -22,6 +22,7 @@ from everstep.wire.v1.training import (
     FindingRaised,
     Holder,
     LauncherJoined,
+    PeerLost,
     RankFinished,
     RankStalled,
     Resumed,
@@ -270,10 +271,13 @@ class VaultFinding(Message, frozen=True, kw_only=True, tag=True):
     """To the supervisor, unasked: something the scrubber or a transfer found.
 
     A connection is the supervisor's once it has sent Configure, Forget or Statistics; until then findings wait.
+    ``PeerLost`` goes to it in the same way, but does not wait: it is about this moment.
     """
 
     finding: FindingRaised
 
 
 ToVault = OpenSegment | SlotSealed | Configure | Forget | Inventory | Fetch | Statistics
-FromVault = Segment | Replicated | InventoryAnswer | Fetched | Done | Failed | VaultFinding | StatisticsAnswer
+FromVault = (
+    Segment | Replicated | InventoryAnswer | Fetched | Done | Failed | VaultFinding | PeerLost | StatisticsAnswer
+)

@@ -231,6 +231,16 @@ class RankFinished(Report, frozen=True, kw_only=True, tag=True):
     step: int
 
 
+class PeerLost(Report, frozen=True, kw_only=True, tag=True):
+    """The node's vault lost its connection to the vault on ``peer``, and a new one is not taken there.
+
+    A hint that ``peer`` may be gone: it accuses nobody and shortens a wait at most. At most one a second for each peer.
+    """
+
+    peer: NodeId
+    detail: ShortText = ""
+
+
 class FindingRaised(Message, frozen=True, kw_only=True, tag=True):
     """The agent found something about its node; ``job`` where it belongs to one."""
 
@@ -265,6 +275,7 @@ AnyReport = (
     | Resumed
     | UserError
     | RankFinished
+    | PeerLost
     | FindingRaised
     | FindingCleared
     | ProbeFinished
