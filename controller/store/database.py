@@ -99,6 +99,11 @@ def _postgresql_engine(url: URL) -> Engine:
     )
 
 
+def engine_of(url: URL) -> Engine:
+    """An engine whose connections are set up for us; nothing is connected yet."""
+    return _sqlite_engine(url) if url.drivername == "sqlite" else _postgresql_engine(url)
+
+
 def _revision(connection: Connection) -> str | None:
     if not inspect(connection).has_table("alembic_version"):
         return None
@@ -158,7 +163,7 @@ def open_database(database: str, *, migrate: bool = True) -> Engine:
         ConfigurationError: wrong URL, nothing there, no permission, a newer schema; the message says how to mend it.
     """
     url = parse_url(database)
-    engine = _sqlite_engine(url) if url.drivername == "sqlite" else _postgresql_engine(url)
+    engine = engine_of(url)
     try:
         if migrate:
             _migrate(engine, url)

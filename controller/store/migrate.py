@@ -8,22 +8,23 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection
 
 
-def _config() -> Config:
-    config = Config()
-    config.set_main_option("script_location", "controller.store:migrations")
-    config.set_main_option("path_separator", "os")
-    return config
+def config() -> Config:
+    """Alembic's configuration; give it the connection under ``attributes["connection"]``."""
+    made = Config()
+    made.set_main_option("script_location", "controller.store:migrations")
+    made.set_main_option("path_separator", "os")
+    return made
 
 
 def upgrade(connection: Connection) -> None:
     """Runs the missing migrations in the connection's transaction."""
-    config = _config()
-    config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    made = config()
+    made.attributes["connection"] = connection
+    command.upgrade(made, "head")
 
 
 def head() -> str:
     """The newest migration there is."""
-    newest = ScriptDirectory.from_config(_config()).get_current_head()
+    newest = ScriptDirectory.from_config(config()).get_current_head()
     assert newest is not None
     return newest

@@ -79,6 +79,34 @@ class PoisonedRow(msgspec.Struct, frozen=True, kw_only=True):
     number: int
 
 
+class CredentialRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Somebody's credential. ``hash`` is the SHA-256 of its secret, in hex; times are wall seconds.
+
+    ``uses_left`` (None: any number) and ``replaces`` belong to join tokens.
+    """
+
+    id: str
+    role: str
+    subject: str
+    hash: str
+    created_at: float
+    created_by: str
+    expires_at: float | None = None
+    revoked_at: float | None = None
+    uses_left: int | None = None
+    replaces: bool = False
+    note: str = ""
+
+    def died_at(self) -> float | None:
+        """When it stopped, or will stop, being good; None: it has no end yet."""
+        return self.expires_at if self.revoked_at is None else self.revoked_at
+
+    def alive(self, now: float) -> bool:
+        """Whether it is good at ``now``."""
+        end = self.died_at()
+        return end is None or now < end
+
+
 class Batch(msgspec.Struct, kw_only=True):
     """Everything one transaction writes: the outcome of one or more events, none of them in part.
 

@@ -161,8 +161,8 @@ credentials = Table(
     Column("note", Text, nullable=False),
     Index("credentials_by_subject", "role", "subject"),
 )
-"""Who may speak. ``hash`` is SHA-256 of the secret part, never the secret. ``uses_left`` and ``replaces`` (0 or 1: whether
-a node that has a credential may enrol again) belong to join tokens."""
+"""Who may speak. ``hash`` is SHA-256 of the secret part, never the secret. ``uses_left`` and ``replaces`` (0 or 1:
+whether a node that has a credential may enrol again) belong to join tokens."""
 
 remedies = Table(
     "remedies",

@@ -10,12 +10,11 @@ down_revision = "0001"
 branch_labels = None
 depends_on = None
 
-_PRUNED = "COALESCE((SELECT value FROM meta WHERE key = 'audit_pruned'), 0)"
-
 _SQLITE_RETENTION = (
     "DROP TRIGGER audit_refuses_DELETE",
-    f"""
-CREATE TRIGGER audit_refuses_DELETE BEFORE DELETE ON audit WHEN OLD.id > {_PRUNED}
+    """
+CREATE TRIGGER audit_refuses_DELETE BEFORE DELETE ON audit
+WHEN OLD.id > COALESCE((SELECT value FROM meta WHERE key = 'audit_pruned'), 0)
 BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END
 """,
 )
@@ -25,10 +24,11 @@ _POSTGRESQL_RETENTION = (
 CREATE TRIGGER audit_is_append_only BEFORE UPDATE OR TRUNCATE ON audit
 FOR EACH STATEMENT EXECUTE FUNCTION everstep_append_only()
 """,
-    f"""
+    """
 CREATE FUNCTION everstep_keeps_what_is_retained() RETURNS trigger LANGUAGE plpgsql AS
-$$ BEGIN
-IF EXISTS (SELECT 1 FROM gone WHERE id > {_PRUNED}) THEN RAISE EXCEPTION 'the audit log is append-only'; END IF;
+$$ DECLARE pruned bigint := COALESCE((SELECT value FROM meta WHERE key = 'audit_pruned'), 0);
+BEGIN
+IF EXISTS (SELECT 1 FROM gone WHERE id > pruned) THEN RAISE EXCEPTION 'the audit log is append-only'; END IF;
 RETURN NULL;
 END $$
 """,

@@ -1,0 +1,78 @@
+"""A database that an older release left, with data in it, is brought up to date and nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import Engine, text
+from sqlalchemy.exc import DBAPIError
+
+from controller.store.database import engine_of, open_database, parse_url, writing
+from controller.store.migrate import head, upgrade
+from controller.store.records import AuditRow, Batch
+from controller.store.repository import Reader, Writer
+from controller.store.tables import HEAD
+from tests.support.old_schemas import ROWS_0001, released_database
+
+
+@pytest.fixture
+def left_by_0001(database: str) -> str:
+    """A database at the first revision, with a row or more in every table it had."""
+    released_database(database, "0001", ROWS_0001)
+    return database
+
+
+@pytest.fixture
+def upgraded(left_by_0001: str) -> Iterator[Engine]:
+    engine = open_database(left_by_0001)
+    yield engine
+    engine.dispose()
+
+
+def test_every_row_of_the_first_release_is_there_after_the_upgrade(upgraded: Engine) -> None:
+    with upgraded.connect() as connection:
+        for table, rows in ROWS_0001.items():
+            columns = ", ".join(rows[0])
+            keep = " WHERE key = 'epoch'" if table == "meta" else ""
+            found = connection.execute(text(f"SELECT {columns} FROM {table}{keep}")).mappings().all()
+            assert [dict(row) for row in found] == rows, table
+
+
+def test_a_controller_goes_on_from_what_the_first_release_left(upgraded: Engine) -> None:
+    writer = Writer(upgraded)
+    loaded = writer.take_over()
+    assert loaded.epoch == 8
+    assert loaded.newest_audit == 2
+    writer.commit(Batch(audit=[AuditRow(id=3, at=3.0, kind="test", sentence="after the upgrade")]))
+    writer.close()
+    assert [row.id for row in Reader(upgraded).events(after=0, limit=9)] == [1, 2, 3]
+
+
+def test_the_audit_log_stays_append_only_through_the_upgrade(upgraded: Engine) -> None:
+    for change in ("UPDATE audit SET sentence = 'x'", "DELETE FROM audit WHERE id = 1"):
+        with upgraded.connect() as connection, pytest.raises(DBAPIError, match="append-only"), connection.begin():
+            connection.execute(text(change))
+
+
+def test_an_upgrade_that_is_repeated_changes_nothing(left_by_0001: str) -> None:
+    for _ in range(2):
+        engine = open_database(left_by_0001)
+        with engine.connect() as connection:
+            assert connection.execute(text("SELECT version_num FROM alembic_version")).scalar() == HEAD == head()
+            assert connection.execute(text("SELECT count(*) FROM lease")).scalar() == 1
+        engine.dispose()
+
+
+def test_an_upgrade_that_is_cut_off_leaves_the_older_schema_whole(left_by_0001: str) -> None:
+    engine = engine_of(parse_url(left_by_0001))
+    with engine.connect() as plain:
+        connection = writing(plain)
+        cut = connection.begin()
+        upgrade(connection)
+        cut.rollback()
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT version_num FROM alembic_version")).scalar() == "0001"
+        with pytest.raises(DBAPIError):
+            connection.execute(text("SELECT * FROM lease"))
+    engine.dispose()
