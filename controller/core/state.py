@@ -248,6 +248,8 @@ class FleetState(msgspec.Struct, kw_only=True):
     ``deadlines``: a heap of (due, order, kind, subject); an entry is a hint to look, never a decision. ``silent``:
     reachable nodes over their first deadline or with a closed connection. ``overruled``: nodes whose eviction waits
     until a job can spare them. ``slack_s``: the observer's own lag.
+    ``epoch``: which life of a controller over its database this is. ``store_away``: why the database cannot be written
+    now, empty while it can.
     ``ignored`` counts what was dropped by rule (stale reports and the like), by reason.
     """
 
@@ -267,4 +269,6 @@ class FleetState(msgspec.Struct, kw_only=True):
     correlated: bool = False
     slack_s: float = 0.0
     slack_at: float = 0.0
+    epoch: int = 0
+    store_away: str = ""
     ignored: dict[str, int] = {}

@@ -6,14 +6,13 @@ these out. Everything before the first command is prose.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from controller.core.effects import Audit, Effect, PutGeneration, PutVerdict, PutVersion, Send
+from controller.core.describe import describe
 from controller.core.events import OperatorAction
 from everstep.errors import EverstepError
 from everstep.ids import Version
 from everstep.wire.v1.agent import Domain
-from everstep.wire.v1.directives import KillRank, NewGeneration, RunProbe, StopJob, VersionNotice
 from tests.support.core_fleet import CoreFleet, xid
 
 Words = list[str]
@@ -52,54 +51,6 @@ def _split(command: str) -> tuple[bool, Words, Options]:
     words = words[1:] if quiet else words
     options = dict(word.split("=", 1) for word in words if "=" in word)
     return quiet, [word for word in words if "=" not in word], options
-
-
-# --- what was decided --------------------------------------------------------------------------------------------
-
-
-def describe(effects: list[Effect]) -> Iterator[str]:
-    """One line per decision; one per directive, with all who are sent it."""
-    sends: dict[str, Words] = {}
-    for effect in effects:
-        if isinstance(effect, PutGeneration):
-            yield f"generation {effect.spec.number} ({effect.spec.reason}): {effect.spec.sentence}"
-            yield f"  restore {_rule(effect)}; store on {effect.spec.store_node}; copies {_copies(effect)}"
-        elif isinstance(effect, PutVerdict):
-            yield f"verdict {effect.verdict.id} ({effect.verdict.decision}): {effect.verdict.sentence}"
-        elif isinstance(effect, PutVersion):
-            clean = ", verified" if effect.doc.verified_at is not None else ""
-            yield f"version {effect.doc.version} committed{clean}"
-        elif isinstance(effect, Audit) and not effect.entry.kind.startswith(("generation", "verdict")):
-            yield f"{effect.entry.kind}: {effect.entry.sentence}"
-        elif isinstance(effect, Send):
-            sends.setdefault(_directive(effect), []).append(effect.node)
-    for directive, nodes in sends.items():
-        yield f"to {' '.join(nodes)}: {directive}"
-
-
-def _rule(effect: PutGeneration) -> str:
-    rule = effect.spec.restore
-    bounds = [f"from {rule.floor}" if rule.floor else "", f"up to {rule.ceiling}" if rule.ceiling else ""]
-    return "nothing" if rule.scratch else " ".join(filter(None, bounds)) or "the newest whole version"
-
-
-def _copies(effect: PutGeneration) -> str:
-    return " ".join(f"{node}->{'+'.join(to) or '-'}" for node, to in effect.spec.replica_nodes.items())
-
-
-def _directive(effect: Send) -> str:
-    body = effect.body
-    match body:
-        case NewGeneration():
-            return f"new generation {body.spec.number} of {body.spec.job}"
-        case KillRank():
-            return f"kill rank {body.rank} of generation {body.generation}"
-        case StopJob():
-            return f"stop {body.job}, {'well' if body.ok else 'failed'}: {body.reason}"
-        case VersionNotice():
-            return f"committed {body.committed}, next after step {body.candidate}"
-        case RunProbe():
-            return f"run {body.probe} among {' '.join(body.nodes)}"
 
 
 # --- commands ----------------------------------------------------------------------------------------------------
