@@ -17,7 +17,7 @@ from controller.api.stream import AuditFeed, event_of, server_sent
 from controller.core import effects as fx
 from controller.core import events as ev
 from controller.loop import FleetLoop
-from controller.store.repository import Reader
+from controller.store.reader import Reader
 from controller.store.threads import Store
 from controller.transaction import Transaction, new_trace
 from everstep.errors import Conflict, NotFound

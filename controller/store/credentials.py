@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -10,10 +10,7 @@ from sqlalchemy import Connection, bindparam, delete, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from controller.store import tables
-from controller.store.records import CredentialRow
-
-KEPT_DEAD_S = 30 * 86400.0
-"""Seconds for which what expired or was revoked is still listed; the audit log has it for longer."""
+from controller.store.records import KEPT_DEAD_S, CredentialRow
 
 
 def load(connection: Connection) -> list[CredentialRow]:
@@ -23,11 +20,12 @@ def load(connection: Connection) -> list[CredentialRow]:
     return [CredentialRow(**{**row, "replaces": bool(row["replaces"])}) for row in rows]
 
 
-def write(connection: Connection, rows: Iterable[CredentialRow], now: float) -> None:
-    """Inserts rows or replaces those of the same id, and deletes what has been dead for KEPT_DEAD_S at ``now``."""
+def write(connection: Connection, rows: Collection[CredentialRow]) -> None:
+    """Inserts rows or replaces those of the same id, and deletes what was dead for KEPT_DEAD_S when these were made."""
     values = [{**msgspec.structs.asdict(row), "replaces": int(row.replaces)} for row in rows]
     if not values:
         return
+    now = max(row.revoked_at or row.created_at for row in rows)
     table = tables.credentials
     dialect: Any = postgresql if connection.dialect.name == "postgresql" else sqlite
     insert = dialect.insert(table)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 
@@ -79,6 +77,10 @@ class PoisonedRow(msgspec.Struct, frozen=True, kw_only=True):
     number: int
 
 
+KEPT_DEAD_S = 30 * 86400.0
+"""Seconds for which a credential that expired or was revoked is still listed; the audit log has it for longer."""
+
+
 class CredentialRow(msgspec.Struct, frozen=True, kw_only=True):
     """Somebody's credential. ``hash`` is the SHA-256 of its secret, in hex; times are wall seconds.
 
@@ -112,7 +114,10 @@ class Batch(msgspec.Struct, kw_only=True):
 
     ``nodes``, ``jobs`` and ``fleet`` are documents that replace what is there. ``pruned`` maps a node to the
     directive number up to which it has everything; ``marks`` maps (node, incarnation) to its newest report number.
+    ``number`` is the store's: one more than that of the batch before, so that none is applied twice.
     """
+
+    number: int = 0
 
     fleet: str | None = None
     nodes: dict[str, str] = msgspec.field(default_factory=dict)
@@ -126,29 +131,46 @@ class Batch(msgspec.Struct, kw_only=True):
     pruned: dict[str, int] = msgspec.field(default_factory=dict)
     marks: dict[tuple[str, int], int] = msgspec.field(default_factory=dict)
     poisoned: list[PoisonedRow] = msgspec.field(default_factory=list)
+    credentials: dict[str, CredentialRow] = msgspec.field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        parts: tuple[Any, ...] = (
-            self.fleet,
-            self.nodes,
-            self.jobs,
-            self.generations,
-            self.versions,
-            self.recoveries,
-            self.verdicts,
-            self.audit,
-            self.outbox,
-            self.pruned,
-            self.marks,
-            self.poisoned,
-        )
-        return any(part is not None and len(part) > 0 for part in parts)
+        return self.fleet is not None or any(len(getattr(self, name)) > 0 for name in (*_KEYED, *_LISTED))
+
+    def absorb(self, later: Batch) -> None:
+        """Adds what came after, as if both had been one transaction from the start."""
+        self.fleet = later.fleet if later.fleet is not None else self.fleet
+        for name in _LISTED:
+            getattr(self, name).extend(getattr(later, name))
+        for place, row in later.versions.items():
+            before = self.versions.get(place)
+            if before is not None and row.verified_at is None:
+                row = msgspec.structs.replace(row, verified_at=before.verified_at)
+            self.versions[place] = row
+        for name in ("nodes", "jobs", "pruned", "marks", "credentials"):
+            getattr(self, name).update(getattr(later, name))
+        self.outbox = [row for row in self.outbox if row.seq > self.pruned.get(row.node, -1)]
+
+    def size(self) -> int:
+        """About how many bytes of memory it holds."""
+        texts = [self.fleet or "", *self.nodes.values(), *self.jobs.values()]
+        texts += [row.body for row in self.outbox] + [row.doc for row in self.generations]
+        texts += [row.doc for row in self.recoveries] + [row.doc for row in self.verdicts]
+        texts += [text for row in self.audit for text in (row.sentence, row.detail)]
+        rows = sum(len(getattr(self, name)) for name in (*_KEYED, *_LISTED))
+        return sum(len(text) for text in texts) + _ROW_BYTES * rows
+
+
+_KEYED = ("nodes", "jobs", "versions", "pruned", "marks", "credentials")
+_LISTED = ("generations", "recoveries", "verdicts", "audit", "outbox", "poisoned")
+_ROW_BYTES = 400
+"""Of an object's own in memory, beside its text."""
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """What a controller starts from."""
+    """What a controller starts from. ``batch``: number of the newest batch that was applied."""
 
     epoch: int
+    batch: int
     fleet: str | None
     nodes: dict[str, str]
     jobs: dict[str, str]
@@ -158,3 +180,4 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     newest_audit: int
     newest_at: float
     versions: list[VersionRow]
+    credentials: list[CredentialRow] = msgspec.field(default_factory=list)

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine, text
-from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
+from sqlalchemy import Connection, Engine, text
+from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from controller.store.database import open_database
 from controller.store.migrate import head
@@ -18,7 +18,9 @@ from controller.store.records import (
     VerdictRow,
     VersionRow,
 )
-from controller.store.repository import VERSIONS_KEPT, Reader, Superseded, Writer
+from controller.store.reader import Reader
+from controller.store.trouble import StoreAway, Superseded
+from controller.store.writer import Writer
 from controller.store.tables import HEAD, metadata
 from everstep.errors import ConfigurationError
 
@@ -38,6 +40,14 @@ def writer(engine: Engine) -> Iterator[Writer]:
     writer.close()
 
 
+def commit(writer: Writer, batch: Batch) -> None:
+    """Writes it as the next one."""
+    with writer._engine.connect() as connection:
+        newest = connection.execute(text("SELECT value FROM meta WHERE key = 'batch'")).scalar_one()
+    batch.number = newest + 1
+    writer.commit([batch])
+
+
 def audit(number: int, **fields: str) -> AuditRow:
     return AuditRow(id=number, at=float(number), kind="test", sentence=f"event {number}", **fields)  # type: ignore[arg-type]
 
@@ -55,7 +65,8 @@ def by_place(*rows: VersionRow) -> dict[tuple[str, int, int], VersionRow]:
 
 
 def test_everything_that_was_committed_is_loaded_by_the_next_controller(engine: Engine, writer: Writer) -> None:
-    writer.commit(
+    commit(
+        writer,
         Batch(
             fleet='{"probes":3}',
             nodes={"n1": '{"node":"n1"}', "n2": '{"node":"n2"}'},
@@ -64,7 +75,7 @@ def test_everything_that_was_committed_is_loaded_by_the_next_controller(engine: 
             outbox=[OutboxRow(node="n1", seq=2, body="{}"), OutboxRow(node="n1", seq=1, body="{}")],
             marks={("n1", 7): 12},
             versions=by_place(version(4, verified=True), version(5)),
-        )
+        ),
     )
     writer.close()
     second = Writer(engine)
@@ -81,17 +92,17 @@ def test_everything_that_was_committed_is_loaded_by_the_next_controller(engine: 
 
 
 def test_documents_replace_what_was_there(writer: Writer, engine: Engine) -> None:
-    writer.commit(Batch(nodes={"n1": "1"}, fleet="a"))
-    writer.commit(Batch(nodes={"n1": "2"}, fleet="b"))
+    commit(writer, Batch(nodes={"n1": "1"}, fleet="a"))
+    commit(writer, Batch(nodes={"n1": "2"}, fleet="b"))
     with engine.connect() as connection:
         assert connection.execute(text("SELECT node, doc FROM nodes")).all() == [("n1", "2")]
         assert connection.execute(text("SELECT doc FROM fleet")).scalars().all() == ["b"]
 
 
 def test_two_rosters_cannot_share_a_number_and_nothing_of_the_attempt_is_kept(writer: Writer, engine: Engine) -> None:
-    writer.commit(Batch(generations=[generation(1)]))
+    commit(writer, Batch(generations=[generation(1)]))
     with pytest.raises(IntegrityError):
-        writer.commit(Batch(nodes={"n1": "x"}, audit=[audit(1)], generations=[generation(1)]))
+        commit(writer, Batch(nodes={"n1": "x"}, audit=[audit(1)], generations=[generation(1)]))
     with engine.connect() as connection:
         assert connection.execute(text("SELECT count(*) FROM nodes")).scalar() == 0
         assert connection.execute(text("SELECT count(*) FROM audit")).scalar() == 0
@@ -99,7 +110,7 @@ def test_two_rosters_cannot_share_a_number_and_nothing_of_the_attempt_is_kept(wr
 
 @pytest.mark.parametrize("change", ["UPDATE audit SET sentence = 'nothing happened'", "DELETE FROM audit"])
 def test_the_audit_log_cannot_be_rewritten(writer: Writer, engine: Engine, change: str) -> None:
-    writer.commit(Batch(audit=[audit(1)]))
+    commit(writer, Batch(audit=[audit(1)]))
     with engine.connect() as connection, pytest.raises(DBAPIError, match="append-only"), connection.begin():
         connection.execute(text(change))
 
@@ -107,49 +118,39 @@ def test_the_audit_log_cannot_be_rewritten(writer: Writer, engine: Engine, chang
 def test_a_controller_that_was_superseded_writes_nothing_more(writer: Writer, engine: Engine) -> None:
     second = Writer(engine)
     second.take_over()
-    with pytest.raises(Superseded, match="one controller per database"):
-        writer.commit(Batch(nodes={"n1": "late"}))
-    second.commit(Batch(nodes={"n2": "on time"}))
+    with pytest.raises(Superseded, match="another controller took the database over"):
+        commit(writer, Batch(nodes={"n1": "late"}))
+    commit(second, Batch(nodes={"n2": "on time"}))
     second.close()
     with engine.connect() as connection:
         assert connection.execute(text("SELECT node FROM nodes")).scalars().all() == ["n2"]
 
 
 def test_acknowledged_directives_are_deleted_and_others_kept(writer: Writer, engine: Engine) -> None:
-    writer.commit(Batch(outbox=[OutboxRow(node=node, seq=seq, body="{}") for node in "ab" for seq in (1, 2, 3)]))
-    writer.commit(Batch(pruned={"a": 2}))
+    commit(writer, Batch(outbox=[OutboxRow(node=node, seq=seq, body="{}") for node in "ab" for seq in (1, 2, 3)]))
+    commit(writer, Batch(pruned={"a": 2}))
     with engine.connect() as connection:
         rows = connection.execute(text("SELECT node, seq FROM outbox ORDER BY node, seq")).all()
     assert rows == [("a", 3), ("b", 1), ("b", 2), ("b", 3)]
 
 
 def test_marks_of_earlier_lives_are_forgotten(writer: Writer, engine: Engine) -> None:
-    writer.commit(Batch(marks={("n1", 1): 50, ("n2", 1): 5}))
-    writer.commit(Batch(marks={("n1", 2): 3}))
+    commit(writer, Batch(marks={("n1", 1): 50, ("n2", 1): 5}))
+    commit(writer, Batch(marks={("n1", 2): 3}))
     with engine.connect() as connection:
         rows = connection.execute(text("SELECT node, incarnation, through FROM report_marks ORDER BY node")).all()
     assert rows == [("n1", 2, 3), ("n2", 1, 5)]
 
 
 def test_a_verification_adds_to_the_committed_version(writer: Writer, engine: Engine) -> None:
-    writer.commit(Batch(versions=by_place(version(1))))
-    writer.commit(Batch(versions=by_place(version(1, verified=True))))
+    commit(writer, Batch(versions=by_place(version(1))))
+    commit(writer, Batch(versions=by_place(version(1, verified=True))))
     assert Reader(engine).versions("j", limit=9) == [version(1, verified=True)]
-
-
-def test_old_versions_are_pruned_but_never_the_newest_verified_one(writer: Writer, engine: Engine) -> None:
-    writer.commit(Batch(versions=by_place(version(0), version(1, verified=True))))
-    for start in range(2, VERSIONS_KEPT + 800, 400):
-        writer.commit(Batch(versions=by_place(*(version(step) for step in range(start, start + 400)))))
-    steps = [row.step for row in Reader(engine).versions("j", limit=10 * VERSIONS_KEPT)]
-    assert 0 not in steps
-    assert 1 in steps
-    assert len(steps) < VERSIONS_KEPT + 500
 
 
 def test_events_are_found_by_place_trace_node_and_job(writer: Writer, engine: Engine) -> None:
     rows = [audit(1, node="a", trace="t1"), audit(2, node="b", trace="t1", job="j"), audit(3, trace="t2", job="j")]
-    writer.commit(Batch(audit=rows))
+    commit(writer, Batch(audit=rows))
     reader = Reader(engine)
     assert reader.events(after=0, limit=9) == rows
     assert [row.id for row in reader.events(after=1, limit=1)] == [2]
@@ -164,9 +165,8 @@ def test_verdicts_recoveries_and_generations_are_read_back(writer: Writer, engin
         VerdictRow(id=f"n1-{i}", node="n1", decision="evict", at=float(i), trace="t", doc=f'"{i}"') for i in (1, 2)
     ]
     recoveries = [RecoveryRow(job="j", generation=i, doc=f'"r{i}"') for i in (1, 2, 3)]
-    writer.commit(
-        Batch(verdicts=verdicts, recoveries=recoveries, generations=[generation(1), generation(2), generation(3)])
-    )
+    generations = [generation(1), generation(2), generation(3)]
+    commit(writer, Batch(verdicts=verdicts, recoveries=recoveries, generations=generations))
     reader = Reader(engine)
     assert reader.verdict("n1-2") == '"2"'
     assert reader.verdict("n9-1") is None
@@ -180,7 +180,7 @@ def test_opening_again_keeps_what_is_there(database: str) -> None:
         engine = open_database(database)
         writer = Writer(engine)
         loaded = writer.take_over()
-        writer.commit(Batch(nodes={f"n{round_}": "x"}))
+        commit(writer, Batch(nodes={f"n{round_}": "x"}))
         writer.close()
         engine.dispose()
     assert list(loaded.nodes) == ["n0"]
@@ -257,18 +257,72 @@ def test_the_sqlite_file_can_be_read_by_its_owner_only(tmp_path: Path) -> None:
     engine.dispose()
 
 
-def test_a_full_disk_loses_nothing_that_was_committed(tmp_path: Path) -> None:
+def test_a_full_disk_loses_nothing_that_was_committed_and_is_no_end(tmp_path: Path) -> None:
     engine = open_database(f"sqlite:///{tmp_path / 'c.db'}")
     writer = Writer(engine)
     writer.take_over()
-    writer.commit(Batch(nodes={"n1": "kept"}))
+    commit(writer, Batch(nodes={"n1": "kept"}))
+    assert writer._connection is not None
     pages = writer._connection.exec_driver_sql("PRAGMA page_count").scalar()
     writer._connection.exec_driver_sql(f"PRAGMA max_page_count={pages}")
     writer._connection.rollback()
-    with pytest.raises(OperationalError, match="disk is full"):
-        writer.commit(Batch(nodes={"n1": "lost", "n2": "x" * 200_000}))
+    with pytest.raises(StoreAway, match="the disk is full: make room"):
+        commit(writer, Batch(nodes={"n1": "not yet", "n2": "x" * 200_000}))
+    assert Writer(engine).take_over().nodes == {"n1": "kept"}
     writer.close()
-    second = Writer(engine)
-    assert second.take_over().nodes == {"n1": "kept"}
-    second.close()
     engine.dispose()
+
+
+def test_a_batch_whose_outcome_was_not_known_is_applied_once(writer: Writer, engine: Engine) -> None:
+    first, second = Batch(number=1, audit=[audit(1)]), Batch(number=2, audit=[audit(2)])
+    writer.commit([first])
+    writer.commit([first])
+    writer.commit([first, second])
+    assert [row.id for row in Reader(engine).events(after=0, limit=9)] == [1, 2]
+    writer.close()
+    assert Writer(engine).take_over().batch == 2
+
+
+def test_a_connection_that_was_cut_under_a_transaction_leaves_nothing_and_the_next_goes_on(
+    postgres: str,
+) -> None:
+    engine = open_database(postgres)
+    writer = Writer(engine)
+    writer.take_over()
+
+    def cut_off(connection: Connection) -> None:
+        connection.execute(text("INSERT INTO nodes VALUES ('n1', 'x')"))
+        writer.abort()
+        connection.execute(text("SELECT 1"))
+
+    with pytest.raises(StoreAway) as away:
+        writer.run(cut_off)
+    assert not away.value.kept
+    assert writer.run(lambda connection: connection.execute(text("SELECT count(*) FROM nodes")).scalar()) == 0
+    writer.close()
+    engine.dispose()
+
+
+def test_batches_merged_are_what_they_were_one_by_one(database: str, tmp_path: Path) -> None:
+    batches = [
+        Batch(nodes={"a": "1", "b": "1"}, marks={("a", 1): 5}, outbox=[OutboxRow(node="a", seq=1, body="{}")]),
+        Batch(fleet="f", nodes={"b": "2"}, audit=[audit(1)], versions=by_place(version(1, verified=True))),
+        Batch(pruned={"a": 1}, marks={("a", 2): 1}, versions=by_place(version(1)), audit=[audit(2)]),
+    ]
+    merged = Batch()
+    for batch in batches:
+        merged.absorb(batch)
+    assert [row.seq for row in merged.outbox] == []
+    found = []
+    for name, written in (("one by one", batches), ("merged", [merged])):
+        url = database if name == "merged" else f"sqlite:///{tmp_path / 'other.db'}"
+        engine = open_database(url)
+        writer = Writer(engine)
+        writer.take_over()
+        for batch in written:
+            commit(writer, batch)
+        writer.close()
+        loaded = Writer(engine).take_over()
+        found.append((loaded.nodes, loaded.fleet, loaded.marks, loaded.outbox, loaded.versions, loaded.newest_audit))
+        engine.dispose()
+    assert found[0] == found[1]

@@ -11,7 +11,8 @@ from sqlalchemy.exc import DBAPIError
 from controller.store.database import engine_of, open_database, parse_url, writing
 from controller.store.migrate import head, upgrade
 from controller.store.records import AuditRow, Batch
-from controller.store.repository import Reader, Writer
+from controller.store.reader import Reader
+from controller.store.writer import Writer
 from controller.store.tables import HEAD
 from tests.support.old_schemas import ROWS_0001, released_database
 
@@ -44,7 +45,7 @@ def test_a_controller_goes_on_from_what_the_first_release_left(upgraded: Engine)
     loaded = writer.take_over()
     assert loaded.epoch == 8
     assert loaded.newest_audit == 2
-    writer.commit(Batch(audit=[AuditRow(id=3, at=3.0, kind="test", sentence="after the upgrade")]))
+    writer.commit([Batch(number=1, audit=[AuditRow(id=3, at=3.0, kind="test", sentence="after the upgrade")])])
     writer.close()
     assert [row.id for row in Reader(upgraded).events(after=0, limit=9)] == [1, 2, 3]
 

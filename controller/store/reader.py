@@ -1,0 +1,87 @@
+"""What operators ask of history. Every method blocks: it belongs in the reading thread."""
+
+from __future__ import annotations
+
+from sqlalchemy import Connection, Engine, desc, select
+
+from controller.store import tables
+from controller.store.records import AuditRow, GenerationRow, VersionRow
+
+
+def newest_versions(connection: Connection, job: str, limit: int) -> list[VersionRow]:
+    """The job's newest versions, newest first."""
+    columns = tables.versions.c
+    newest = select(tables.versions).where(columns.job == job).order_by(desc(columns.generation), desc(columns.step))
+    return [VersionRow(**row) for row in connection.execute(newest.limit(limit)).mappings()]
+
+
+def newest_verified(connection: Connection, job: str) -> list[VersionRow]:
+    """The job's newest verified version, or nothing."""
+    columns = tables.versions.c
+    statement = (
+        select(tables.versions)
+        .where(columns.job == job, columns.verified_at.is_not(None))
+        .order_by(desc(columns.generation), desc(columns.step))
+        .limit(1)
+    )
+    return [VersionRow(**row) for row in connection.execute(statement).mappings()]
+
+
+class Reader:
+    """What operators ask of history. A connection of its own, so that a long read delays no decision."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def events(
+        self, *, after: int, limit: int, trace: str = "", node: str = "", job: str = "", newest: bool = False
+    ) -> list[AuditRow]:
+        """Rows with an id over ``after``, oldest first: of all that match, the first (or ``newest``) ``limit``."""
+        audit = tables.audit.c
+        wanted = [audit.id > after]
+        for column, value in ((audit.trace, trace), (audit.node, node), (audit.job, job)):
+            if value:
+                wanted.append(column == value)
+        order = desc(audit.id) if newest else audit.id
+        with self._engine.connect() as connection:
+            rows = connection.execute(select(tables.audit).where(*wanted).order_by(order).limit(limit)).mappings()
+            found = [AuditRow(**row) for row in rows]
+        return found[::-1] if newest else found
+
+    def generations(self, *, job: str = "", limit: int) -> list[GenerationRow]:
+        """The newest rosters, oldest first."""
+        generations = tables.generations.c
+        statement = select(tables.generations)
+        if job:
+            statement = statement.where(generations.job == job).order_by(desc(generations.number))
+        else:
+            statement = statement.order_by(desc(generations.issued_at), desc(generations.number))
+        with self._engine.connect() as connection:
+            rows = connection.execute(statement.limit(limit)).mappings()
+            return [GenerationRow(**row) for row in rows][::-1]
+
+    def recoveries(self, job: str, *, limit: int) -> list[str]:
+        """The job's newest recoveries (JSON), oldest first."""
+        columns = tables.recoveries.c
+        statement = select(columns.doc).where(columns.job == job).order_by(desc(columns.generation)).limit(limit)
+        with self._engine.connect() as connection:
+            return [row[0] for row in connection.execute(statement)][::-1]
+
+    def verdicts(self, node: str, *, limit: int) -> list[str]:
+        """The node's newest verdicts (JSON), newest first."""
+        columns = tables.verdicts.c
+        statement = select(columns.doc).where(columns.node == node).order_by(desc(columns.at)).limit(limit)
+        with self._engine.connect() as connection:
+            return [row[0] for row in connection.execute(statement)]
+
+    def verdict(self, verdict: str) -> str | None:
+        """The verdict of this id (JSON)."""
+        with self._engine.connect() as connection:
+            statement = select(tables.verdicts.c.doc).where(tables.verdicts.c.id == verdict)
+            doc: str | None = connection.execute(statement).scalar()
+            return doc
+
+    def versions(self, job: str, *, limit: int) -> list[VersionRow]:
+        """The job's newest committed versions, newest first."""
+        with self._engine.connect() as connection:
+            return newest_versions(connection, job, limit)

@@ -1,0 +1,213 @@
+"""Writing: one connection, numbered batches, and the fence that every transaction passes first."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any, TypeVar
+
+import msgspec
+from sqlalchemy import Connection, Engine, Table, and_, delete, func, insert, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.sql.dml import Insert
+
+from controller.store import credentials, tables
+from controller.store.database import writing
+from controller.store.diagnose import diagnose
+from controller.store.load import load
+from controller.store.records import Batch, Loaded
+from controller.store.trouble import StoreAway, Superseded, is_away
+
+T = TypeVar("T")
+
+_FLEET_ROW = 1
+EPOCH, BATCH = "epoch", "batch"
+
+Claim = Callable[[Connection, int], None]
+"""Writes into the transaction of a take-over, given its epoch."""
+
+
+class Writer:
+    """The one writing connection, made again where it broke. Used from one thread only, but for ``abort``.
+
+    Raises (from every method that writes) Superseded where another controller has taken the database over since
+    ``take_over``, StoreAway where the database cannot be used, and what SQLAlchemy raises where a row is wrong.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._connection: Connection | None = None
+        self._committing = False
+        self.epoch = 0
+
+    @property
+    def connected(self) -> bool:
+        """Whether the connection was there already."""
+        return self._connection is not None
+
+    def close(self) -> None:
+        """Ends the connection."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def abort(self) -> None:
+        """Makes what hangs in the other thread fail soon; a local disk that hangs cannot be helped. Any thread."""
+        connection = self._connection
+        if connection is not None:
+            cut(connection)
+
+    def take_over(self, *, expected: int | None = None, claim: Claim | None = None) -> Loaded:
+        """Fences every earlier controller off and reads what there is, in one transaction.
+
+        Args:
+            expected: the epoch that must still be there; Superseded where another controller was faster.
+        """
+        with self._transaction() as connection:
+            found = _lock_meta(connection)
+            if expected is not None and found[EPOCH] != expected:
+                raise Superseded(f"another controller was faster: epoch {found[EPOCH]}, not {expected}")
+            epoch = found[EPOCH] + 1
+            _set_meta(connection, EPOCH, epoch)
+            if claim is not None:
+                claim(connection, epoch)
+            loaded = load(connection, epoch, found[BATCH])
+        self.epoch = epoch
+        return loaded
+
+    def commit(self, batches: Sequence[Batch]) -> None:
+        """Writes those of the numbered batches that were not applied before, in one transaction."""
+        with self._fenced() as (connection, newest):
+            for batch in batches:
+                if batch.number > newest:
+                    _write(connection, batch)
+            _set_meta(connection, BATCH, max(newest, *(batch.number for batch in batches)))
+
+    def check(self, _batches: Sequence[Batch] = ()) -> None:
+        """Passes the fence and writes nothing."""
+        with self._fenced():
+            pass
+
+    def run(self, change: Callable[[Connection], T]) -> T:
+        """Runs ``change`` in a transaction of its own, behind the same fence."""
+        with self._fenced() as (connection, _):
+            return change(connection)
+
+    @contextlib.contextmanager
+    def _fenced(self) -> Iterator[tuple[Connection, int]]:
+        with self._transaction() as connection:
+            found = _lock_meta(connection)
+            if found[EPOCH] != self.epoch:
+                raise Superseded(
+                    f"another controller took the database over (epoch {found[EPOCH]}, this one has {self.epoch})"
+                )
+            yield connection, found[BATCH]
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[Connection]:
+        self._committing = False
+        try:
+            connection = self._connected()
+            transaction = connection.begin()
+            yield connection
+            self._committing = True
+            transaction.commit()
+        except BaseException as error:
+            self._drop()
+            if isinstance(error, DBAPIError) and is_away(error):
+                raise StoreAway(diagnose(error, self._engine.url), kept=self._committing) from error
+            raise
+
+    def _connected(self) -> Connection:
+        if self._connection is None:
+            self._connection = writing(self._engine.connect())
+        return self._connection
+
+    def _drop(self) -> None:
+        """Ends a connection in an unknown state; what it had not committed is rolled back by the database."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.invalidate()
+            connection.close()
+
+
+def cut(connection: Connection) -> None:
+    """Ends a connection under the thread that waits on it. Any thread may call this."""
+    with contextlib.suppress(Exception):  # it may be closing, or closed, in its own thread at this moment
+        driver: Any = connection.connection.driver_connection
+        if connection.dialect.name == "sqlite":
+            driver.interrupt()
+            return
+        with socket.socket(fileno=os.dup(driver.pgconn.socket)) as wire:
+            wire.shutdown(socket.SHUT_RDWR)
+
+
+def _lock_meta(connection: Connection) -> dict[str, int]:
+    """``epoch`` and ``batch``, locked until the transaction's end: transactions that write come one after another."""
+    meta = tables.meta.c
+    statement = select(meta.key, meta.value).where(meta.key.in_((BATCH, EPOCH))).order_by(meta.key).with_for_update()
+    return {key: value for key, value in connection.execute(statement)}
+
+
+def _set_meta(connection: Connection, key: str, value: int) -> None:
+    connection.execute(update(tables.meta).where(tables.meta.c.key == key).values(value=value))
+
+
+def _write(connection: Connection, batch: Batch) -> None:
+    upsert(connection, tables.nodes, [{"node": node, "doc": doc} for node, doc in batch.nodes.items()])
+    upsert(connection, tables.jobs, [{"job": job, "doc": doc} for job, doc in batch.jobs.items()])
+    if batch.fleet is not None:
+        upsert(connection, tables.fleet, [{"id": _FLEET_ROW, "doc": batch.fleet}])
+    for table, rows in (
+        (tables.generations, batch.generations),
+        (tables.recoveries, batch.recoveries),
+        (tables.verdicts, batch.verdicts),
+        (tables.audit, batch.audit),
+        (tables.outbox, batch.outbox),
+        (tables.poisoned_reports, batch.poisoned),
+    ):
+        _insert(connection, table, rows)
+    upsert(connection, tables.versions, [msgspec.structs.asdict(row) for row in batch.versions.values()])
+    credentials.write(connection, batch.credentials.values())
+    _write_delivery(connection, batch)
+
+
+def _write_delivery(connection: Connection, batch: Batch) -> None:
+    outbox, marks = tables.outbox, tables.report_marks
+    for node, through in batch.pruned.items():
+        connection.execute(delete(outbox).where(and_(outbox.c.node == node, outbox.c.seq <= through)))
+    for (node, incarnation), through in batch.marks.items():
+        upsert(connection, marks, [{"node": node, "incarnation": incarnation, "through": through}])
+        older = and_(marks.c.node == node, marks.c.incarnation < incarnation)
+        connection.execute(delete(marks).where(older))
+
+
+def upsert(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
+    """Inserts rows, or updates every other column where the primary key is there; None leaves a column as it is."""
+    if rows:
+        connection.execute(_upsert_statement(connection.dialect.name, table), rows)
+
+
+@cache
+def _upsert_statement(dialect_name: str, table: Table) -> Insert:
+    """Built once: putting it together takes SQLAlchemy several times as long as a transaction takes SQLite."""
+    dialect: Any = postgresql if dialect_name == "postgresql" else sqlite
+    statement = dialect.insert(table)
+    keys = [column.name for column in table.primary_key]
+    changes = {
+        column.name: func.coalesce(statement.excluded[column.name], column)
+        for column in table.columns
+        if column.name not in keys
+    }
+    upserting: Insert = statement.on_conflict_do_update(index_elements=keys, set_=changes)
+    return upserting
+
+
+def _insert(connection: Connection, table: Table, rows: Iterable[msgspec.Struct]) -> None:
+    values = [msgspec.structs.asdict(row) for row in rows]
+    if values:
+        connection.execute(insert(table), values)
