@@ -29,6 +29,7 @@ class FindingKind(StrEnum):
     GPU_NVLINK = "gpu.nvlink"
     NETWORK_PORT_DOWN = "network.port_down"
     NETWORK_ERRORS = "network.errors"
+    NETWORK_SLOW_LINK = "network.slow_link"
     HOST_MEMORY = "host.memory"
     HOST_DISK = "host.disk"
     HOST_CLOCK_SKEW = "host.clock_skew"
@@ -38,11 +39,14 @@ class FindingKind(StrEnum):
     SENSOR_FAILED = "sensor.failed"
     SENSOR_STALE = "sensor.stale"
     RANK_FLAPPING = "rank.flapping"
+    RANK_STRAGGLER = "rank.straggler"
     VAULT_LOST = "vault.lost"
     SLOT_CORRUPT = "vault.slot_corrupt"
     TRANSFER_CORRUPT = "vault.transfer_corrupt"
     DIGEST_MISMATCH = "sdc.digest_mismatch"
     PROBE_FAILED = "probe.failed"
+    COMPUTE_WRONG = "probe.compute_wrong"
+    MEMORY_WRONG = "probe.memory_wrong"
     AGENT_OVERFLOW = "agent.overflow"
 
 
@@ -66,15 +70,34 @@ class Action(StrEnum):
 
     @staticmethod
     def strongest(*actions: Action) -> Action:
-        return max(actions, key=list(Action).index, default=Action.NONE)
+        return max(actions, key=_STRENGTH.__getitem__, default=Action.NONE)
+
+
+_STRENGTH = {action: strength for strength, action in enumerate(Action)}
 
 
 class Mode(StrEnum):
-    """What a policy rule may do by itself."""
+    """What a policy rule may do by itself, weakest first. ``Mode.weakest`` compares by this order."""
 
     OBSERVE = "observe"
     RECOMMEND = "recommend"
     ENFORCE = "enforce"
+
+    @staticmethod
+    def weakest(*modes: Mode) -> Mode:
+        return next((mode for mode in Mode if mode in modes), Mode.ENFORCE)
+
+
+class ProbeKind(StrEnum):
+    """What a probe does.
+
+    ALL_REDUCE: sums between nodes, with their latency and bandwidth. COMPUTE: products on one node whose right result
+    is known. MEMORY: patterns written to a node's memories and read back, with their bandwidth.
+    """
+
+    ALL_REDUCE = "all_reduce"
+    COMPUTE = "compute"
+    MEMORY = "memory"
 
 
 class NodeState(StrEnum):
@@ -144,10 +167,14 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Decision(StrEnum):
-    """What a verdict decided."""
+    """What a verdict decided.
+
+    CORRELATED: so many nodes show the same that it is taken for a fault of software, driver or network; nobody leaves.
+    """
 
     EVICT = "evict"
     HOLD_BY_BUDGET = "hold_by_budget"
+    CORRELATED = "correlated"
     RECOMMEND = "recommend"
     QUARANTINE = "quarantine"
     READMIT = "readmit"

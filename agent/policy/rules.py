@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 
 from agent.sensors.samples import GpuSample, HostSample, PathSample, PortSample, SensorState
-from agent.strict_toml import load_toml
 from agent.xids import XidEntry, load_xids, unknown_xid
 from everstep.errors import ConfigurationError
+from everstep.strict_toml import load_toml
 from everstep.vocabulary import Action, FindingKind, Mode, Severity
 
 POLICY_FOLDER = Path(__file__).parent

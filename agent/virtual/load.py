@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from agent.strict_toml import load_toml
 from agent.virtual.scenario import DGX_BUS_IDS, Scenario, ScenarioFile, VirtualGpu, VirtualHost, VirtualPort
 from everstep.errors import ConfigurationError
+from everstep.strict_toml import load_toml
 
 DEFAULT_GPUS = 8
 MOST_GPUS = 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from everstep.ids import Address, GenerationNumber, JobId, NodeId, Rank, TraceId, Version
+from everstep.vocabulary import ProbeKind
 from everstep.wire.v1.base import Message
 from everstep.wire.v1.training import GenerationSpec, ShortText
 
@@ -46,9 +47,11 @@ class VersionNotice(Message, frozen=True, kw_only=True, tag=True):
 
 
 class RunProbe(Message, frozen=True, kw_only=True, tag=True):
-    """Take part in an all-reduce probe of ``len(nodes)`` members; the first of ``nodes`` hosts the store at ``store``.
+    """Take part in a probe. ``kind`` all_reduce has two or more ``nodes``, the other kinds one: the node itself.
 
-    ``store`` names the first node's host with port 0 when the host is to choose and announce it. ``sizes`` in bytes.
+    The first of ``nodes`` hosts the store at ``store``, which names its host with port 0 when the host is to choose
+    and announce it. ``sizes`` in bytes, of an all-reduce. An all_reduce of one node is a compute probe, as it was
+    before there were kinds.
     """
 
     probe: str
@@ -59,6 +62,7 @@ class RunProbe(Message, frozen=True, kw_only=True, tag=True):
     repeats: int = 5
     timeout_s: float = 30.0
     trace: TraceId = ""
+    kind: ProbeKind = ProbeKind.ALL_REDUCE
 
 
 AnyDirective = NewGeneration | KillRank | StopJob | VersionNotice | RunProbe

@@ -256,12 +256,16 @@ class FindingCleared(Message, frozen=True, kw_only=True, tag=True):
 
 
 class ProbeFinished(Message, frozen=True, kw_only=True, tag=True):
-    """One side's result of a probe. ``rows``: bytes, latency in seconds (median), bus bandwidth in bytes/s."""
+    """One side's result of a probe. ``rows``: bytes, latency in seconds (median), bus bandwidth in bytes/s.
+
+    ``wrong``: the work was done and its result is wrong, which convicts; a probe that could not be done does not.
+    """
 
     probe: str
     ok: bool
     detail: ShortText = ""
     rows: tuple[tuple[int, float, float], ...] = ()
+    wrong: bool = False
 
 
 AnyReport = (
