@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -27,7 +27,7 @@ from controller.core.progress import is_beyond_boundary, take_progress
 from controller.core.quarantine import PROBE_PASSED, PROBE_SKIPPED, check_probe, probe_reported
 from controller.core.restart import restore, started
 from controller.core.state import FleetState, JobRecord, NodeLive, NodeRecord
-from controller.core.turn import Read, Turn, pop_due
+from controller.core.turn import Looked, Read, Turn, pop_due
 from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.training import (
     CollectiveFailed,
@@ -78,7 +78,7 @@ def handle(state: FleetState, event: Event, now: float) -> list[Effect]:
     return take(state, event, now).finish()
 
 
-def take(state: FleetState, event: Event, now: float, recorded: Iterable[Read] | None = None) -> Turn:
+def take(state: FleetState, event: Event, now: float, recorded: Sequence[Read] | None = None) -> Turn:
     """``handle`` for those who also want ``Turn.reads``, or have them from the first time (``recorded``)."""
     _refuse(state, event)
     turn = Turn(state, now, _trace(event), event.entropy if isinstance(event, ReportArrived) else "", recorded)
@@ -155,21 +155,30 @@ def _tick(turn: Turn, event: Tick) -> None:
     state.slack_s = max(lag_s, state.slack_s - max(0.0, turn.now - state.slack_at))
     state.slack_at = turn.now
     turn.quiet = state.slack_s == 0.0
+    for looked in turn.looks or ():
+        if looked.of in state.nodes or looked.of in state.jobs or looked.kind == "probe":
+            _look(turn, looked.kind, looked.of)
     for _ in range(len(state.deadlines)):
         due = pop_due(state, turn.now)
         if due is None:
             break
-        kind, subject = due
-        if kind == "silence":
-            turn.quiet = liveness.check_silence(turn, subject) and turn.quiet
-            continue
-        turn.quiet = False
-        if kind == "node":
-            liveness.check_node(turn, subject)
-        elif kind == "probe":
-            check_probe(turn, subject)
-        else:
-            _check_job(turn, state.jobs[subject])
+        if turn.looks is None or due[0] != "silence":
+            _look(turn, *due)
+
+
+def _look(turn: Turn, kind: str, subject: str) -> None:
+    before = len(turn.reads)
+    turn.reads.append(Looked(subject, kind))
+    if kind == "silence" and liveness.check_silence(turn, subject):
+        del turn.reads[before:]
+        return
+    turn.quiet = False
+    if kind == "node":
+        liveness.check_node(turn, subject)
+    elif kind == "probe":
+        check_probe(turn, subject)
+    elif kind == "job":
+        _check_job(turn, turn.state.jobs[subject])
 
 
 def _check_job(turn: Turn, job: JobRecord) -> None:

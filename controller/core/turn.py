@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -39,8 +39,15 @@ class EnteredRead(msgspec.Struct, frozen=True, tag=True):
     ranks: frozenset[Rank]
 
 
-R = TypeVar("R", "PulseRead", "StepsRead", "EnteredRead", Stride)
-Read = PulseRead | StepsRead | EnteredRead | Stride
+class Looked(msgspec.Struct, frozen=True, tag=True):
+    """A Tick looked at ``of``, and more than a node heard in time was found there."""
+
+    of: str
+    kind: str
+
+
+R = TypeVar("R", PulseRead, StepsRead, EnteredRead, Stride)
+Read = PulseRead | StepsRead | EnteredRead | Stride | Looked
 """What a rule read of that which heartbeats change. Beats are too many to be written down; these are few."""
 
 
@@ -49,7 +56,8 @@ class Turn:
 
     ``reads`` lists, in order, what was read of that which heartbeats change: with them the event can be handled again
     elsewhere, without the beats before it, and leads to the same effects. ``quiet``: a Tick that only found nodes
-    heard in time; history can do without it.
+    heard in time; history can do without it. ``looks``: where the Tick of ``recorded`` looked; silence deadlines, which
+    beats move, are not to be looked at otherwise then.
 
     Args:
         trace: of the stimulus; rules that carry out something older pass that one's trace instead.
@@ -59,9 +67,10 @@ class Turn:
     """
 
     def __init__(
-        self, state: FleetState, now: float, trace: str, entropy: str = "", recorded: Iterable[Read] | None = None
+        self, state: FleetState, now: float, trace: str, entropy: str = "", recorded: Sequence[Read] | None = None
     ) -> None:
         self.reads: list[Read] = []
+        self.looks = None if recorded is None else [read for read in recorded if isinstance(read, Looked)]
         self._recorded = None if recorded is None else _by_subject(recorded)
         self.quiet = False
         self.state = state

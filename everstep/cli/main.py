@@ -5,6 +5,7 @@ Exit codes: 0 done; 1 the controller refused (its sentence is shown); 2 the cont
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -83,6 +84,16 @@ def status(context: typer.Context, as_json: Json = False) -> None:
     with _controller(context) as client:
         fleet = client.get("/v1/status", op.FleetStatus)
         _show(fleet, as_json, tables.status(fleet))
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def replay(context: typer.Context) -> None:
+    """A recorded incident once more, as it was decided and as it would be today: replay LOG, --help for more."""
+    command = [sys.executable, "-m", "controller.main", "replay", *context.args]
+    raise typer.Exit(subprocess.run(command, check=False).returncode)
 
 
 @app.command()

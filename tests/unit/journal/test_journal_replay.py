@@ -1,0 +1,177 @@
+"""What was decided is written down, and decided again from what is written."""
+
+from __future__ import annotations
+
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from controller.core.events import Event
+from controller.core.policy import CorePolicy
+from controller.core.turn import Turn
+from controller.journal import MAGIC, Journal, read_segment, segments
+from controller.replay import Step, replay, what_if
+from everstep.errors import ConfigurationError, MalformedMessage, NotFound
+from everstep.vocabulary import NodeState
+from tests.support.core_fleet import ENTROPY, START, CoreFleet, xid
+
+
+class JournaledFleet(CoreFleet):
+    """A fleet whose core is driven through a journal."""
+
+    def __init__(self, directory: Path, policy: CorePolicy | None = None, **sizes: int) -> None:
+        options = {"most_bytes": 1 << 30, "keep_s": 86400.0, **sizes}
+        self.journal = Journal(directory, **options)  # type: ignore[arg-type]
+        super().__init__(policy)
+
+    def feed(self, event: Event) -> list[object]:  # type: ignore[override]
+        effects = self.journal.decide(self.state, event, self.now)
+        self.effects += effects
+        return effects  # type: ignore[return-value]
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[JournaledFleet]:
+    made = JournaledFleet(tmp_path / "journal")
+    yield made
+    made.journal.close()
+
+
+def _incident(fleet: CoreFleet) -> None:
+    fleet.start(4, 1)
+    fleet.seal(5)
+    fleet.advance(30.0, "n1", "n2", "n3", "n4", "n5")
+    fleet.raise_finding("n2", xid())
+    fleet.advance(8.0, "n1", "n3", "n4")
+    fleet.lose_rank(1)
+
+
+def _steps(directory: Path) -> list[Step]:
+    return [step for path in segments(directory) for step in replay(path).steps]
+
+
+def test_every_event_is_decided_as_it_was_then_without_the_beats(fleet: JournaledFleet, tmp_path: Path) -> None:
+    _incident(fleet)
+    fleet.journal.close()
+    steps = _steps(tmp_path / "journal")
+    assert [line for step in steps for line in step.difference()] == []
+    assert any("verdict n2-1 (evict)" in line for step in steps for line in step.now)
+    assert any("node.suspect: n5" in line for step in steps for line in step.now)
+
+
+def test_ticks_that_found_everybody_well_are_not_kept(fleet: JournaledFleet, tmp_path: Path) -> None:
+    fleet.register(*[f"m{i}" for i in range(20)])
+    for i in range(20):
+        fleet.beat(f"m{i}")
+    before = len(fleet.effects)
+    fleet.advance(60.0, *[f"m{i}" for i in range(20)])
+    assert len(fleet.effects) == before
+    fleet.journal.close()
+    assert {step.what for step in _steps(tmp_path / "journal")} == {
+        "ControllerStarted",
+        "AgentRegistered",
+        *(f"beat of m{i}" for i in range(20)),
+    }
+
+
+def test_a_core_that_decides_otherwise_shows_the_difference(
+    fleet: JournaledFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _incident(fleet)
+    fleet.journal.close()
+
+    def never(turn: Turn, node: str, finding: object, sentence: str) -> bool:
+        return False
+
+    monkeypatch.setattr("controller.core.verdict.evict", never)
+    different = [step for step in _steps(tmp_path / "journal") if step.differs]
+    assert different
+    assert any(line.startswith("-verdict n2-1 (evict)") for line in different[0].difference())
+
+
+def test_secrets_are_not_written_and_the_files_are_their_owners_only(fleet: JournaledFleet, tmp_path: Path) -> None:
+    _incident(fleet)
+    fleet.journal.close()
+    found = segments(tmp_path / "journal")
+    assert stat.S_IMODE((tmp_path / "journal").stat().st_mode) == 0o700
+    for path in found:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        beginning, entries = read_segment(path)
+        told = bytes(beginning.state) + b"".join(msgspec.msgpack.encode(entry) for entry in entries)
+        assert ENTROPY.encode() not in told
+
+
+def test_a_new_segment_begins_with_the_whole_state_and_without_its_secrets(tmp_path: Path) -> None:
+    fleet = JournaledFleet(tmp_path / "journal", segment_bytes=2000)
+    _incident(fleet)
+    for step in range(6, 40):
+        fleet.seal(step)
+        fleet.journal.drain()
+        fleet.advance(3.0, "n1", "n3", "n4", "n5")
+    fleet.journal.close()
+    found = segments(tmp_path / "journal")
+    assert len(found) > 1
+    assert [step for path in found for step in replay(path).steps if step.differs] == []
+    beginning, _ = read_segment(found[-1])
+    assert ENTROPY.encode() not in bytes(beginning.state)
+
+
+def test_what_a_crash_cut_off_does_not_hide_what_came_before(fleet: JournaledFleet, tmp_path: Path) -> None:
+    _incident(fleet)
+    fleet.journal.close()
+    path = segments(tmp_path / "journal")[0]
+    whole = len(_steps(tmp_path / "journal"))
+    path.write_bytes(path.read_bytes()[:-40])
+    assert 0 < len(_steps(tmp_path / "journal")) < whole
+
+
+def test_old_segments_go_first_and_the_one_being_written_never(tmp_path: Path) -> None:
+    fleet = JournaledFleet(tmp_path / "journal", segment_bytes=1500, most_bytes=6000)
+    fleet.start(4)
+    for step in range(5, 80):
+        fleet.seal(step)
+        fleet.journal.drain()
+        fleet.advance(3.0, "n1", "n2", "n3", "n4")
+    fleet.journal.close()
+    found = segments(tmp_path / "journal")
+    assert sum(path.stat().st_size for path in found[:-1]) <= 6000
+    assert int(found[0].name[:15]) / 1000 > START
+
+
+def test_another_policy_tells_what_it_would_have_done(fleet: JournaledFleet, tmp_path: Path) -> None:
+    _incident(fleet)
+    fleet.journal.close()
+    assert fleet.node_state("n2") is not NodeState.HEALTHY
+    strict = msgspec.structs.replace(fleet.policy, eviction_count=1)
+    told = what_if(tmp_path / "journal", strict, START)
+    assert (told.evictions, told.also, told.not_then) == (1, (), ())
+    with pytest.raises(NotFound, match="nothing is recorded"):
+        what_if(tmp_path / "nothing", strict, START)
+
+
+def test_what_is_no_journal_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.journal"
+    wrong.write_bytes(b"something else")
+    with pytest.raises(MalformedMessage, match="no journal of this version"):
+        replay(wrong)
+    wrong.write_bytes(MAGIC)
+    with pytest.raises(MalformedMessage, match="ends before its first event"):
+        replay(wrong)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationError, match="cannot be made"):
+        Journal(tmp_path / "file" / "journal", most_bytes=1, keep_s=1.0)
+
+
+def test_the_command_tells_the_incident_and_that_nothing_differs(fleet: JournaledFleet, tmp_path: Path) -> None:
+    _incident(fleet)
+    fleet.journal.close()
+    command = [sys.executable, "-m", "everstep.cli.main", "replay", str(tmp_path / "journal"), "--node", "n2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "verdict n2-1 (evict)" in done.stdout
+    assert "each decided as it was then" in done.stdout
