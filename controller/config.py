@@ -15,7 +15,7 @@ import msgspec
 from controller.core.policy import CorePolicy
 from everstep.errors import ConfigurationError
 from everstep.ids import split_address
-from everstep.tokens import check_secret
+from everstep.tokens import check_secret, split_secrets
 
 ENVIRONMENT_PREFIX = "EVERSTEP_CONTROLLER_"
 POLICY_PREFIX = ENVIRONMENT_PREFIX + "POLICY_"
@@ -34,7 +34,8 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """A file with PostgreSQL's password, readable by its owner only, so that it stands in no command line. Empty: the
     password is in ``database``, or none is asked for."""
     secret_file: str = ""
-    """A file with the fleet's secret, readable by its owner only. Whoever holds it can mint any token."""
+    """A file with the fleet's secret, readable by its owner only. Whoever holds it can mint any token. It may hold
+    several, one a line: the first mints, all verify; it is read again when it changes."""
     ready_file: str = ""
     """Written when requests are served: JSON with ``pid`` and ``address``. Empty: none."""
     migrate: bool = True
@@ -47,6 +48,21 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """PEM file of the server's certificate chain; with ``tls_key`` all routes are HTTPS."""
     tls_key: str = ""
     """PEM file of the certificate's key."""
+    tls_client_ca: str = ""
+    """PEM file of the authorities that sign client certificates. A certificate of theirs that names
+    ``everstep://agent/NODE``, ``everstep://operator/NAME`` or ``everstep://viewer/NAME`` stands for a token; none is
+    asked of those who show a token. Empty: certificates count for nothing."""
+    agent_requests_per_s: float = 400.0
+    """Requests, or frames of a session, that one agent may send a second. It needs two, and in a storm of 200 reports a
+    second one for each; an agent gone wild at this rate costs a few per cent of a core. Reports are not counted: slowed
+    down, an agent sends more of them at a time, and none is lost."""
+    requests_per_s: float = 200.0
+    """The same for one operator, viewer or job's trainers. A dashboard asks ten times a second, a script fifty."""
+    failed_authentications_per_s: float = 20.0
+    """Requests with a wrong token that one address may send a second and still be told why. A fleet behind one address
+    whose tokens have expired tries about one tenth of its nodes a second. Right tokens pass whatever others do."""
+    request_burst_s: float = 5.0
+    """Seconds' worth of each of these limits that may come at once: a restart brings everybody at the same moment."""
     heartbeat_interval_s: float = 1.0
     """Seconds between an agent's beats. Shorter finds silence sooner; 12,500 nodes at 1 s cost well under a core."""
     long_poll_max_s: float = 30.0
@@ -66,6 +82,14 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """Where verdicts are posted."""
     webhook_secret_file: str = ""
     """A file with the secret that signs those posts, readable by its owner only."""
+    journal_dir: str = ""
+    """A directory for the journal of events and decisions, by which an incident is replayed and a change of policy is
+    tried on the past. Empty: none is kept."""
+    journal_bytes: int = 1 << 30
+    """Most bytes the journal takes; the oldest days go first. A fleet of 1,000 nodes that trains writes some 100 MB a
+    day."""
+    journal_days: float = 8.0
+    """Days the journal goes back: a week, and the one that is being written."""
     policy: CorePolicy = CorePolicy()
     """How decisions are made."""
 
@@ -124,10 +148,24 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
                 not 0 < self.long_poll_max_s <= 300,
                 f"long_poll_max_s ({self.long_poll_max_s}) must be positive and at most 300",
             ),
+            (
+                bool(self.tls_client_ca) and not self.tls_certificate,
+                "tls_client_ca needs tls_certificate and tls_key: without TLS nobody shows a certificate",
+            ),
+            (
+                min(self.agent_requests_per_s, self.requests_per_s, self.failed_authentications_per_s) <= 0
+                or self.request_burst_s * min(self.agent_requests_per_s, self.requests_per_s) < 1,
+                "agent_requests_per_s, requests_per_s and failed_authentications_per_s must be positive, and "
+                "request_burst_s long enough for one request",
+            ),
             (self.group_commit < 1 or self.queue_limit < 1, "group_commit and queue_limit must be at least 1"),
             (
                 self.commit_timeout_s <= 0 or self.stop_grace_s < 0,
                 "commit_timeout_s must be positive and stop_grace_s not negative",
+            ),
+            (
+                self.journal_bytes < 1 or self.journal_days <= 0,
+                "journal_bytes and journal_days must be positive; no journal_dir keeps none",
             ),
             (
                 webhook != bool(self.webhook_url) or webhook != bool(self.webhook_secret_file),
@@ -185,6 +223,11 @@ def read_secret(path: str) -> bytes:
     Raises ConfigurationError where it is missing, too short, or open to other users' eyes.
     """
     return check_secret(_read_private(path))
+
+
+def read_secrets(path: str) -> tuple[bytes, ...]:
+    """The fleet's secrets in a file, one a line: the first mints, all verify. Raises as ``read_secret``."""
+    return split_secrets(_read_private(path))
 
 
 def read_password(path: str) -> str:

@@ -1,13 +1,21 @@
-"""Bearer tokens that need no table: ``role:subject:mac``, where mac is HMAC-SHA256 under the fleet's secret.
+"""The three forms of a bearer token.
 
-A controller verifies with the secret alone, so tokens survive its restart and work at every controller. An agent
-should be given its own token only; whoever holds the secret can mint any.
+========================  ==========================================================================================
+``role:subject:mac``      minted from the fleet's secret (HMAC-SHA256), needs no table; for a private controller,
+                          tests, and the first operator of a fleet
+``es1.id.secret``         a stored credential: 256 bits, of which the controller keeps the SHA-256; can be listed,
+                          expire, be revoked and rotated one by one
+``job.job.mac``           a job's trainers: HMAC-SHA256 of a fixed text under the job's own secret
+========================  ==========================================================================================
+
+An agent should be given its own token only; whoever holds the fleet's secret can mint any of the first form.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Iterable
 from enum import StrEnum
 
 import msgspec
@@ -15,21 +23,40 @@ import msgspec
 from everstep.errors import AuthenticationError, ConfigurationError
 
 MINIMUM_SECRET_BYTES = 16
+STORED_PREFIX = "es1."
+JOB_PREFIX = "job."
+_JOB_TEXT = b"everstep/1 a token of this job's trainers"
 
 
 class TokenRole(StrEnum):
-    """What a bearer may do: an agent speaks for its own node, an operator changes, a viewer reads."""
+    """What a bearer may do.
+
+    AGENT: speak for its own node. TRAINER: read its own job. OPERATOR: read and change. VIEWER: read. JOIN: enrol a
+    node, nothing else.
+    """
 
     AGENT = "agent"
+    TRAINER = "trainer"
     OPERATOR = "operator"
     VIEWER = "viewer"
+    JOIN = "join"
+
+
+MINTED = (TokenRole.AGENT, TokenRole.OPERATOR, TokenRole.VIEWER)
+"""Roles that the fleet's secret can mint: a join token is always stored, a trainer's comes from its job."""
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Who a verified token speaks for: a node's id for agents, a person's or program's name otherwise."""
+    """Who a verified token speaks for.
+
+    ``subject``: a node's id for agents, a job's for trainers, a pattern of node names for join tokens, a person's or
+    program's name otherwise. ``credential``: what proved it (a stored credential's id, a fingerprint of the fleet's
+    secret, ``certificate``), for the log and to notice a revocation; empty where nobody asked.
+    """
 
     role: TokenRole
     subject: str
+    credential: str = ""
 
 
 def _mac(secret: bytes, role: str, subject: str) -> str:
@@ -46,23 +73,65 @@ def check_secret(secret: bytes) -> bytes:
     return secret
 
 
+def split_secrets(content: bytes) -> tuple[bytes, ...]:
+    """The secrets in a file's content, one a line: the first mints, all verify. Raises ConfigurationError."""
+    lines = tuple(line for line in (line.strip() for line in content.split(b"\n")) if line)
+    return tuple(check_secret(line) for line in lines or (b"",))
+
+
 def mint(secret: bytes, role: TokenRole, subject: str) -> str:
-    """A token for ``subject`` in ``role``."""
+    """A token for ``subject`` in ``role``. Raises ValueError where there can be none."""
+    if role not in MINTED:
+        raise ValueError(f"a {role} token is not minted from the fleet's secret: use one of {', '.join(MINTED)}")
     if ":" in subject or not subject:
         raise ValueError(f"{subject!r} cannot be a token's subject: it must not be empty or contain a colon")
     return f"{role}:{subject}:{_mac(check_secret(secret), role, subject)}"
 
 
 def verify(secret: bytes, token: str) -> Identity:
-    """Who ``token`` speaks for. Raises AuthenticationError where it does not verify."""
+    """Who a minted ``token`` speaks for. Raises AuthenticationError where it does not verify."""
+    return verify_any((secret,), token)[0]
+
+
+def verify_any(secrets: Iterable[bytes], token: str) -> tuple[Identity, bytes]:
+    """Who a minted ``token`` speaks for, and the secret it was minted under. Raises AuthenticationError."""
     role, _, rest = token.partition(":")
     subject, _, mac = rest.rpartition(":")
-    if not subject or not hmac.compare_digest(mac.encode(), _mac(secret, role, subject).encode()):
+    given = mac.encode()
+    matching = [one for one in secrets if hmac.compare_digest(given, _mac(one, role, subject).encode())]
+    if not subject or not matching:
         raise AuthenticationError(
             "the token does not verify: it was minted under another secret, or is damaged; mint it again with "
             "`everstep-controller token` and the controller's secret file"
         )
     try:
-        return Identity(TokenRole(role), subject)
+        return Identity(TokenRole(role), subject), matching[0]
     except ValueError:
         raise AuthenticationError(f"the token's role {role!r} is not known here") from None
+
+
+def job_token(job: str, secret: str) -> str:
+    """The token of a job's trainers; ``secret`` is ``GenerationSpec.secret``."""
+    return f"{JOB_PREFIX}{job}.{hmac.new(secret.encode(), _JOB_TEXT, hashlib.sha256).hexdigest()}"
+
+
+def job_of(token: str) -> str:
+    """The job that a token of the third form speaks of; nothing is proved by it."""
+    return token[len(JOB_PREFIX) :].rpartition(".")[0]
+
+
+def stored_token(id: str, secret: str) -> str:
+    """The text of a stored credential's token."""
+    return f"{STORED_PREFIX}{id}.{secret}"
+
+
+def split_stored(token: str) -> tuple[str, str]:
+    """Id and secret of a stored credential's token; both empty where it is none."""
+    prefix, _, rest = token.partition(".")
+    id, dot, secret = rest.partition(".")
+    return (id, secret) if f"{prefix}." == STORED_PREFIX and dot else ("", "")
+
+
+def hash_secret(secret: str) -> str:
+    """What is kept of a stored credential's secret: its SHA-256 in hex. With 256 bits it needs no salt."""
+    return hashlib.sha256(secret.encode()).hexdigest()

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from everstep.errors import EverstepError, MalformedMessage, TooLarge, Unavailable
+from controller.api import problems
+from everstep.errors import EverstepError, MalformedMessage, RateLimited, TooLarge, Unavailable
 
 T = TypeVar("T")
 Headers = list[tuple[bytes, bytes]]
 
-_JSON = (b"content-type", b"application/json")
 _encoder = msgspec.json.Encoder()
 
 
@@ -52,7 +53,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise MalformedMessage(f"not a valid message: {error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedMessage(f"not valid JSON ({len(body)} bytes; truncated?): {error}") from error
 
 
@@ -82,22 +83,25 @@ def seconds(values: dict[str, str], name: str, default: float, limit: float) -> 
     return min(value, limit)
 
 
-async def answer(send: Send, body: bytes, status: int = 200, headers: Headers | None = None) -> None:
-    """Sends a JSON answer."""
-    lines = [_JSON, (b"content-length", str(len(body)).encode()), *(headers or ())]
+async def answer(
+    send: Send, body: bytes, status: int = 200, headers: Headers | None = None, media_type: bytes = b"application/json"
+) -> None:
+    """Sends an answer, in JSON if nothing else is said."""
+    lines = [(b"content-type", media_type), (b"content-length", str(len(body)).encode()), *(headers or ())]
     await send({"type": "http.response.start", "status": status, "headers": lines})
     await send({"type": "http.response.body", "body": body})
 
 
-def error_body(code: str, message: str) -> bytes:
-    """How every error is said."""
-    return encode({"error": {"code": code, "message": message}})
+async def refuse(send: Send, error: EverstepError) -> None:
+    """Sends an error as the answer."""
+    body = problems.problem(error.status, error.code, str(error))
+    await answer(send, body, error.status, error_headers(error), problems.MEDIA_TYPE.encode())
 
 
 def error_headers(error: EverstepError) -> Headers:
     """What an error's answer says beside its body."""
-    if isinstance(error, Unavailable):
-        return [(b"retry-after", str(max(1, round(error.retry_after_s))).encode())]
+    if isinstance(error, Unavailable | RateLimited):
+        return [(b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode())]
     if isinstance(error, TooLarge):
         return [(b"connection", b"close")]  # the rest of the body will not be read
     if error.status == 401:

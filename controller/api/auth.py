@@ -2,56 +2,196 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hmac
+import math
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
+from controller.api.limits import FailedAuthentications, RequestLimits
+from controller.api.peers import BY_CERTIFICATE, NOBODY, Peer
+from controller.api.routes import Access
+from controller.config import ControllerSettings
+from controller.core.state import JobRecord
+from controller.credentials import Credentials
+from controller.secret_file import Keyring
+from everstep.clock import Clock
 from everstep.errors import AuthenticationError, PermissionDenied
-from everstep.tokens import Identity, TokenRole, check_secret, verify
+from everstep.tokens import JOB_PREFIX, STORED_PREFIX, Identity, TokenRole, job_of, job_token
 
+Headers = Iterable[tuple[bytes, bytes]]
+
+MOST_REMEMBERED = 1 << 16
+"""Verified tokens that are remembered: more than the nodes of a large fleet, 20 MiB at most."""
+LONGEST_TOKEN = 512
 _BEARER = b"bearer "
+_BY_JOB = "job"
+
+MAY = MappingProxyType(
+    {
+        Access.AGENT: frozenset({TokenRole.AGENT}),
+        Access.READ: frozenset({TokenRole.VIEWER, TokenRole.OPERATOR}),
+        Access.JOB: frozenset({TokenRole.VIEWER, TokenRole.OPERATOR, TokenRole.TRAINER}),
+        Access.CHANGE: frozenset({TokenRole.OPERATOR}),
+        Access.JOIN: frozenset({TokenRole.JOIN}),
+    }
+)
+"""Which roles each kind of route is for. An agent must be the route's node besides, a trainer of the route's job."""
 
 
 class Gate:
-    """Checks bearer tokens against the fleet's secret. Every method raises what the caller should be told."""
+    """Knows a request's sender by token or certificate, and refuses what is not theirs to ask.
 
-    def __init__(self, secret: bytes) -> None:
-        self._secret = check_secret(secret)
+    Every method raises what the caller should be told: AuthenticationError, PermissionDenied, RateLimited. A token
+    that was verified is remembered until it dies, so that the next request with it costs a look in a dictionary. (The
+    look is not in constant time, but by a hash keyed per process: to time it one would need the token.)
 
-    def identify(self, headers: Iterable[tuple[bytes, bytes]]) -> Identity:
-        """Who the request's Authorization header speaks for. Raises AuthenticationError."""
-        for name, value in headers:
-            if name == b"authorization":
-                if value[: len(_BEARER)].lower() != _BEARER:
-                    raise AuthenticationError("the Authorization header must be `Bearer TOKEN`")
-                return verify(self._secret, value[len(_BEARER) :].strip().decode("latin-1"))
-        raise AuthenticationError(
-            "no token: send `Authorization: Bearer TOKEN`; `everstep-controller token --role viewer --subject YOU "
-            "--secret-file F` prints one"
+    Args:
+        keyring: the fleet's secrets, for minted tokens.
+        credentials: the stored ones.
+        job_secret: a job's secret, for its trainers' tokens; None where there is no such job.
+        now: wall seconds by which credentials expire.
+    """
+
+    def __init__(
+        self,
+        keyring: Keyring,
+        *,
+        credentials: Credentials,
+        job_secret: Callable[[str], str | None],
+        limits: RequestLimits,
+        failures: FailedAuthentications,
+        clock: Clock,
+        now: Callable[[], float],
+    ) -> None:
+        self._keyring = keyring
+        self._credentials = credentials
+        self._job_secret = job_secret
+        self._limits = limits
+        self._failures = failures
+        self._clock = clock
+        self._now = now
+        self._known: dict[bytes, tuple[Identity, float]] = {}
+        credentials.on_death = self._known.clear
+
+    @classmethod
+    def of(
+        cls,
+        settings: ControllerSettings,
+        keyring: Keyring,
+        credentials: Credentials,
+        jobs: Mapping[str, JobRecord],
+        clock: Clock,
+        now: Callable[[], float],
+    ) -> Gate:
+        """As the settings limit it, for these jobs."""
+        burst_s = settings.request_burst_s
+        return cls(
+            keyring,
+            credentials=credentials,
+            job_secret=lambda job: jobs[job].secret if job in jobs else None,
+            limits=RequestLimits(
+                agents_per_s=settings.agent_requests_per_s,
+                others_per_s=settings.requests_per_s,
+                burst_s=burst_s,
+                monotonic=clock.monotonic,
+            ),
+            failures=FailedAuthentications(
+                per_s=settings.failed_authentications_per_s, burst_s=burst_s, monotonic=clock.monotonic
+            ),
+            clock=clock,
+            now=now,
         )
 
-    def agent(self, headers: Iterable[tuple[bytes, bytes]], node: str) -> Identity:
-        """A token that may speak for ``node``: its agent's. Raises AuthenticationError or PermissionDenied."""
-        identity = self.identify(headers)
-        if identity.role is TokenRole.OPERATOR:
-            return identity
-        if identity.role is not TokenRole.AGENT:
-            raise PermissionDenied(f"a {identity.role} token cannot speak for node {node}: use the node's agent token")
-        if identity.subject != node:
-            raise PermissionDenied(
-                f"this token belongs to node {identity.subject} and cannot speak for node {node}: "
-                f"mint one with `everstep-controller token --role agent --subject {node}`"
-            )
+    # --- what routes ask -----------------------------------------------------------------------------------------
+
+    def admit(
+        self, access: Access, headers: Headers, peer: Peer | None = None, *, node: str = "", job: str = ""
+    ) -> Identity:
+        """Who asks for a route of this kind; ``node`` and ``job`` are what it is about. Counts the request."""
+        identity = self.identify(headers, peer or NOBODY)
+        self._limits.charge(identity)
+        _check(access, identity, node, job)
         return identity
 
-    def reader(self, headers: Iterable[tuple[bytes, bytes]]) -> Identity:
-        """A viewer or operator. Raises AuthenticationError or PermissionDenied."""
-        identity = self.identify(headers)
-        if identity.role is TokenRole.AGENT:
-            raise PermissionDenied("an agent token reads only its own node's directives: use a viewer token")
+    def agent(self, headers: Headers, node: str, peer: Peer | None = None) -> Identity:
+        """The agent of ``node``, and nobody else."""
+        return self.admit(Access.AGENT, headers, peer, node=node)
+
+    def again(self, identity: Identity) -> None:
+        """For each further frame of a session whose beginning was admitted: counts it as a request.
+
+        Raises RateLimited, and AuthenticationError once what proved the identity has been revoked or has expired; then
+        the session should end.
+        """
+        if not self._holds(identity):
+            raise AuthenticationError(f"credential {identity.credential} is good no longer: come again with another")
+        self._limits.charge(identity)
+
+    def identify(self, headers: Headers, peer: Peer = NOBODY) -> Identity:
+        """Who the Authorization header speaks for, or without one the connection's certificate."""
+        try:
+            return self._identify(headers, peer)
+        except AuthenticationError as error:
+            self._failures.note(peer.address, error)
+            raise
+
+    # --- knowing -------------------------------------------------------------------------------------------------
+
+    def _identify(self, headers: Headers, peer: Peer) -> Identity:
+        if self._keyring.refresh(self._clock):
+            self._known.clear()
+        for name, value in headers:
+            if name == b"authorization":
+                known = self._known.get(value)
+                return known[0] if known is not None and self._now() < known[1] else self._verify(value)
+        if peer.identity is not None and self._clock.wall() < peer.not_after:
+            return peer.identity
+        raise AuthenticationError(
+            "no token: send `Authorization: Bearer TOKEN`; an operator issues one with `everstep token issue`, or the "
+            "holder of the fleet's secret with `everstep-controller token`"
+        )
+
+    def _verify(self, value: bytes) -> Identity:
+        self._known.pop(value, None)
+        if value[: len(_BEARER)].lower() != _BEARER:
+            raise AuthenticationError("the Authorization header must be `Bearer TOKEN`")
+        token = value[len(_BEARER) :].strip().decode("latin-1")
+        if len(token) > LONGEST_TOKEN:
+            raise AuthenticationError(f"a token of {len(token)} characters is none of ours")
+        if token.startswith(JOB_PREFIX):
+            return self._trainer(token)  # not remembered: a job's secret ends with the job
+        if token.startswith(STORED_PREFIX):
+            identity, end = self._credentials.verify(token, self._now())
+        else:
+            identity, end = self._keyring.verify(token), math.inf
+        if len(self._known) >= MOST_REMEMBERED:
+            self._known.clear()
+        self._known[value] = (identity, end)
         return identity
 
-    def operator(self, headers: Iterable[tuple[bytes, bytes]]) -> Identity:
-        """An operator. Raises AuthenticationError or PermissionDenied."""
-        identity = self.identify(headers)
-        if identity.role is not TokenRole.OPERATOR:
-            raise PermissionDenied(f"a {identity.role} token cannot change anything: use an operator token")
-        return identity
+    def _trainer(self, token: str) -> Identity:
+        job = job_of(token)
+        secret = self._job_secret(job)
+        right = job_token(job, secret or "no such job")
+        if not hmac.compare_digest(token.encode(), right.encode()) or secret is None:
+            raise AuthenticationError("the job's token does not verify: the job is over, or another began in its name")
+        return Identity(TokenRole.TRAINER, job, _BY_JOB)
+
+    def _holds(self, identity: Identity) -> bool:
+        if identity.credential in (BY_CERTIFICATE, _BY_JOB):
+            return True
+        if self._keyring.refresh(self._clock):
+            self._known.clear()
+        return identity.credential in self._keyring.names or self._credentials.alive(identity.credential, self._now())
+
+
+def _check(access: Access, identity: Identity, node: str, job: str) -> None:
+    """Raises PermissionDenied where the identity may not."""
+    role, subject = identity.role, identity.subject
+    if role not in MAY[access]:
+        raise PermissionDenied(f"a {role} token is not for this: it needs that of {access}")
+    if role is TokenRole.AGENT and subject != node:
+        raise PermissionDenied(f"this token belongs to node {subject} and cannot speak for node {node}")
+    if role is TokenRole.TRAINER and subject != job:
+        asked = f"job {job}" if job else "all jobs"
+        raise PermissionDenied(f"this token belongs to job {subject} and cannot read {asked}")

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from controller.api import asgi
+from controller.api import asgi, problems
 from controller.metrics import Metrics
 from everstep.errors import EverstepError
 
@@ -58,5 +58,5 @@ def install(app: FastAPI, metrics: Metrics) -> None:
 
 
 def _answer(status: int, code: str, message: str, headers: dict[str, str]) -> Response:
-    body = asgi.error_body(code, message)
-    return Response(body, status_code=status, media_type="application/json", headers=headers)
+    body = problems.problem(status, code, message)
+    return Response(body, status_code=status, media_type=problems.MEDIA_TYPE, headers=headers)

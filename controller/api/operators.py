@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any
-
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
 from controller import views
-from controller.api import asgi
+from controller.api import asgi, endpoints
 from controller.api.auth import Gate
-from controller.api.routes import OPERATOR, Access, Route
+from controller.api.routes import OPERATOR, PLAIN
 from controller.api.stream import AuditFeed, event_of, server_sent
 from controller.core import effects as fx
 from controller.core import events as ev
@@ -24,15 +21,12 @@ from everstep.errors import Conflict, NotFound
 from everstep.tokens import Identity
 from everstep.vocabulary import Verdict
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1.agent import MAX_BODY_BYTES
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import GenerationSpec
 
 EVENTS_LIMIT = 1000
 RECOVERIES_SHOWN = 200
 VERDICTS_SHOWN = 20
-
-Answer = Callable[[Request, Identity], Awaitable[Any]]
 
 
 _NODE_ORDERS = {
@@ -42,11 +36,6 @@ _NODE_ORDERS = {
     "evict": ev.OperatorAction.EVICT,
     "repair": ev.OperatorAction.REPAIR,
 }
-
-
-async def _body(request: Request, kind: type[Any]) -> Any:
-    body = await asgi.read_body(request.scope, request.receive, MAX_BODY_BYTES)
-    return asgi.decode(msgspec.json.Decoder(kind), body)
 
 
 class OperatorRoutes:
@@ -62,23 +51,7 @@ class OperatorRoutes:
     def install(self, app: FastAPI) -> None:
         """Adds every route to ``app``. The event stream comes first, it would read as an event's id otherwise."""
         app.add_api_route("/v1/events/stream", self.stream, methods=["GET"], include_in_schema=False)
-        for name, route in OPERATOR.items():
-            app.add_api_route(
-                route.path,
-                self._endpoint(route, getattr(self, name)),
-                methods=[route.method],
-                name=name,
-                include_in_schema=False,
-            )
-
-    def _endpoint(self, route: Route, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
-        admit = self._gate.operator if route.access is Access.CHANGE else self._gate.reader
-
-        async def endpoint(request: Request) -> Response:
-            identity = admit(request.scope["headers"])
-            return Response(asgi.encode(await answer(request, identity)), media_type="application/json")
-
-        return endpoint
+        endpoints.install(app, self._gate, OPERATOR, self)
 
     # --- reading -------------------------------------------------------------------------------------------------
 
@@ -136,7 +109,7 @@ class OperatorRoutes:
 
     async def stream(self, request: Request) -> Response:
         """Server-sent events from ``Last-Event-ID`` (or ``?after=``) on; without either, from now on."""
-        self._gate.reader(request.scope["headers"])
+        endpoints.admit(self._gate, PLAIN["stream"].access, request)
         asked = asgi.query(request.scope)
         if "last-event-id" in request.headers:
             asked["after"] = request.headers["last-event-id"]
@@ -167,21 +140,21 @@ class OperatorRoutes:
         order = request.path_params["order"]
         if order not in _NODE_ORDERS:
             raise NotFound(f"a node cannot be told to {order!r}: there is {', '.join(_NODE_ORDERS)}")
-        because = await _body(request, op.Because)
+        because = await endpoints.body(request, op.Because)
         node = request.path_params["node"]
         return await self._command(_NODE_ORDERS[order], who, because.reason, node=node)
 
     async def stop(self, request: Request, who: Identity) -> op.Changed:
-        because = await _body(request, op.Because)
+        because = await endpoints.body(request, op.Because)
         return await self._command(ev.OperatorAction.STOP_JOB, who, because.reason, job=request.path_params["job"])
 
     async def resize(self, request: Request, who: Identity) -> op.Changed:
-        resize = await _body(request, op.Resize)
+        resize = await endpoints.body(request, op.Resize)
         job = request.path_params["job"]
         return await self._command(ev.OperatorAction.RESIZE_JOB, who, resize.reason, job=job, size=resize.size)
 
     async def reset_breaker(self, request: Request, who: Identity) -> op.Changed:
-        because = await _body(request, op.Because)
+        because = await endpoints.body(request, op.Because)
         return await self._command(ev.OperatorAction.RESET_BREAKER, who, because.reason)
 
     async def _command(
@@ -201,7 +174,7 @@ class OperatorRoutes:
         return await self._loop.submit(lambda tx, now: _changed(command, tx, now))
 
     async def start_probe(self, request: Request, who: Identity) -> op.ProbeStatus:
-        wanted = await _body(request, op.StartProbe)
+        wanted = await endpoints.body(request, op.StartProbe)
         event = ev.ProbeRequested(nodes=wanted.nodes, backend=wanted.backend, actor=who.subject, trace=new_trace())
         probe = await self._loop.submit(lambda tx, now: _started_probe(event, tx, now))
         return self._loop.boards.probes.get(probe)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from everstep.vocabulary import Verdict
-from everstep.wire.v1 import agent
+from everstep.wire.v1 import agent, enrolment
 from everstep.wire.v1 import operator as op
 
 
@@ -17,11 +17,17 @@ class Access(StrEnum):
 
     AGENT = "the node's agent"
     READ = "viewer or operator"
+    JOB = "viewer, operator, or the job's trainers"
     CHANGE = "operator"
+    JOIN = "a join token"
+    OPEN = "nobody"
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """One route. ``body`` and ``answers`` are message types; ``query`` names optional parameters."""
+    """One route. ``body`` and ``answers`` are message types; ``query`` names optional parameters.
+
+    A route with ``Access.JOB`` names its job in its path, or else in its query; where it names none, it is about all.
+    """
 
     method: str
     path: str
@@ -32,8 +38,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     query: tuple[str, ...] = ()
 
 
-def _read(path: str, answers: Any, summary: str, *query: str) -> Route:
-    return Route(method="GET", path=path, access=Access.READ, summary=summary, answers=answers, query=query)
+def _read(path: str, answers: Any, summary: str, *query: str, access: Access = Access.READ) -> Route:
+    return Route(method="GET", path=path, access=access, summary=summary, answers=answers, query=query)
 
 
 def _change(path: str, body: Any, summary: str, answers: Any = op.Changed) -> Route:
@@ -50,9 +56,17 @@ OPERATOR: dict[str, Route] = {
     "nodes": _read("/v1/nodes", op.NodeList, "All nodes."),
     "node": _read("/v1/nodes/{node}", op.NodeDetail, "One node, with findings and newest verdicts."),
     "jobs": _read("/v1/jobs", op.JobList, "All jobs."),
-    "job": _read("/v1/jobs/{job}", op.JobDetail, "One job, with its ranks and recoveries."),
-    "generations": _read("/v1/generations", op.GenerationList, "Rosters, oldest first.", "job", "limit"),
-    "events": _read("/v1/events", op.EventList, "The audit log.", "after", "limit", "trace", "node", "job", "newest"),
+    "job": _read("/v1/jobs/{job}", op.JobDetail, "One job, with its ranks and recoveries.", access=Access.JOB),
+    "generations": _read(
+        "/v1/generations", op.GenerationList, "Rosters, oldest first.", "job", "limit", access=Access.JOB
+    ),
+    "events": _read(
+        "/v1/events",
+        op.EventList,
+        "The audit log.",
+        *("after", "limit", "trace", "node", "job", "newest"),
+        access=Access.JOB,
+    ),
     "verdict": _read("/v1/verdicts/{verdict}", Verdict, "One verdict, with its evidence."),
     "probe": _read("/v1/probes/{probe}", op.ProbeStatus, "One probe."),
     "start_probe": _change("/v1/probes", op.StartProbe, "Let nodes run an all-reduce.", op.ProbeStatus),
@@ -60,6 +74,25 @@ OPERATOR: dict[str, Route] = {
     "stop": _change("/v1/jobs/{job}/stop", op.Because, "End a job."),
     "resize": _change("/v1/jobs/{job}/resize", op.Resize, "Bound a job's nodes from its next boundary on."),
     "order": _change("/v1/nodes/{node}/{order}", op.Because, "drain, hold, readmit, evict or repair a node."),
+}
+
+CREDENTIALS: dict[str, Route] = {
+    "enrol": Route(
+        method="POST",
+        path="/v1/enrol",
+        access=Access.JOIN,
+        summary="A credential of its own for a node that shows a join token.",
+        body=enrolment.Enrol,
+        answers=enrolment.Enrolled,
+    ),
+    "issue_credential": _change("/v1/credentials", enrolment.Issue, "Issue a credential.", enrolment.Issued),
+    "credentials": _read(
+        "/v1/credentials", enrolment.CredentialList, "All credentials, without secrets.", access=Access.CHANGE
+    ),
+    "revoke_credential": _change("/v1/credentials/{id}/revoke", op.Because, "End a credential."),
+    "rotate_credential": _change(
+        "/v1/credentials/{id}/rotate", enrolment.Rotate, "Issue a second one for its subject.", enrolment.Issued
+    ),
 }
 
 AGENT: dict[str, Route] = {
@@ -75,3 +108,25 @@ AGENT: dict[str, Route] = {
         query=("incarnation", "after", "wait_s"),
     ),
 }
+
+ROUTES: dict[str, Route] = {**OPERATOR, **CREDENTIALS, **AGENT}
+"""Every route that has a message for its answer."""
+
+PLAIN: dict[str, Route] = {
+    "stream": Route(
+        method="GET",
+        path="/v1/events/stream",
+        access=Access.READ,
+        summary="The audit log as it grows, server-sent events.",
+        answers=None,
+        query=("after",),
+    ),
+    "metrics": Route(
+        method="GET", path="/metrics", access=Access.READ, summary="Prometheus' text format.", answers=None
+    ),
+    "health": Route(
+        method="GET", path="/healthz", access=Access.OPEN, summary="Whether the process lives.", answers=None
+    ),
+    "ready": Route(method="GET", path="/readyz", access=Access.OPEN, summary="Whether it serves.", answers=None),
+}
+"""Routes whose answers are no messages."""

@@ -118,8 +118,8 @@ class Client:
 
 def _refusal(status: int, body: bytes, url: str) -> EverstepError:
     try:
-        said = json.loads(body)["error"]
-        code, message = str(said["code"]), str(said["message"])
+        said = json.loads(body)
+        code, message = str(said["code"]), str(said["detail"])
     except (ValueError, KeyError, TypeError):
         return EverstepError(f"{url} answered {status}, and not as a controller does: is the address right?")
     if code == "unauthenticated":

@@ -23,6 +23,7 @@ from controller.config import ControllerSettings
 from controller.core.policy import CorePolicy
 from controller.remediation.base import Remediation
 from controller.remediation.dry_run import DryRun
+from controller.secret_file import Keyring
 from controller.store.database import open_database
 from everstep.clock import Clock
 from everstep.system_clock import SYSTEM_CLOCK
@@ -84,7 +85,7 @@ class InProcess:
     async def start(self) -> Controller:
         engine = open_database(self.settings.database)
         self.controller = await Controller.start(
-            self.settings, SECRET, engine, self.clock, lambda _failed: self.remediation
+            self.settings, Keyring((SECRET,)), engine, self.clock, lambda _failed: self.remediation
         )
         return self.controller
 
@@ -153,8 +154,8 @@ class Refused(Exception):
 
 def _decoded(response: Any, kind: type[Any]) -> Any:
     if response.status_code >= 400:
-        error = response.json()["error"]
-        raise Refused(response.status_code, error["code"], error["message"])
+        error = response.json()
+        raise Refused(response.status_code, error["code"], error["detail"])
     return msgspec.json.decode(response.content, type=kind)
 
 

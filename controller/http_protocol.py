@@ -1,0 +1,62 @@
+"""uvicorn's HTTP protocol, with bounds on what a stranger may make it hold."""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MOST_HEAD_BYTES = 16 << 10
+"""Of a request's line and headers: ours have under one KiB. Neither uvicorn nor its parser has a bound of its own."""
+MOST_MESSAGE_BYTES = 16 << 20
+"""Of a whole request as it crosses the wire. Bodies end at 1 MiB; the rest leaves room for chunks of a few bytes.
+Trailers after a chunked body are held as headers are."""
+HEAD_DEADLINE_S = 30.0
+"""Seconds for a request's head once it has begun, and for the first byte of a connection."""
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """Answers 400 to a head or message that is too large, and closes a connection whose head does not come."""
+
+    _deadline: asyncio.TimerHandle | None = None
+    _head_begun = True
+    _head_bytes = 0
+    _message_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._arm()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._message_bytes += len(data)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._head_begun:
+            self._head_bytes += len(data)
+            self._arm()
+        if self._head_bytes > MOST_HEAD_BYTES or self._message_bytes > MOST_MESSAGE_BYTES:
+            self._disarm()
+            self.send_400_response("This request is larger than any that is understood here.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_begun, self._head_bytes, self._message_bytes = True, 0, 0
+
+    def on_headers_complete(self) -> None:
+        self._head_begun, self._head_bytes = False, 0
+        self._disarm()
+        super().on_headers_complete()
+
+    def _arm(self) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(HEAD_DEADLINE_S, self.transport.close)
+
+    def _disarm(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None

@@ -1,0 +1,144 @@
+"""How a node gets a credential of its own, and how operators issue, list, revoke and rotate credentials.
+
+=======  ==================================  ==================  ===========================================
+method   path                                body                answer
+=======  ==================================  ==================  ===========================================
+POST     /v1/enrol                           Enrol               Enrolled (join token)
+POST     /v1/credentials                     Issue               Issued
+GET      /v1/credentials                                         CredentialList
+POST     /v1/credentials/{id}/revoke         operator.Because    operator.Changed
+POST     /v1/credentials/{id}/rotate         Rotate              Issued
+=======  ==================================  ==================  ===========================================
+
+All but the first need an operator's token. A token's text is ``es1.ID.SECRET`` (``everstep.tokens``).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from everstep.ids import JobId, NodeId, TraceId
+from everstep.tokens import TokenRole
+from everstep.wire.v1.base import Message
+
+CredentialId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}$")]
+SecretHash = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
+"""SHA-256, in hex, of a token's secret part."""
+PersonName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@+-]{0,127}$")]
+"""A person or a program, as the audit log shows it."""
+NodePattern = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9.*?_-]{1,128}$")]
+"""Node names, with ``*`` for any letters and ``?`` for one."""
+Why = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+Note = Annotated[str, msgspec.Meta(max_length=256)]
+
+_YEAR_S = 365 * 86400.0
+LONGEST_LIFE_S = 10 * _YEAR_S
+LONGEST_GRACE_S = 30 * 86400.0
+MOST_USES = 1_000_000
+
+
+class Enrol(Message, frozen=True, kw_only=True):
+    """A node asks for a credential of its own, with a join token.
+
+    The agent makes the secret (256 random bits in hex), keeps it and tells only its hash: no answer carries the
+    secret, and one that is lost is asked for again. The same hash for the same node is answered as before.
+    """
+
+    node: NodeId
+    secret_hash: SecretHash
+
+
+class Enrolled(Message, frozen=True, kw_only=True):
+    """The node's token is ``es1.{credential}.{the agent's secret}``."""
+
+    credential: CredentialId
+    node: NodeId
+
+
+class _Issue(Message, frozen=True, kw_only=True, tag_field="role"):
+    """``expires_in_s``: seconds that the credential lives; None: until it is revoked. ``note`` is for people."""
+
+    reason: Why
+    expires_in_s: Annotated[float, msgspec.Meta(gt=0, le=LONGEST_LIFE_S)] | None = None
+    note: Note = ""
+
+
+class IssueAgent(_Issue, frozen=True, kw_only=True, tag="agent"):
+    """A credential that speaks for one node."""
+
+    subject: NodeId
+
+
+class IssueTrainer(_Issue, frozen=True, kw_only=True, tag="trainer"):
+    """A credential that reads one job."""
+
+    subject: JobId
+
+
+class IssueOperator(_Issue, frozen=True, kw_only=True, tag="operator"):
+    """A credential that reads and changes everything, under this name."""
+
+    subject: PersonName
+
+
+class IssueViewer(_Issue, frozen=True, kw_only=True, tag="viewer"):
+    """A credential that reads everything but credentials."""
+
+    subject: PersonName
+
+
+class IssueJoin(_Issue, frozen=True, kw_only=True, tag="join"):
+    """A join token: enrols nodes whose names fit ``subject``, and does nothing else.
+
+    ``uses``: how many nodes; None: any number. ``replace``: a node that is enrolled already may enrol again, which
+    revokes the credential it had.
+    """
+
+    subject: NodePattern = "*"
+    uses: Annotated[int, msgspec.Meta(ge=1, le=MOST_USES)] | None = 1
+    replace: bool = False
+
+
+Issue = IssueAgent | IssueTrainer | IssueOperator | IssueViewer | IssueJoin
+
+
+class Credential(Message, frozen=True, kw_only=True):
+    """What is known of a credential; never its secret.
+
+    ``created_by``: the operator who issued it, or ``join:ID`` of the join token it was enrolled by. ``uses_left`` and
+    ``replace`` belong to join tokens; ``uses_left`` None: any number.
+    """
+
+    id: CredentialId
+    role: TokenRole
+    subject: str
+    created_at: float
+    created_by: str
+    expires_at: float | None = None
+    revoked_at: float | None = None
+    uses_left: int | None = None
+    replace: bool = False
+    note: str = ""
+
+
+class Issued(Message, frozen=True, kw_only=True):
+    """A new credential; ``token`` is shown this once. ``trace`` finds it in the audit log."""
+
+    credential: Credential
+    token: str
+    trace: TraceId
+
+
+class CredentialList(Message, frozen=True, kw_only=True):
+    """Every credential that lives, and those that died lately; oldest first."""
+
+    credentials: tuple[Credential, ...]
+
+
+class Rotate(Message, frozen=True, kw_only=True):
+    """A second credential for the same subject; the first lives for ``grace_s`` seconds more."""
+
+    reason: Why
+    grace_s: Annotated[float, msgspec.Meta(ge=0, le=LONGEST_GRACE_S)] = 3600.0
