@@ -44,8 +44,21 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         Path, _doc("directory for sockets and the ready file, made 0700 (default: $XDG_RUNTIME_DIR/everstep/NODE)")
     ]
     token_file: Annotated[
-        Path | None, _doc("file with this node's agent token (from `everstep-controller token --role agent`)")
+        Path | None,
+        _doc(
+            "file with this node's agent token (from `everstep token issue` or `everstep-controller token`; with "
+            "--join-token-file the agent writes it)"
+        ),
     ] = None
+    join_token_file: Annotated[
+        Path | None,
+        _doc("file with a join token, to enrol this node where the token file is missing or its token is refused"),
+    ] = None
+    client_certificate: Annotated[
+        Path | None,
+        _doc("PEM file of a client certificate named everstep://agent/NODE, in place of a token at https controllers"),
+    ] = None
+    client_key: Annotated[Path | None, _doc("PEM file of the client certificate's key")] = None
     ca_file: Annotated[
         Path | None, _doc("PEM file of the authority that signed https controllers (default: the system's)")
     ] = None
@@ -208,6 +221,14 @@ def _check_addresses(s: AgentSettings) -> None:
         s.ca_file is not None and not any(url.startswith("https://") for url in s.controllers),
         "--ca-file is for https:// controllers and none is given",
     )
+    _refuse(
+        s.join_token_file is not None and s.token_file is None,
+        "--join-token-file needs --token-file: where the node's own token is to be kept",
+    )
+    _refuse(
+        (s.client_certificate is None) != (s.client_key is None),
+        "--client-certificate and --client-key belong together: give both or none",
+    )
     host, _ = listen_address(s.vault_listen)
     _refuse(
         host in ("", "0.0.0.0", "::"),  # noqa: S104 - the refusal of it
@@ -289,10 +310,19 @@ def listen_address(text: str) -> tuple[str, int]:
 
 
 def tls_context(settings: AgentSettings) -> ssl.SSLContext | None:
-    """Verification of https controllers (the system's authorities, or ``ca_file``); None where all are http."""
+    """Verification of https controllers (the system's authorities, or ``ca_file``); None where all are http.
+
+    Shows our own certificate where there is one. Raises ConfigurationError where that cannot be used.
+    """
     if not any(url.startswith("https://") for url in settings.controllers):
         return None
-    return ssl.create_default_context(cafile=str(settings.ca_file) if settings.ca_file else None)
+    context = ssl.create_default_context(cafile=str(settings.ca_file) if settings.ca_file else None)
+    if settings.client_certificate is not None:
+        try:
+            context.load_cert_chain(settings.client_certificate, settings.client_key)
+        except OSError as error:
+            raise ConfigurationError(f"the client certificate cannot be used: {error}") from error
+    return context
 
 
 def read_token(path: Path | None, what: str) -> str:

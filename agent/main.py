@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from agent.config import AgentSettings, from_command_line
+from agent.enrolment import ensure_token
 from agent.log_format import log_to_stderr
 from agent.supervisor import Supervisor
 from everstep.errors import ConfigurationError, EverstepError
@@ -32,7 +33,9 @@ async def serve(settings: AgentSettings, parent: int) -> None:
         loop.add_signal_handler(signum, stop.set)
     if settings.die_with_parent:
         die_with_parent(parent)
-    await Supervisor(settings, SYSTEM_CLOCK).run(stop)
+    await ensure_token(settings, stop)
+    if not stop.is_set():
+        await Supervisor(settings, SYSTEM_CLOCK).run(stop)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

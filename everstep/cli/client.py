@@ -20,6 +20,7 @@ from everstep.errors import (
     MalformedMessage,
     NotFound,
     PermissionDenied,
+    RateLimited,
     Unavailable,
 )
 
@@ -30,7 +31,16 @@ STREAM_TIMEOUT_S = 60.0
 
 _BY_CODE: dict[str, type[EverstepError]] = {
     kind.code: kind
-    for kind in (AuthenticationError, ConfigurationError, Conflict, MalformedMessage, NotFound, PermissionDenied)
+    for kind in (
+        AuthenticationError,
+        ConfigurationError,
+        Conflict,
+        MalformedMessage,
+        NotFound,
+        PermissionDenied,
+        RateLimited,
+        Unavailable,
+    )
 }
 
 
@@ -39,16 +49,18 @@ class Client:
 
     Args:
         url: ``http://HOST:PORT`` or https. Raises ConfigurationError for anything else.
-        token: a viewer's or an operator's.
+        token: a viewer's or an operator's; empty where the certificate in ``tls`` speaks for its owner.
+        tls: for https; by default the system's authorities, and no certificate of our own.
     """
 
-    def __init__(self, url: str, token: str) -> None:
+    def __init__(self, url: str, token: str, *, tls: ssl.SSLContext | None = None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigurationError(f"{url!r} is not a controller's address: use http://HOST:PORT")
         self._parts = parts
         self._url = url
-        self._headers = {"Authorization": f"Bearer {token}"}
+        self._tls = tls
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def get(self, path: str, kind: type[T], **query: str | int) -> T:
         """The answer of a GET. Raises EverstepError with what the controller said, Unavailable where none answers."""
@@ -75,7 +87,8 @@ class Client:
     def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
         host, port = str(self._parts.hostname), self._parts.port
         if self._parts.scheme == "https":
-            return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=ssl.create_default_context())
+            tls = self._tls or ssl.create_default_context()
+            return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=tls)
         return http.client.HTTPConnection(host, port, timeout=timeout_s)
 
     def _ask(self, method: str, path: str, body: bytes | None = None) -> bytes:

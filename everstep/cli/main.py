@@ -8,20 +8,19 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from everstep import __version__
-from everstep.cli import tables
-from everstep.cli.client import Client, read_token
-from everstep.errors import AuthenticationError, ConfigurationError, EverstepError, Unavailable
+from everstep.cli import tables, tokens
+from everstep.cli.client import Client
+from everstep.cli.context import Access, Json, Reason, console, controller, print_changed, show
+from everstep.errors import Unavailable
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import Verdict
 from everstep.wire.v1 import operator as op
@@ -36,12 +35,8 @@ verdict_app = typer.Typer(help="Why a node was judged as it was.", no_args_is_he
 app.add_typer(node_app, name="node")
 app.add_typer(job_app, name="job")
 app.add_typer(verdict_app, name="verdict")
+app.add_typer(tokens.app, name="token")
 
-console = Console()
-complaints = Console(stderr=True)
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
-Reason = Annotated[str, typer.Option("--reason", "-r", help="Why; it stands in the log for ever.")]
 NodeName = Annotated[str, typer.Argument(metavar="NODE")]
 JobName = Annotated[str, typer.Argument(metavar="JOB")]
 
@@ -49,41 +44,28 @@ JobName = Annotated[str, typer.Argument(metavar="JOB")]
 @app.callback()
 def connect(
     context: typer.Context,
-    controller: Annotated[
-        str, typer.Option(envvar="EVERSTEP_CONTROLLER", help="The controller's address.")
+    address: Annotated[
+        str, typer.Option("--controller", envvar="EVERSTEP_CONTROLLER", help="The controller's address.")
     ] = DEFAULT_CONTROLLER,
     token_file: Annotated[str, typer.Option(envvar="EVERSTEP_TOKEN_FILE", help="A file with your token.")] = "",
+    ca_file: Annotated[
+        str,
+        typer.Option(envvar="EVERSTEP_CA_FILE", help="PEM file of the authority that signed the controller."),
+    ] = "",
+    certificate: Annotated[
+        str, typer.Option(envvar="EVERSTEP_CERTIFICATE", help="PEM file of your certificate, in place of a token.")
+    ] = "",
+    key: Annotated[str, typer.Option(envvar="EVERSTEP_KEY", help="PEM file of the certificate's key.")] = "",
 ) -> None:
-    context.obj = (controller, token_file)
-
-
-@contextmanager
-def _controller(context: typer.Context) -> Iterator[Client]:
-    """A client; errors become a sentence and an exit code."""
-    url, token_file = context.obj
-    try:
-        yield Client(url.split(",")[0], read_token(token_file))
-    except (ConfigurationError, AuthenticationError, Unavailable) as error:
-        complaints.print(f"[bold red]everstep:[/] {error}", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
-    except EverstepError as error:
-        complaints.print(f"[bold red]refused:[/] {error}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
-
-
-def _show(message: Any, as_json: bool, view: RenderableType) -> None:
-    if as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(message), indent=2).decode() + "\n")
-    else:
-        console.print(view)
+    context.obj = Access(address, token_file, ca_file, certificate, key)
 
 
 @app.command()
 def status(context: typer.Context, as_json: Json = False) -> None:
     """The fleet on one screen."""
-    with _controller(context) as client:
+    with controller(context) as client:
         fleet = client.get("/v1/status", op.FleetStatus)
-        _show(fleet, as_json, tables.status(fleet))
+        show(fleet, as_json, tables.status(fleet))
 
 
 @app.command(
@@ -102,7 +84,7 @@ def top(
     interval_s: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")] = 1.0,
 ) -> None:
     """The fleet as it stands, drawn again and again until interrupted; nodes that are not healthy come first."""
-    with _controller(context) as client, Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+    with controller(context) as client, Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
         view = _look(client)
         try:
             while True:
@@ -124,24 +106,23 @@ def _look(client: Client) -> RenderableType:
 @app.command()
 def nodes(context: typer.Context, as_json: Json = False) -> None:
     """All nodes and how they stand."""
-    with _controller(context) as client:
+    with controller(context) as client:
         found = client.get("/v1/nodes", op.NodeList)
-        _show(found, as_json, tables.nodes(found.nodes, SYSTEM_CLOCK.wall()))
+        show(found, as_json, tables.nodes(found.nodes, SYSTEM_CLOCK.wall()))
 
 
 @node_app.command("show")
-def node_show(context: typer.Context, node: NodeName, as_json: Json = False) -> None:
+def nodeshow(context: typer.Context, node: NodeName, as_json: Json = False) -> None:
     """One node: state, findings, GPUs, verdicts."""
-    with _controller(context) as client:
+    with controller(context) as client:
         detail = client.get(f"/v1/nodes/{node}", op.NodeDetail)
-        _show(detail, as_json, tables.node(detail, SYSTEM_CLOCK.wall()))
+        show(detail, as_json, tables.node(detail, SYSTEM_CLOCK.wall()))
 
 
 def _order(context: typer.Context, path: str, body: Any) -> None:
-    with _controller(context) as client:
+    with controller(context) as client:
         changed = client.post(path, body, op.Changed)
-        console.print(changed.sentence or "done", highlight=False)
-        console.print(f"everstep events --trace {changed.trace}", style="dim", highlight=False)
+        print_changed(changed.sentence, changed.trace)
 
 
 @node_app.command()
@@ -177,17 +158,17 @@ def repair(context: typer.Context, node: NodeName, reason: Reason) -> None:
 @app.command()
 def jobs(context: typer.Context, as_json: Json = False) -> None:
     """All jobs and how far they are."""
-    with _controller(context) as client:
+    with controller(context) as client:
         found = client.get("/v1/jobs", op.JobList)
-        _show(found, as_json, tables.jobs(found.jobs))
+        show(found, as_json, tables.jobs(found.jobs))
 
 
 @job_app.command("show")
-def job_show(context: typer.Context, job: JobName, as_json: Json = False) -> None:
+def jobshow(context: typer.Context, job: JobName, as_json: Json = False) -> None:
     """One job: ranks, versions, recoveries."""
-    with _controller(context) as client:
+    with controller(context) as client:
         detail = client.get(f"/v1/jobs/{job}", op.JobDetail)
-        _show(detail, as_json, tables.job(detail, SYSTEM_CLOCK.wall()))
+        show(detail, as_json, tables.job(detail, SYSTEM_CLOCK.wall()))
 
 
 @job_app.command()
@@ -219,7 +200,7 @@ def events(
     as_json: Json = False,
 ) -> None:
     """What happened and what was decided, newest last."""
-    with _controller(context) as client:
+    with controller(context) as client:
         limit = EVENTS_AT_ONCE if trace else limit
         found = client.get(
             "/v1/events", op.EventList, limit=limit, trace=trace, node=node, job=job, newest="" if trace else "true"
@@ -264,9 +245,9 @@ def verdict_explain(
     context: typer.Context, verdict: Annotated[str, typer.Argument(metavar="ID")], as_json: Json = False
 ) -> None:
     """A verdict's sentence and the evidence it rests on."""
-    with _controller(context) as client:
+    with controller(context) as client:
         found = client.get(f"/v1/verdicts/{verdict}", Verdict)
-        _show(found, as_json, tables.verdict(found, SYSTEM_CLOCK.wall()))
+        show(found, as_json, tables.verdict(found, SYSTEM_CLOCK.wall()))
 
 
 @app.command()
@@ -278,13 +259,13 @@ def probe(
     as_json: Json = False,
 ) -> None:
     """Let nodes run an all-reduce among them: latency and bus bandwidth by size."""
-    with _controller(context) as client:
+    with controller(context) as client:
         found = client.post("/v1/probes", op.StartProbe(nodes=tuple(nodes), backend=backend), op.ProbeStatus)
         deadline = SYSTEM_CLOCK.monotonic() + timeout_s
         while found.ok is None and SYSTEM_CLOCK.monotonic() < deadline:
             time.sleep(0.2)
             found = client.get(f"/v1/probes/{found.probe}", op.ProbeStatus)
-        _show(found, as_json, tables.probe(found))
+        show(found, as_json, tables.probe(found))
         if not found.ok:
             raise typer.Exit(1)
 

@@ -1,0 +1,76 @@
+"""What every command needs: the controller it speaks to, and a place to print."""
+
+from __future__ import annotations
+
+import ssl
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console, RenderableType
+
+from everstep.cli.client import Client, read_token
+from everstep.errors import AuthenticationError, ConfigurationError, EverstepError, Unavailable
+
+console = Console()
+complaints = Console(stderr=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+Reason = Annotated[str, typer.Option("--reason", "-r", help="Why; it stands in the log for ever.")]
+
+
+class Access(msgspec.Struct, frozen=True):
+    """Where the controller is and how to be known there: by a token, or by a certificate."""
+
+    controller: str
+    token_file: str = ""
+    ca_file: str = ""
+    certificate: str = ""
+    key: str = ""
+
+    def token(self) -> str:
+        """Empty where there is a certificate and no token. Raises ConfigurationError where there is neither."""
+        return "" if self.certificate and not self.token_file else read_token(self.token_file)
+
+    def tls(self) -> ssl.SSLContext | None:
+        """Raises ConfigurationError for files that cannot be used."""
+        if not self.ca_file and not self.certificate:
+            return None
+        try:
+            context = ssl.create_default_context(cafile=self.ca_file or None)
+            if self.certificate:
+                context.load_cert_chain(self.certificate, self.key or None)
+        except OSError as error:
+            raise ConfigurationError(f"a certificate or key cannot be used: {error}") from error
+        return context
+
+
+@contextmanager
+def controller(context: typer.Context) -> Iterator[Client]:
+    """A client; errors become a sentence and an exit code."""
+    access: Access = context.obj
+    try:
+        yield Client(access.controller.split(",")[0], access.token(), tls=access.tls())
+    except (ConfigurationError, AuthenticationError, Unavailable) as error:
+        complaints.print(f"[bold red]everstep:[/] {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    except EverstepError as error:
+        complaints.print(f"[bold red]refused:[/] {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+def show(message: Any, as_json: bool, view: RenderableType) -> None:
+    """Prints a message as JSON or as people like it."""
+    if as_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(message), indent=2).decode() + "\n")
+    else:
+        console.print(view)
+
+
+def print_changed(sentence: str, trace: str) -> None:
+    """What an order led to, and how to follow it."""
+    console.print(sentence or "done", highlight=False)
+    console.print(f"everstep events --trace {trace}", style="dim", highlight=False)

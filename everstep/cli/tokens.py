@@ -1,0 +1,169 @@
+"""``everstep token``: who has a credential, and giving, taking and renewing them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from everstep.cli import tables
+from everstep.cli.context import Json, Reason, console, controller, print_changed, show
+from everstep.cli.words import age
+from everstep.errors import ConfigurationError, EverstepError
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep.tokens import TokenRole
+from everstep.wire.v1 import enrolment as wire
+from everstep.wire.v1 import operator as op
+
+app = typer.Typer(help="Credentials: issue, list, revoke, rotate.", no_args_is_help=True)
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+Duration = Annotated[str, typer.Option(metavar="TIME", help="Such as 90s, 30m, 12h or 30d.")]
+Out = Annotated[
+    str, typer.Option(metavar="FILE", help="Write the token there, for your eyes only, and not to the terminal.")
+]
+CredentialId = Annotated[str, typer.Argument(metavar="ID")]
+
+
+@app.command("list")
+def list_(
+    context: typer.Context,
+    everything: Annotated[bool, typer.Option("--all", help="Also those that are dead.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Who has a credential. Secrets are kept nowhere, and not shown."""
+    with controller(context) as client:
+        found, now = client.get("/v1/credentials", wire.CredentialList), SYSTEM_CLOCK.wall()
+        living = [one for one in found.credentials if everything or _lives(one, now)]
+        show(wire.CredentialList(credentials=tuple(living)), as_json, _table(living, now))
+
+
+@app.command()
+def issue(
+    context: typer.Context,
+    role: Annotated[Literal["agent", "trainer", "operator", "viewer", "join"], typer.Option(help="What it may do.")],
+    reason: Reason,
+    subject: Annotated[
+        str, typer.Option(metavar="NAME", help="The node, the job, or who; for join, a pattern of node names.")
+    ] = "",
+    expires: Duration = "",
+    uses: Annotated[int, typer.Option(min=0, help="Join: nodes it may enrol; 0 for any number.")] = 1,
+    replace: Annotated[bool, typer.Option(help="Join: also nodes that are enrolled already.")] = False,
+    note: Annotated[str, typer.Option(help="For people.")] = "",
+    out: Out = "",
+) -> None:
+    """Make a credential. Its token is shown this once."""
+    with controller(context) as client:
+        life_s = seconds(expires) if expires else None
+        body: wire.Issue
+        if role == "join":
+            body = wire.IssueJoin(
+                subject=subject or "*",
+                uses=uses or None,
+                replace=replace,
+                reason=reason,
+                expires_in_s=life_s,
+                note=note,
+            )
+        else:
+            body = _KINDS[role](subject=_named(subject, role), reason=reason, expires_in_s=life_s, note=note)
+        with _handed_out(out) as hand_out:
+            hand_out(client.post("/v1/credentials", body, wire.Issued))
+
+
+@app.command()
+def revoke(context: typer.Context, id: CredentialId, reason: Reason) -> None:
+    """End a credential at once."""
+    with controller(context) as client:
+        changed = client.post(f"/v1/credentials/{id}/revoke", op.Because(reason=reason), op.Changed)
+        print_changed(changed.sentence, changed.trace)
+
+
+@app.command()
+def rotate(context: typer.Context, id: CredentialId, reason: Reason, grace: Duration = "1h", out: Out = "") -> None:
+    """Make a second credential for the same subject; the first lives on for the grace."""
+    with controller(context) as client:
+        body = wire.Rotate(reason=reason, grace_s=seconds(grace))
+        with _handed_out(out) as hand_out:
+            hand_out(client.post(f"/v1/credentials/{id}/rotate", body, wire.Issued))
+
+
+_KINDS: dict[str, type[wire.IssueAgent | wire.IssueTrainer | wire.IssueOperator | wire.IssueViewer]] = {
+    "agent": wire.IssueAgent,
+    "trainer": wire.IssueTrainer,
+    "operator": wire.IssueOperator,
+    "viewer": wire.IssueViewer,
+}
+
+
+def _named(subject: str, role: str) -> str:
+    if not subject:
+        what = {"agent": "the node", "trainer": "the job"}.get(role, "who it is for")
+        raise ConfigurationError(f"--role {role} needs --subject: {what}")
+    return subject
+
+
+def seconds(text: str) -> float:
+    """``90s``, ``30m``, ``12h`` or ``30d`` in seconds. Raises ConfigurationError."""
+    found = _DURATION.fullmatch(text.strip())
+    if found is None:
+        raise ConfigurationError(f"{text!r} is not a time: use 90s, 30m, 12h or 30d")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+@contextmanager
+def _handed_out(out: str) -> Iterator[Callable[[wire.Issued], None]]:
+    """What to do with an issued credential. The file is made before it is asked for: its token is shown only once."""
+    if not out:
+        yield lambda issued: typer.echo(issued.token)  # alone on stdout, so that it can be piped
+        return
+    try:
+        descriptor = os.open(Path(out), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigurationError(f"{out} cannot be written: {error.strerror}; give a new file") from error
+    with os.fdopen(descriptor, "w") as file:
+
+        def write(issued: wire.Issued) -> None:
+            file.write(issued.token + "\n")
+            console.print(f"credential {issued.credential.id}, its token in {out}", highlight=False)
+
+        try:
+            yield write
+        except EverstepError:
+            Path(out).unlink()
+            raise
+
+
+def _lives(one: wire.Credential, now: float) -> bool:
+    return one.revoked_at is None and (one.expires_at is None or now < one.expires_at)
+
+
+def _table(credentials: Sequence[wire.Credential], now: float) -> RenderableType:
+    """One line a credential."""
+    made = tables.table("id", "role", "of", "since", "by", "state", "note", right=("since",))
+    for one in credentials:
+        made.add_row(
+            one.id, one.role, one.subject, age(now - one.created_at), one.created_by, _state(one, now), one.note or "-"
+        )
+    return made
+
+
+def _state(one: wire.Credential, now: float) -> Text:
+    if one.revoked_at is not None:
+        return Text(f"revoked {age(now - one.revoked_at)} ago", style="red")
+    if one.expires_at is not None and one.expires_at <= now:
+        return Text(f"expired {age(now - one.expires_at)} ago", style="red")
+    words = ["good" if one.expires_at is None else f"for {age(one.expires_at - now)}"]
+    if one.role is TokenRole.JOIN:
+        words.append("any number" if one.uses_left is None else f"{one.uses_left} left")
+    if one.replace:
+        words.append("replaces")
+    return Text(", ".join(words), style="green" if one.uses_left != 0 else "dim")
