@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from controller.core.rules import Rulebook
 from everstep.errors import ConfigurationError
+from everstep.vocabulary import Mode
 
 
 class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -12,18 +14,36 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     # liveness
     suspect_after_s: float = 5.0
-    """Seconds without a word until a node is suspected. Beats come every second: shorter doubts a node for a few lost
-    packets, longer delays what only silence can tell."""
+    """Least seconds without a word until a node is suspected. Beats come every second: shorter doubts a node for a few
+    lost packets, longer delays what only silence can tell. A node that took longer pauses lately is given twice the
+    longest of them."""
+    suspect_at_most_s: float = 30.0
+    """Most seconds of that. Larger bears with agents that stand still for long, smaller bounds what a node that has
+    become slow bit by bit can ask for."""
     dead_after_s: float = 20.0
-    """Seconds without a word until a node is lost: its jobs regroup without it. Witnesses shorten this wait."""
+    """Seconds without a word until a node is lost that was suspected after ``suspect_after_s``: its jobs regroup without
+    it. One that is suspected later is lost as much later. Witnesses shorten this wait."""
+    accused_after_s: float = 1.5
+    """Least seconds without a word until a node is suspected that others have lost (``peer_witnesses``, or one and a
+    failure in its job). More than the second between beats, else a node that is there could not refute it in time;
+    longer lets its job wait."""
+    peer_witnesses: int = 2
+    """Nodes whose vaults must have lost a silent node's, where nothing in its job says that somebody is missing. One can
+    be wrong about its own network; more are rarely there, since copies go to few nodes."""
     disconnect_grace_s: float = 3.0
     """Seconds a node whose connection closed may take to come back (an agent's restart takes about one) before its
     jobs regroup without it. With a witness in the job there is no grace."""
     rejoin_grace_s: float = 10.0
     """Seconds a launcher may take to join again after its agent began a new life, before it is taken for gone."""
+    reunion_s: float = 3.0
+    """Seconds after this controller's start that a regrouping waits for members that it has not heard yet. Shorter
+    leaves out nodes that are only on their way back to us, longer lets a job wait for one that is dead."""
     correlated_share: float = 0.3
     """Share of the fleet that, silent at once, is taken for a fault of the network or of this controller: no node is
     declared lost on silence alone until it is over. Smaller protects more and reacts later to real mass failures."""
+    correlated_part_share: float = 0.75
+    """The same of the nodes of one rack, switch, power domain, driver or agent version: that part of the network, or that
+    software, is suspected first. Larger believes a half dead rack node by node; smaller doubts a rack's switch sooner."""
     correlated_minimum: int = 3
     """Fewest silent nodes that can be called correlated; below, every loss is taken at its word."""
     correlated_patience_s: float = 60.0
@@ -69,11 +89,23 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     # eviction
     eviction_count: int = 4
-    """Evictions the fleet may suffer inside ``eviction_window_s``."""
+    """Evictions the fleet may suffer inside ``eviction_window_s``. One more latches a breaker: nobody is evicted until
+    an operator resets it. Larger clears a bad batch of nodes unattended, smaller asks a person sooner."""
     eviction_share: float = 0.1
-    """The same as a share of known nodes; the smaller of both holds, but one eviction is always allowed."""
+    """The same as a share of known nodes; the smaller of both holds, but one eviction is always allowed. It is what
+    keeps a small fleet from losing half of itself to one bad rule."""
+    eviction_rack_count: int = 2
+    """Evictions that one rack may suffer inside the window, as far as the fleet's own budget goes. Further ones are held until it has passed: many sick nodes in
+    one rack have their rack in common. Larger trusts the findings, smaller the coincidence."""
+    eviction_rack_share: float = 0.5
+    """The same as a share of the rack's nodes."""
+    eviction_job_count: int = 3
+    """Nodes that one job may lose to evictions inside the window. Further ones are held until it has passed: what falls
+    on one job only may be what the job does to its nodes."""
+    eviction_job_share: float = 0.25
+    """The same as a share of the job's nodes."""
     eviction_window_s: float = 3600.0
-    """Seconds of that window. When the budget is exceeded a breaker latches until an operator resets it."""
+    """Seconds of that window: longer makes every eviction count for longer."""
 
     # readmission
     quarantine_min_s: float = 60.0
@@ -99,6 +131,44 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     offender_window_s: float = 7 * 86400.0
     """Seconds that a node's evictions are remembered for."""
 
+    # findings
+    rules: Rulebook = Rulebook()
+    """How findings are judged: read from policy files by the shell (``controller.rulebook``)."""
+    finding_burst: int = 8
+    """Findings of one kind on one node that are written down one by one; of more the 16th, 32nd and so on are, until
+    none came for ``finding_quiet_s``. Every one of them is judged."""
+    finding_quiet_s: float = 60.0
+    """Seconds without a finding of the kind after which they are written down one by one again."""
+    slow_link_bytes_per_s: float = 0.0
+    """Bus bandwidth of the largest probe below which a link is called slow. It depends on the network: 0 judges none."""
+
+    # remedies
+    remediate: Mode = Mode.RECOMMEND
+    """What is asked of the outside by itself along a rule's ladder (reset, reboot, repair). ``recommend``: nothing but
+    cordons, and the node waits until its findings clear. ``enforce`` is for sites where something carries it out."""
+    remedy_timeout_s: float = 1800.0
+    """Seconds after which a remedy of which nothing was heard counts as failed: longer than a node's reboot takes."""
+    remedy_settle_s: float = 300.0
+    """Seconds after a confirmed remedy for the findings to clear, before the next cure of the ladder is due."""
+    remedies_per_node: int = 3
+    """Automatic resets and reboots of one node inside ``remedy_node_window_s``; after them it goes to repair."""
+    remedy_node_window_s: float = 7 * 86400.0
+    """Seconds of that window."""
+    remedies_per_fleet: int = 10
+    """The same of the whole fleet inside ``remedy_fleet_window_s``: a wrong rule must not reboot everything."""
+    remedy_fleet_window_s: float = 3600.0
+    """Seconds of that window; what comes on top waits for it."""
+    partner_wait_s: float = 5.0
+    """Seconds until a node whose partner for a probe is taken looks for one again."""
+
+    # repeat offenders
+    offender_half_life_s: float = 7 * 86400.0
+    """Seconds in which a node's score of offences halves. 1.2 % of nodes are lemons, and three of 63 caused half of
+    all exclusions (published fleets): longer finds more of them, and forgives slower."""
+    offender_repair_score: float = 5.0
+    """Score at which a node goes to repair instead of back: an eviction or a relapse on probation counts 1, a failed
+    probe half of that."""
+
     # versions
     version_window: int = 64
     """Versions of a job followed at once; older unfinished ones are given up."""
@@ -113,6 +183,9 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """For one machine, demonstrations and tests: everything within seconds."""
         return CorePolicy(
             suspect_after_s=2.5,
+            suspect_at_most_s=10.0,
+            accused_after_s=0.8,
+            reunion_s=1.0,
             dead_after_s=6.0,
             disconnect_grace_s=1.0,
             rejoin_grace_s=5.0,
@@ -124,6 +197,10 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             flap_window_s=60.0,
             eviction_count=4,
             eviction_share=1.0,
+            eviction_rack_count=4,
+            eviction_rack_share=1.0,
+            eviction_job_count=4,
+            eviction_job_share=1.0,
             eviction_window_s=300.0,
             quarantine_min_s=2.0,
             probation_beats=3,
@@ -132,6 +209,12 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             probe_retry_s=2.0,
             offender_wait_s=5.0,
             offender_window_s=120.0,
+            finding_quiet_s=5.0,
+            remedy_timeout_s=30.0,
+            remedy_settle_s=5.0,
+            partner_wait_s=0.5,
+            offender_half_life_s=60.0,
+            offender_repair_score=12.0,
         )
 
     def validate(self) -> CorePolicy:
@@ -148,10 +231,17 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             "boundary_margin_steps",
             "rank_flap_count",
             "eviction_count",
+            "eviction_rack_count",
+            "eviction_job_count",
+            "peer_witnesses",
             "version_window",
             "tie_count",
+            "finding_burst",
+            "remedies_per_node",
+            "remedies_per_fleet",
         )
         small = [name for name in counts if getattr(self, name) < 1]
+        shares = [name for name in self.__struct_fields__ if name.endswith("_share")]
         return (
             (bool(durations), f"seconds cannot be negative: {', '.join(durations)}"),
             (bool(small), f"must be at least 1: {', '.join(small)}"),
@@ -163,6 +253,16 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             (
                 self.suspect_after_s <= 1.0,
                 f"suspect_after_s ({self.suspect_after_s}) must exceed the second between beats: one late is no doubt",
+            ),
+            (
+                self.suspect_at_most_s < self.suspect_after_s,
+                f"suspect_at_most_s ({self.suspect_at_most_s}) must not be less than suspect_after_s "
+                f"({self.suspect_after_s}): they are the ends of one range",
+            ),
+            (
+                self.accused_after_s >= self.suspect_after_s,
+                f"accused_after_s ({self.accused_after_s}) must be less than suspect_after_s ({self.suspect_after_s}): "
+                "witnesses shorten the wait",
             ),
             (
                 self.disconnect_grace_s > self.dead_after_s,
@@ -179,10 +279,15 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 "resume_deadline_s must not exceed resume_deadline_max_s",
             ),
             (
-                not 0 < self.eviction_share <= 1 or not 0 < self.correlated_share <= 1,
-                "eviction_share and correlated_share are shares of the fleet: above 0, at most 1",
+                any(not 0 < getattr(self, name) <= 1 for name in shares),
+                f"shares are above 0 and at most 1: {', '.join(shares)}",
             ),
             (self.probation_beats < 0, "probation_beats cannot be negative"),
+            (self.offender_half_life_s <= 0, "offender_half_life_s must be positive: offences are forgotten by halves"),
+            (
+                self.offender_repair_score <= 1.0,
+                "offender_repair_score must exceed 1: one eviction alone sends nobody to repair",
+            ),
             (
                 self.offender_wait_s > self.offender_wait_max_s or self.probe_retry_s > self.probe_retry_max_s,
                 "a wait must not exceed its own bound (offender_wait_max_s, probe_retry_max_s)",

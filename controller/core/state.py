@@ -10,23 +10,68 @@ from __future__ import annotations
 import msgspec
 
 from controller.core.policy import CorePolicy
+from controller.core.rules import Reports, SecondPass, Steps
 from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, TraceId, Version
-from everstep.vocabulary import Action, Finding, JobState, NodeState
+from everstep.vocabulary import Action, Finding, GenerationReason, JobState, NodeState, ProbeKind
 from everstep.wire.v1.agent import Domain, Gpu
 from everstep.wire.v1.training import GenerationSpec, JobSpec, RankProgress
+
+
+class Window(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Maintenance until ``until`` (wall seconds) of a node, or of a rack's nodes; ``sentence`` says by whose order."""
+
+    until: float
+    sentence: str
+    node: NodeId = ""
+    rack: str = ""
 
 
 class FleetRecord(msgspec.Struct, kw_only=True):
     """What belongs to no single node or job.
 
     ``breaker``: the sentence of a latched eviction breaker, empty while evictions are allowed. ``evictions``: wall
-    seconds of the evictions inside the budget's window. ``probes`` counts probes ever asked for, so that ids are new.
+    seconds of the evictions inside the budget's window. ``probes`` counts probes ever asked for, so that ids are new;
+    ``remedies`` the same. ``remedied``: wall seconds of automatic resets and reboots inside their window.
+    ``maintenance``: windows that are not over.
     """
 
     breaker: str = ""
     breaker_at: float = 0.0
     evictions: list[float] = []
     probes: int = 0
+    remedies: int = 0
+    remedied: list[float] = []
+    maintenance: list[Window] = []
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One entry of a node's case book: a finding, verdict, probe or action, and when."""
+
+    at: float
+    what: str
+    sentence: str
+    detail: dict[str, str] = {}
+
+
+class Course(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """How a node that is out is treated.
+
+    ``rule``: id of the rule that took it out. ``ladder`` and ``rung``: its cures, and which is due. ``checks``: what it
+    must pass on its way back, ``passes`` times in a row; ``left``: what is still to be passed. ``remedy``: id of the
+    action that was asked for and not reported, ``remedy_due``: when it is given up. ``settles_at``: when the causes must
+    have cleared after a confirmed one. ``hindered``: why no action was asked for, as it was last said.
+    """
+
+    rule: str = ""
+    ladder: tuple[Action, ...] = ()
+    rung: int = 0
+    checks: tuple[ProbeKind, ...] = (ProbeKind.ALL_REDUCE,)
+    passes: int = 1
+    left: list[ProbeKind] = []
+    remedy: str = ""
+    remedy_due: float = 0.0
+    settles_at: float = 0.0
+    hindered: str = ""
 
 
 class NodeRecord(msgspec.Struct, kw_only=True):
@@ -38,8 +83,15 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     not before this may it leave quarantine. ``evictions``: times of this node's evictions; repeat offenders wait
     longer. ``verdicts`` counts verdicts ever given, for their ids. ``probe``: the one it must pass. ``against``: with
     whom it was in an undecided digest vote. ``condemned``: UUIDs of GPUs (or its name, without any) that computed
-    wrongly; when none of them is left, the node is repaired. ``overruled``: key of the finding whose eviction waits
-    until its job can spare the node.
+    wrongly; when none of them is left, the node is repaired. ``overruled``: key of the finding whose eviction is
+    held, ``held_by`` what holds it (a scope of ``eviction``).
+
+    ``booted_at``: when it was first seen after its last boot. ``reports`` of a finding are counted under its rule and
+    key, ``steps`` of ladders under the rule. ``undecided``: keys of findings that are looked at again, and what for.
+    ``cleared``: since when a cause has been clear. ``course``: its treatment while it is out. ``offences``: its score
+    as of ``offended_at``. ``remedied``: times of its automatic resets and reboots. ``cordoned``: Everstep has taken it
+    out of service with the scheduler; ``foreign``: who else has. ``hold``: a person's order that keeps it out.
+    ``maintenance_until``: the end of its maintenance window, 0.0 outside one. ``notes``: its case book.
     """
 
     node: NodeId
@@ -70,6 +122,21 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     against: list[NodeId] = []
     condemned: list[str] = []
     overruled: str = ""
+    held_by: str = ""
+    booted_at: float = 0.0
+    reports: dict[str, Reports] = {}
+    steps: dict[str, Steps] = {}
+    undecided: dict[str, str] = {}
+    cleared: dict[str, float] = {}
+    course: Course | None = None
+    offences: float = 0.0
+    offended_at: float = 0.0
+    remedied: list[float] = []
+    cordoned: bool = False
+    foreign: str = ""
+    hold: str = ""
+    maintenance_until: float = 0.0
+    notes: list[Note] = []
 
 
 class LauncherRecord(msgspec.Struct, kw_only=True):
@@ -88,6 +155,24 @@ class LauncherRecord(msgspec.Struct, kw_only=True):
     why_not: str = ""
 
 
+class Share(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where else the part of a version is that a node's ranks stored.
+
+    ``copies``: nodes that each hold all of what these ranks alone hold. ``alike``: nodes that store the rest again,
+    each of them a part of it.
+    """
+
+    copies: tuple[NodeId, ...] = ()
+    alike: tuple[NodeId, ...] = ()
+
+
+class Homes(msgspec.Struct, frozen=True):
+    """Which nodes hold the versions that were committed in ``generation``: a share for each node of its roster."""
+
+    generation: GenerationNumber
+    shares: dict[NodeId, Share]
+
+
 class JobRecord(msgspec.Struct, kw_only=True):
     """A job as stored.
 
@@ -99,7 +184,8 @@ class JobRecord(msgspec.Struct, kw_only=True):
     not reached. ``excluded``: nodes that this job does without, and why. ``former``: nodes of earlier
     rosters whose vaults may still hold slots. ``raised``: what the training function raised, and on which node first.
     ``ties``: times of unsettled votes. ``finished``: ranks of the running
-    generation whose training function returned.
+    generation whose training function returned. ``slow``: nodes that were replaced as stragglers, and why. ``homes`` of
+    the newest committed version. ``gave_at``: when it last gave a node to a job of higher priority.
     """
 
     job: JobId
@@ -125,6 +211,9 @@ class JobRecord(msgspec.Struct, kw_only=True):
     former: list[NodeId] = []
     ties: list[float] = []
     finished: list[Rank] = []
+    slow: dict[NodeId, str] = {}
+    homes: Homes | None = None
+    gave_at: float = 0.0
 
 
 class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,11 +233,28 @@ class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):
 class Pulse(msgspec.Struct):
     """What beats alone change of a node; rules read it through ``Turn.pulse``.
 
-    ``heard_at``: its last word. ``beats``: clean ones on probation.
+    ``heard_at``: its last word; 0.0 before the first that this controller hears. ``beats``: clean ones on probation.
+    ``longest_s``: its longest pause between two words, of lately.
     """
 
     heard_at: float = 0.0
     beats: int = 0
+    longest_s: float = 0.0
+
+
+class Hearing(msgspec.Struct):
+    """How well this controller listens: ``last_at`` somebody was heard; ``since`` then it was not deaf for long. No
+    node's silence began before."""
+
+    last_at: float = 0.0
+    since: float = 0.0
+
+
+class Burst(msgspec.Struct):
+    """How many findings of a kind came without a pause, and when the last one did."""
+
+    count: int = 0
+    at: float = 0.0
 
 
 class NodeLive(msgspec.Struct):
@@ -156,7 +262,7 @@ class NodeLive(msgspec.Struct):
 
     ``picture``: it has told its findings in full since we began. ``gone_at``: its connection closed then and nothing
     was heard since. ``watched``: its silence deadline is queued. ``rejoin_due``: until when its launchers may join
-    again. ``jobs``: those that ever had a launcher on it.
+    again. ``jobs``: those that ever had a launcher on it. ``bursts``: by kind of finding.
     """
 
     pulse: Pulse = msgspec.field(default_factory=Pulse)
@@ -165,23 +271,32 @@ class NodeLive(msgspec.Struct):
     watched: bool = False
     rejoin_due: float | None = None
     jobs: dict[JobId, None] = {}
+    accusers: dict[NodeId, float] = {}
+    bursts: dict[str, Burst] = {}
 
 
 class Pending(msgspec.Struct, frozen=True):
-    """A regrouping that waits until ``due`` for more witnesses: after a failed collective, or after a stall."""
+    """A regrouping that waits until ``due`` for more witnesses: after a failed collective, or after a stall; or, with a
+    ``reason``, for members that a controller which has just begun has not heard yet."""
 
     stall: bool
     since: float
     due: float
     trace: TraceId
     sentence: str
+    reason: GenerationReason | None = None
 
 
 class Ballot(msgspec.Struct):
-    """What ranks said of one version: who has sealed it, whose share is kept and safe, digests by group and rank."""
+    """What ranks said of one version: who has sealed it, whose share is kept and safe, digests by group and rank.
+
+    ``copies`` and ``alike`` as in ``Share``, by node.
+    """
 
     said: set[Rank] = set()
     safe: set[Rank] = set()
+    copies: dict[NodeId, dict[NodeId, None]] = {}
+    alike: dict[NodeId, dict[NodeId, None]] = {}
     bytes: dict[Rank, int] = {}
     digests: dict[str, dict[Rank, str]] = {}
 
@@ -211,7 +326,9 @@ class JobLive(msgspec.Struct):
     phases. ``witnesses``: ranks whose collective failed. ``stalls``: (step, collectives) by
     rank. ``ballots`` by version, all newer than ``settled``. ``candidate``: the step announced for the next commit
     (None: the first that every rank keeps), looked at again at ``candidate_due`` (0.0: not awaited). ``blind``: times
-    of regroupings that named nobody.
+    of regroupings that named nobody. ``committed_at``: when ``committed`` was. ``slow``: for each node of which a rank
+    was slow lately, numbers of the windows in which one was; ``window`` is the newest, looked at again at
+    ``window_due`` (0.0: not awaited).
     """
 
     pace: Pace = msgspec.field(default_factory=Pace)
@@ -222,8 +339,12 @@ class JobLive(msgspec.Struct):
     pending: Pending | None = None
     ballots: dict[Version, Ballot] = {}
     committed: Version | None = None
+    committed_at: float = 0.0
     verified: Version | None = None
     settled: Version | None = None
+    slow: dict[NodeId, list[int]] = {}
+    window: int = 0
+    window_due: float = 0.0
     candidate: int | None = None
     candidate_due: float = 0.0
     fallback_at: float = 0.0
@@ -233,13 +354,54 @@ class JobLive(msgspec.Struct):
 
 
 class Probe(msgspec.Struct):
-    """A probe under way: who takes part, who is to be judged by it (None: somebody only wants to know)."""
+    """A probe under way: who takes part, who is to be judged by it (None: somebody only wants to know).
+
+    ``case``: the second pass that it belongs to.
+    """
 
     nodes: tuple[NodeId, ...]
     candidate: NodeId | None
     due: float
     trace: TraceId
     passed: set[NodeId] = set()
+    kind: ProbeKind = ProbeKind.ALL_REDUCE
+    case: str = ""
+
+
+class Case(msgspec.Struct, kw_only=True):
+    """A second pass under way: whose fault is it?
+
+    ``findings``: of each suspect, what it is suspected of. ``what``: the same in a sentence. ``tries``: probes begun of
+    each suspect. ``failed``, ``passed``, ``unknown``: how it ended for each, with the words of it. ``due``: when those
+    without an end count as unknown. ``job``: whose ranks' digests differed, empty for pairs.
+    """
+
+    kind: SecondPass
+    suspects: tuple[NodeId, ...]
+    findings: dict[NodeId, Finding]
+    what: str
+    due: float
+    trace: TraceId
+    job: JobId = ""
+    tries: dict[NodeId, int] = {}
+    failed: dict[NodeId, str] = {}
+    passed: dict[NodeId, str] = {}
+    unknown: dict[NodeId, str] = {}
+
+
+class Tally(msgspec.Struct):
+    """Of nodes that have something in common: how many are ``expected`` (reachable), and how many of these ``silent``."""
+
+    expected: int = 0
+    silent: int = 0
+
+
+class Episode(msgspec.Struct):
+    """So many are silent at once that the network or this controller is suspected: ``since`` when, ``most`` at once."""
+
+    since: float
+    most: int = 0
+    said: bool = False
 
 
 class FleetState(msgspec.Struct, kw_only=True):
@@ -247,7 +409,8 @@ class FleetState(msgspec.Struct, kw_only=True):
 
     ``deadlines``: a heap of (due, order, kind, subject); an entry is a hint to look, never a decision. ``silent``:
     reachable nodes over their first deadline or with a closed connection. ``overruled``: nodes whose eviction waits
-    until a job can spare them. ``slack_s``: the observer's own lag.
+    until a job can spare them. ``slack_s``: the observer's own lag. ``cases``: second passes under way. ``sightings``:
+    where and when each kind of finding (and XID) was seen lately; ``outbreaks``: those of them taken for no node's own.
     ``epoch``: which life of a controller over its database this is. ``store_away``: why the database cannot be written
     now, empty while it can.
     ``ignored`` counts what was dropped by rule (stale reports and the like), by reason.
@@ -260,13 +423,22 @@ class FleetState(msgspec.Struct, kw_only=True):
     live_nodes: dict[NodeId, NodeLive] = {}
     live_jobs: dict[JobId, JobLive] = {}
     probes: dict[str, Probe] = {}
+    cases: dict[str, Case] = {}
+    sightings: dict[str, dict[NodeId, float]] = {}
+    outbreaks: set[str] = set()
     deadlines: list[tuple[float, int, str, str]] = []
     queued: set[tuple[float, str, str]] = set()
     order: int = 0
     reachable: set[NodeId] = set()
     silent: set[NodeId] = set()
-    overruled: set[NodeId] = set()
-    correlated: bool = False
+    tallies: dict[str, Tally] = {}
+    crossed: set[str] = set()
+    episode: Episode | None = None
+    unmet: set[NodeId] = set()
+    reunion_at: float = 0.0
+    held: dict[str, dict[NodeId, None]] = {}
+    short: dict[JobId, str] = {}
+    hearing: Hearing = msgspec.field(default_factory=Hearing)
     slack_s: float = 0.0
     slack_at: float = 0.0
     epoch: int = 0

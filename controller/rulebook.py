@@ -1,0 +1,113 @@
+"""Reads the rules on findings: the shipped policy files, and a site's over them, kind by kind and key by key."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from controller.core.policy import CorePolicy
+from controller.core.rules import REMEMBERED, RUNGS, Rule, Rulebook, SecondPass
+from everstep.errors import ConfigurationError
+from everstep.strict_toml import parse_toml
+from everstep.vocabulary import FindingKind
+
+POLICY_FOLDER = Path(__file__).parent / "policy"
+
+
+class PolicyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One file of whole rules."""
+
+    rule: tuple[Rule, ...] = ()
+
+
+Tables = dict[tuple[str, str], dict[str, Any]]
+
+
+def load_rulebook(site: Path | None = None, folder: Path = POLICY_FOLDER) -> Rulebook:
+    """The shipped rules, and those of the ``*.toml`` in ``site`` over them.
+
+    A site's rule of the same kind (and name) replaces the keys that it gives and keeps the others; one with a new name
+    stands before the kind's nameless rule. Raises ConfigurationError with file, line and key for what is wrong.
+    """
+    if site is not None and not site.is_dir():
+        raise ConfigurationError(f"the policy folder {site} is no directory")
+    tables = _read(folder)
+    for key, table in (_read(site) if site is not None else {}).items():
+        tables[key] = {**tables.get(key, {}), **table}
+    rules = [_whole(table) for table in tables.values()]
+    rulebook = Rulebook({kind: _of_kind(rules, kind) for kind in FindingKind})
+    if missing := [kind for kind, found in rulebook.kinds.items() if not found or found[-1].name]:
+        raise ConfigurationError(f"no rule without a name judges {', '.join(missing)}: see {folder}")
+    return rulebook
+
+
+@functools.cache
+def shipped_rulebook() -> Rulebook:
+    """The rules as shipped."""
+    return load_rulebook()
+
+
+def with_rules(policy: CorePolicy, site: Path | None = None) -> CorePolicy:
+    """The policy with its rulebook read, where it has none yet. Raises ConfigurationError."""
+    if policy.rules.kinds and site is None:
+        return policy
+    rules = shipped_rulebook() if site is None else load_rulebook(site)
+    return msgspec.structs.replace(policy, rules=rules)
+
+
+# --- inside ------------------------------------------------------------------------------------------------------
+
+
+def _read(folder: Path) -> Tables:
+    """The rules of all files in the folder, as tables whose keys and values were checked, by kind and name."""
+    tables: Tables = {}
+    for path in sorted(folder.glob("*.toml")):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"{path}: cannot be read: {error}") from error
+        file = parse_toml(text, str(path), PolicyFile, (PolicyFile, Rule))
+        for rule, table in zip(file.rule, tomllib.loads(text).get("rule", ()), strict=True):
+            key = (str(rule.kind), rule.name)
+            if key in tables:
+                raise ConfigurationError(f"{path}: {rule.id} has two rules in {folder}")
+            tables[key] = table
+    return tables
+
+
+def _whole(table: dict[str, Any]) -> Rule:
+    """The rule as all files together give it; each file's own part has been checked for its types."""
+    rule = msgspec.convert(table, Rule)
+    for wrong, mend in _contradictions(rule):
+        if wrong:
+            raise ConfigurationError(f"rule {rule.id}: {mend}")
+    return rule
+
+
+def _of_kind(rules: list[Rule], kind: FindingKind) -> tuple[Rule, ...]:
+    return tuple(sorted((rule for rule in rules if rule.kind is kind), key=lambda rule: (not rule.name, rule.name)))
+
+
+def _contradictions(rule: Rule) -> tuple[tuple[bool, str], ...]:
+    n, m = rule.n_of
+    seconds = (rule.window_s, rule.boot_grace_s, rule.repeat_s, rule.clear_s, rule.correlated_s)
+    order = [RUNGS.index(rung) for rung in rule.ladder if rung in RUNGS]
+    return (
+        (not rule.source, "it has no source: say where its numbers come from"),
+        (not 1 <= n <= m <= REMEMBERED, f"n_of = [{n}, {m}] must be [n, m] with 1 <= n <= m <= {REMEMBERED}"),
+        (n > 1 and rule.window_s <= 0, "n_of counts within window_s: give it, above zero"),
+        (min(seconds) < 0, "seconds cannot be negative"),
+        (len(order) != len(rule.ladder), f"a ladder is made of {', '.join(RUNGS)}"),
+        (not order or order != sorted(set(order)), "a ladder has its cures once each, weakest first"),
+        (rule.passes < 1, "passes must be at least 1"),
+        (rule.correlated_nodes < 2, "correlated_nodes must be at least 2: one node is no correlation"),
+        (not 0 < rule.correlated_share <= 1, "correlated_share is a share of the fleet: above 0, at most 1"),
+        (
+            rule.second_pass is not SecondPass.NONE and not rule.diagnostics,
+            "a second pass needs diagnostics to be passed on the way back",
+        ),
+    )
