@@ -20,9 +20,9 @@ from everstep.errors import ConfigurationError
 BUSY_TIMEOUT_MS = 5000
 """How long SQLite waits for another process's lock. Long enough for a backup's snapshot, short enough to be noticed."""
 
-CONNECT_TIMEOUT_S = 5
+CONNECT_TIMEOUT_S = 3
 STATEMENT_TIMEOUT_MS = 10_000
-"""A PostgreSQL statement that takes longer is ended: a controller that cannot write must stop, not wait."""
+"""A PostgreSQL statement that takes longer is ended by the server; a controller has given it up before."""
 
 _MIGRATION_LOCK = 0x6576_6572_7374_6570
 """PostgreSQL advisory lock (``everstep`` in ASCII): of several controllers starting at once, one migrates."""
@@ -86,22 +86,33 @@ def _sqlite_engine(url: URL) -> Engine:
     return engine
 
 
-def _postgresql_engine(url: URL) -> Engine:
+def _postgresql_engine(url: URL, most_idle_s: float) -> Engine:
+    options = {
+        "statement_timeout": STATEMENT_TIMEOUT_MS,
+        "synchronous_commit": "on",
+        "idle_in_transaction_session_timeout": round(most_idle_s * 1000),
+    }
     return create_engine(
         url,
         pool_size=2,
+        pool_pre_ping=True,
         connect_args={
             "connect_timeout": CONNECT_TIMEOUT_S,
             "application_name": "everstep-controller",
-            "options": f"-c statement_timeout={STATEMENT_TIMEOUT_MS} -c synchronous_commit=on",
+            "options": " ".join(f"-c {name}={value}" for name, value in options.items()),
             "tcp_user_timeout": STATEMENT_TIMEOUT_MS,
         },
     )
 
 
-def engine_of(url: URL) -> Engine:
-    """An engine whose connections are set up for us; nothing is connected yet."""
-    return _sqlite_engine(url) if url.drivername == "sqlite" else _postgresql_engine(url)
+def engine_of(url: URL, *, most_idle_s: float = 0.0) -> Engine:
+    """An engine whose connections are set up for us; nothing is connected yet.
+
+    Args:
+        most_idle_s: PostgreSQL ends a session that says nothing inside a transaction for longer, so that a controller
+            that was stopped there holds no lock for ever; 0 is no limit.
+    """
+    return _sqlite_engine(url) if url.drivername == "sqlite" else _postgresql_engine(url, most_idle_s)
 
 
 def _revision(connection: Connection) -> str | None:

@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 ABORT_S = 0.5
 """Seconds that a call may take to fail once its connection was cut."""
+CLOSE_S = 2.0
 READ_TIMEOUT_S = 10.0
 LOAD_TIMEOUT_S = 60.0
 """For everything that a controller starts from."""
@@ -41,6 +42,7 @@ class Lane:
     def __init__(self, name: str, abort: Callable[[], None]) -> None:
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=name)
         self._abort = abort
+        self._newest: concurrent.futures.Future[Any] | None = None
         self._hanging: concurrent.futures.Future[Any] | None = None
         self._hangs_since = 0.0
 
@@ -51,7 +53,8 @@ class Lane:
             raise Hangs(f"no answer for {time.perf_counter() - self._hangs_since:.0f} s", begun=False)
         started = time.perf_counter()
         running = self._pool.submit(function)
-        waiting = asyncio.wrap_future(running)
+        self._newest = running
+        waiting: asyncio.Future[T] = asyncio.wrap_future(running)
         done, _ = await asyncio.wait({waiting}, timeout=timeout_s)
         if not done:
             self._abort()
@@ -63,10 +66,13 @@ class Lane:
         return waiting.result()
 
     def close(self, last: Callable[[], None]) -> None:
-        """Runs ``last`` after what is running, unless that hangs, and ends the thread."""
-        if self._hanging is not None and not self._hanging.done():
-            self._pool.shutdown(wait=False)
-            return
+        """Runs ``last`` after what is running, which gets CLOSE_S to end, and ends the thread. Blocks."""
+        running = self._newest
+        if running is not None and concurrent.futures.wait({running}, timeout=CLOSE_S).not_done:
+            self._abort()
+            if concurrent.futures.wait({running}, timeout=ABORT_S).not_done:
+                self._pool.shutdown(wait=False)
+                return
         self._pool.submit(last)
         self._pool.shutdown()
 
@@ -87,6 +93,7 @@ class Store:
         self._reader = Reader(engine)
         self._number = 0
         self._kept: list[Batch] = []
+        self._closed = False
 
     async def take_over(self, *, expected: int | None = None, claim: Claim | None = None) -> Loaded:
         """Fences earlier controllers off and reads everything a controller starts from. Raises as ``Writer`` does."""
@@ -131,6 +138,15 @@ class Store:
         """Runs ``change`` in a transaction of its own, fenced as every other. Raises Superseded and StoreAway."""
         return await self._written(lambda: self._writer.run(change), self._commit_timeout_s)
 
+    async def look(self, query: Callable[[Connection], T]) -> T:
+        """Runs a query that belongs to no ``Reader`` in the reading thread. Raises as ``read``."""
+
+        def ask(_reader: Reader) -> T:
+            with self._engine.connect() as connection:
+                return query(connection)
+
+        return await self.read(ask)
+
     async def read(self, query: Callable[[Reader], T]) -> T:
         """Runs a query in the reading thread. Raises Unavailable where the database fails."""
         try:
@@ -147,7 +163,10 @@ class Store:
             raise StoreAway(f"the database at {shown(self._engine.url)} hangs: {error}", kept=error.begun) from error
 
     def close(self) -> None:
-        """Waits for what is being written, unless it hangs, then closes the connections."""
+        """Waits for what is being written, unless it hangs, then closes the connections. Blocks; may be repeated."""
+        if self._closed:
+            return
+        self._closed = True
         self._writes.close(self._writer.close)
         self._reads.close(lambda: None)
         self._engine.dispose()

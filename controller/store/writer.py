@@ -15,7 +15,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql.dml import Insert
 
-from controller.store import credentials, tables
+from controller.store import credentials, remedies, tables
 from controller.store.database import writing
 from controller.store.diagnose import diagnose
 from controller.store.load import load
@@ -150,7 +150,7 @@ def _lock_meta(connection: Connection) -> dict[str, int]:
     """``epoch`` and ``batch``, locked until the transaction's end: transactions that write come one after another."""
     meta = tables.meta.c
     statement = select(meta.key, meta.value).where(meta.key.in_((BATCH, EPOCH))).order_by(meta.key).with_for_update()
-    return {key: value for key, value in connection.execute(statement)}
+    return {row.key: row.value for row in connection.execute(statement)}
 
 
 def _set_meta(connection: Connection, key: str, value: int) -> None:
@@ -173,6 +173,7 @@ def _write(connection: Connection, batch: Batch) -> None:
         _insert(connection, table, rows)
     upsert(connection, tables.versions, [msgspec.structs.asdict(row) for row in batch.versions.values()])
     credentials.write(connection, batch.credentials.values())
+    remedies.write(connection, batch.remedies.values())
     _write_delivery(connection, batch)
 
 

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+
+from controller.lease import NotLeading, Seen, Tenure, reason_to_lead
+from everstep.clock import ManualClock
+
+
+def seen(**changed: object) -> Seen:
+    facts = {"epoch": 3, "newest": 3, "holder": "c1", "address": "", "expires_in_s": 4.0, "free": False, **changed}
+    return Seen(**facts)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        ({"holder": "", "free": True, "expires_in_s": -1e9}, "nobody has led before"),
+        ({"free": True}, "the session of c1 is gone"),
+        ({"expires_in_s": -0.5}, "the lease of c1 expired 0.5 s ago"),
+        ({"holder": "c2", "free": True}, "the life before"),
+    ],
+)
+def test_a_standby_leads_when_nobody_else_can(facts: dict[str, object], why: str) -> None:
+    assert why in reason_to_lead(seen(**facts), "c2", patient=False)
+
+
+def test_a_living_leader_is_left_alone_even_under_ones_own_name() -> None:
+    assert reason_to_lead(seen(), "c2", patient=False) == ""
+    assert reason_to_lead(seen(), "c1", patient=False) == ""
+
+
+@pytest.mark.parametrize("facts", [{"free": True}, {"expires_in_s": -9.0}])
+def test_after_an_absence_of_the_database_its_leader_may_come_back_first(facts: dict[str, object]) -> None:
+    assert reason_to_lead(seen(**facts), "c2", patient=True) == ""
+    assert reason_to_lead(seen(holder="", free=True), "c2", patient=True) != ""
+
+
+def test_a_leader_is_certain_until_shortly_before_its_lease_ends() -> None:
+    clock = ManualClock()
+    tenure = Tenure(clock, 10.0)
+    with pytest.raises(NotLeading):
+        tenure.check()
+    tenure.renewed(asked_at=clock.monotonic())
+    clock.advance(8.9)
+    tenure.check()
+    clock.advance(0.2)
+    assert not tenure.certain()
+
+
+def test_a_renewal_counts_from_when_it_was_asked_for() -> None:
+    clock = ManualClock()
+    tenure = Tenure(clock, 10.0)
+    asked_at = clock.monotonic()
+    clock.advance(8.0)  # the answer took its time; the lease in the database may be older than the answer
+    tenure.renewed(asked_at)
+    clock.advance(1.5)
+    assert not tenure.certain()
+
+
+def test_a_leader_goes_on_while_the_database_is_away_for_everybody() -> None:
+    clock = ManualClock()
+    tenure = Tenure(clock, 10.0)
+    tenure.renewed(clock.monotonic())
+    for _ in range(30):
+        clock.advance(2.0)
+        tenure.unreachable()
+        tenure.check()
+
+
+def test_a_leader_that_was_stopped_must_renew_before_it_says_anything() -> None:
+    clock = ManualClock()
+    tenure = Tenure(clock, 10.0)
+    tenure.renewed(clock.monotonic())
+    clock.advance(2.0)
+    tenure.unreachable()
+    clock.advance(30.0)  # SIGSTOP; another one may have been elected meanwhile
+    with pytest.raises(NotLeading, match="cannot be sure"):
+        tenure.check()
+    tenure.unreachable()
+    assert not tenure.certain()
+    tenure.renewed(clock.monotonic())
+    tenure.check()

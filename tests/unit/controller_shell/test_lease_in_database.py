@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from sqlalchemy import Engine, text
+
+from controller.store.database import engine_of, open_database, parse_url
+from controller.store.leases import LeaseSession, claim
+from controller.store.trouble import StoreAway, Superseded
+from controller.store.writer import Writer
+
+Open = Callable[[], LeaseSession]
+
+
+@pytest.fixture
+def engine(postgres: str) -> Iterator[Engine]:
+    engine = open_database(postgres)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def session(engine: Engine) -> Iterator[Open]:
+    opened: list[LeaseSession] = []
+
+    def make() -> LeaseSession:
+        opened.append(LeaseSession(engine))
+        return opened[-1]
+
+    yield make
+    for one in opened:
+        one.close()
+
+
+def lead(engine: Engine, session: LeaseSession, name: str, lease_s: float = 30.0) -> int:
+    """Takes the lease as a controller does; the epoch."""
+    seen = session.look()
+    assert session.hold(seen.newest + 1)
+    writer = Writer(engine)
+    epoch = writer.take_over(expected=seen.newest, claim=claim(name, f"http://{name}", lease_s)).epoch
+    writer.close()
+    session.let_go(seen.epoch)
+    return epoch
+
+
+def test_a_look_tells_who_leads_and_for_how_long(engine: Engine, session: Open) -> None:
+    first, other = session(), session()
+    assert first.look().holder == ""
+    first.let_go(0)
+    epoch = lead(engine, first, "c1")
+    seen = other.look()
+    assert (seen.epoch, seen.newest, seen.holder, seen.address, seen.free) == (epoch, epoch, "c1", "http://c1", False)
+    assert 20 < seen.expires_in_s <= 30
+
+
+def test_the_lock_is_free_the_moment_its_session_ends(engine: Engine, session: Open) -> None:
+    leader, standby = session(), session()
+    lead(engine, leader, "c1")
+    assert not standby.look().free
+    leader.close()
+    assert standby.look().free
+
+
+def test_only_one_of_two_that_saw_the_same_lease_gets_it(engine: Engine, session: Open) -> None:
+    one, other = session(), session()
+    seen = one.look()
+    lead(engine, one, "c1")
+    late = Writer(engine)
+    with pytest.raises(Superseded, match="another controller was faster"):
+        late.take_over(expected=seen.newest, claim=claim("c2", "", 30.0))
+    late.close()
+    assert other.look().holder == "c1"
+
+
+def test_a_lease_that_is_renewed_lasts_and_one_that_was_taken_cannot_be_renewed(engine: Engine, session: Open) -> None:
+    leader, standby = session(), session()
+    epoch = lead(engine, leader, "c1", lease_s=0.0)
+    assert standby.look().expires_in_s <= 0
+    leader.renew(epoch, 30.0)
+    assert standby.look().expires_in_s > 20
+    lead(engine, standby, "c2")
+    with pytest.raises(Superseded, match=f"epoch {epoch}"):
+        leader.renew(epoch, 30.0)
+
+
+def test_a_session_that_broke_is_made_anew_without_its_locks(engine: Engine, session: Open) -> None:
+    leader, standby = session(), session()
+    epoch = lead(engine, leader, "c1")
+    leader.abort()
+    with pytest.raises(StoreAway):
+        leader.renew(epoch, 30.0)
+    assert standby.look().free
+    standby.let_go(epoch)
+    assert leader.hold(epoch)
+    assert not standby.look().free
+
+
+def test_a_controller_that_was_stopped_inside_a_transaction_holds_nobody_up(postgres: str) -> None:
+    open_database(postgres).dispose()
+    stopped = engine_of(parse_url(postgres), most_idle_s=0.2)
+    with stopped.connect() as connection:
+        connection.execute(text("SELECT * FROM meta FOR UPDATE"))  # and then nothing more, for ever
+        engine = engine_of(parse_url(postgres))
+        writer = Writer(engine)
+        assert writer.take_over().epoch == 1
+        writer.close()
+        engine.dispose()
+        connection.invalidate()
+    stopped.dispose()
