@@ -138,7 +138,7 @@ class Writer:
 def cut(connection: Connection) -> None:
     """Ends a connection under the thread that waits on it. Any thread may call this."""
     with contextlib.suppress(Exception):  # it may be closing, or closed, in its own thread at this moment
-        driver: Any = connection.connection.driver_connection
+        driver: Any = connection.connection.dbapi_connection
         if connection.dialect.name == "sqlite":
             driver.interrupt()
             return
