@@ -134,6 +134,8 @@ class GenerationReason(StrEnum):
     COLLECTIVE_FAILED = "collective_failed"
     STORE_LOST = "store_lost"
     GROWTH = "growth"
+    STRAGGLER = "straggler"
+    PRIORITY = "priority"
     OPERATOR = "operator"
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from controller.core.effects import PutVersion
 from controller.core.membership import seats_of
-from controller.core.state import Ballot, JobLive, JobRecord, VersionRecord
+from controller.core.state import Ballot, Homes, JobLive, JobRecord, Share, VersionRecord
 from controller.core.turn import Turn
 from everstep.ids import Version
 from everstep.wire.v1.directives import VersionNotice
@@ -70,8 +70,11 @@ def take_seal(turn: Turn, job: JobRecord, spec: GenerationSpec, report: Sealed) 
     if ballot is None:
         turn.ignore("sealed.old_version")
         return None
+    node = spec.roster[report.rank].node
     ballot.said.add(report.rank)
     ballot.bytes[report.rank] = report.bytes
+    ballot.copies.setdefault(node, {}).update(dict.fromkeys(report.replicas))
+    ballot.alike.setdefault(node, {}).update(dict.fromkeys(report.alike))
     for group, digest in report.digests.items():
         ballot.digests.setdefault(group, {})[report.rank] = digest
     if report.safe and report.kept:
@@ -105,7 +108,8 @@ def _settle(turn: Turn, job: JobRecord, live: JobLive, version: Version, ballot:
     verified = corroborated(ballot.digests, frozenset(ballot.said))
     if verified:
         live.verified = version
-    if ballot.safe == ballot.said and live.candidate in (None, version.step) and job.leaving is None:
+    announced = live.candidate in (None, version.step)
+    if ballot.safe == ballot.said and announced and job.leaving is None and not turn.state.store_away:
         _commit(turn, job, version, ballot, verified=verified)  # past a boundary, ranks keep what was committed before
     return None
 
@@ -116,9 +120,10 @@ def _settle(turn: Turn, job: JobRecord, live: JobLive, version: Version, ballot:
 def _commit(turn: Turn, job: JobRecord, version: Version, ballot: Ballot, *, verified: bool) -> None:
     """Logs ``version`` as durable: every rank keeps it, and its bytes are in as many places as the job asks for."""
     live = turn.state.live_jobs[job.job]
-    live.committed = version
-    if job.ceiling is not None:
-        job.ceiling = None
+    live.committed, live.committed_at = version, turn.now
+    homes = _homes(version, ballot)
+    if job.ceiling is not None or job.homes != homes:
+        job.ceiling, job.homes = None, homes
         turn.job_changed(job.job)
     turn.emit(
         PutVersion(
@@ -133,6 +138,14 @@ def _commit(turn: Turn, job: JobRecord, version: Version, ballot: Ballot, *, ver
         )
     )
     _announce(turn, job, live)
+
+
+def _homes(version: Version, ballot: Ballot) -> Homes:
+    """The same for all versions of a generation, as a rule: placement is the generation's."""
+    return Homes(
+        version.generation,
+        {node: Share(tuple(copies), tuple(ballot.alike[node])) for node, copies in ballot.copies.items()},
+    )
 
 
 def expect_commit(turn: Turn, job: JobRecord) -> None:
@@ -152,7 +165,10 @@ def resume_commits(turn: Turn, job: JobRecord) -> None:
 def check_candidate(turn: Turn, job: JobRecord) -> None:
     """At a deadline: a candidate that not every rank kept, because one heard of it too late, gives way to another."""
     live = turn.state.live_jobs[job.job]
-    if not live.candidate_due or turn.now < live.candidate_due:
+    if not live.candidate_due or turn.now < live.candidate_due or job.leaving is not None:
+        return
+    if turn.state.store_away:
+        _look_later(turn, job, live, turn.policy.candidate_patience_s)
         return
     if live.candidate is not None and (turn.stride(job.job).step or 0) < live.candidate:
         _look_later(turn, job, live, turn.policy.candidate_patience_s)
@@ -172,6 +188,22 @@ def _announce(turn: Turn, job: JobRecord, live: JobLive) -> None:
     live.candidate = now_at + 1 + math.ceil(turn.policy.commit_interval_s / step_s)
     steps_s = (live.candidate - now_at) * step_s
     _look_later(turn, job, live, turn.policy.candidate_patience_s + 2 * steps_s)
+    _tell(turn, job, live, running)
+
+
+def aim_at(turn: Turn, job: JobRecord, step: int) -> None:
+    """A boundary after ``step`` was announced: that version is the one to keep, whatever was announced before.
+
+    It is not committed, since the generation to come has named its floor; but each rank keeps it, and its copies.
+    """
+    live, running = turn.state.live_jobs[job.job], job.leaving
+    if running is None or live.candidate == step:
+        return
+    live.candidate = step
+    _tell(turn, job, live, running)
+
+
+def _tell(turn: Turn, job: JobRecord, live: JobLive, running: GenerationSpec) -> None:
     notice = VersionNotice(job=job.job, generation=running.number, committed=live.committed, candidate=live.candidate)
     for node in seats_of(running):
         if node in turn.state.reachable:

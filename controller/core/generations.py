@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from controller.core import checkpoints
 from controller.core.effects import PutGeneration
 from controller.core.membership import (
+    ENDED,
     describe_change,
+    least_nodes,
     most_nodes,
+    moves,
     next_seats,
     roster_of,
     seats_of,
     store_node,
 )
-from controller.core.placement import place_replicas
+from controller.core.placement import Site, place_replicas
 from controller.core.signals import send_generation, send_kill
-from controller.core.state import JobLive, JobRecord
+from controller.core.state import FleetState, JobLive, JobRecord
 from controller.core.turn import Turn
+from controller.core.wording import named, nodes
 from everstep.vocabulary import GenerationReason, JobState
 from everstep.wire.v1.training import GenerationSpec, Holder
 
@@ -27,6 +32,17 @@ BOUNDARY_UNSEEN_S = 1.5
 """Steps since the newest known one are counted for so long: a heartbeat with news of them comes each second."""
 FORMER_NODES = 64
 """How many nodes of earlier rosters are remembered as holders of slots."""
+EPOCH_SPAN = 1_000_000
+"""Generation numbers that belong to one life of a controller alone: those above ``epoch * EPOCH_SPAN``."""
+
+
+def own_numbers(state: FleetState, known: int) -> int:
+    """The number after which this controller may count on without looking into the database.
+
+    Where the records are not the last word (they cannot be written, or ranks are ahead of them), another controller may
+    give numbers too. ``epoch`` is this one's alone, so above its block no two give the same. Never below ``known``.
+    """
+    return max(known, state.epoch * EPOCH_SPAN)
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,16 +63,21 @@ def regroup(turn: Turn, job: JobRecord, cause: Cause) -> None:
     """Opens the job's next generation with whoever is able, or pauses it where these are too few."""
     live = turn.state.live_jobs[job.job]
     checkpoints.doubt_open_votes(turn, job)
-    seats = next_seats(turn.state, job, cause.without)
-    if len(seats) < job.spec.min_nodes:
+    seats = _seats(turn, job, cause)
+    if len(seats) < least_nodes(job):
         _pause(turn, job, cause, seats)
         return
     boundary = boundary_step(turn, job, live) if cause.boundary else None
     spec = _spec(turn, job, cause, seats, boundary)
     before = seats_of(job.generation)
-    job.former = [n for n in dict.fromkeys([*before, *job.former]) if n not in seats][:FORMER_NODES]
+    job.former = [n for n in dict.fromkeys([*before, *job.former]) if n not in spec.seated][:FORMER_NODES]
+    freed = {*before, *seats_of(job.leaving)} - spec.seated
     job.leaving = job.generation if boundary is not None else None
     _begin(turn, job, live, spec)
+    if boundary is None:
+        hand_on(turn, job, freed)
+    else:
+        checkpoints.aim_at(turn, job, boundary)
     turn.emit(PutGeneration(spec, turn.now))
     turn.audit(
         "generation",
@@ -69,13 +90,32 @@ def regroup(turn: Turn, job: JobRecord, cause: Cause) -> None:
     send_generation(turn, job, before)
 
 
-def _facts(spec: GenerationSpec, before: list[str], seats: list[str]) -> dict[str, str]:
-    facts = {"reason": str(spec.reason), "seats": ",".join(seats), "world_size": str(spec.world_size)}
-    left = [node for node in before if node not in seats]
-    came = [node for node in seats if node not in before]
+def _seats(turn: Turn, job: JobRecord, cause: Cause) -> list[str]:
+    """Who takes part. Nodes that were to leave at a boundary go even when nobody reaches it, unless they are needed."""
+    leaving = seats_of(job.leaving)
+    if leaving and job.generation is not None:
+        going = frozenset(leaving) - job.generation.seated
+        seats = next_seats(turn.state, job, cause.without | going)
+        if len(seats) >= least_nodes(job):
+            return seats
+    return next_seats(turn.state, job, cause.without)
+
+
+def hand_on(turn: Turn, job: JobRecord, freed: Iterable[str]) -> None:
+    """The job computes on ``freed`` no more: other jobs whose launchers are there have a look, at once."""
+    for node in sorted(freed):
+        live = turn.state.live_nodes.get(node)
+        for name in live.jobs if live is not None else ():
+            if name != job.job and turn.state.jobs[name].state not in ENDED:
+                turn.wake(turn.now, "job", name)
+
+
+def _facts(spec: GenerationSpec, before: Sequence[str], seats: Sequence[str]) -> dict[str, str]:
+    facts = {"reason": str(spec.reason), "nodes": str(len(seats)), "world_size": str(spec.world_size)}
+    left, came = moves(before, seats)
     optional = {
-        "left": ",".join(left),
-        "came": ",".join(came),
+        "left": named(left) if left else "",
+        "came": named(came) if came else "",
         "after_step": "" if spec.after_step is None else str(spec.after_step),
         "floor": str(spec.restore.floor or ""),
         "ceiling": str(spec.restore.ceiling or ""),
@@ -84,11 +124,11 @@ def _facts(spec: GenerationSpec, before: list[str], seats: list[str]) -> dict[st
 
 
 def _spec(turn: Turn, job: JobRecord, cause: Cause, seats: list[str], boundary: int | None) -> GenerationSpec:
-    number = job.last_number + 1
-    before = seats_of(job.generation)
-    change = describe_change(before, seats, most_nodes(job))
+    state = turn.state
+    number = (own_numbers(state, job.last_number) if state.store_away else job.last_number) + 1
+    change = describe_change(seats_of(job.generation), seats, most_nodes(job))
     when = "" if boundary is None else f"after step {boundary} "
-    nodes = turn.state.nodes
+    records = state.nodes
     leader = store_node(seats, job.generation)
     return GenerationSpec(
         job=job.job,
@@ -96,12 +136,17 @@ def _spec(turn: Turn, job: JobRecord, cause: Cause, seats: list[str], boundary: 
         reason=cause.reason,
         sentence=f"{cause.sentence}; {when}generation {number} {change}",
         trace=cause.trace,
-        roster=roster_of(seats, job.spec.nproc_per_node),
+        roster=roster_of(seats, job.spec.nproc_per_node, job.generation),
         store=job.launchers[leader].store,
         store_node=leader,
         restore=checkpoints.restore_rule(turn, job),
-        holders=tuple(Holder(node=node, vault=nodes[node].vault) for node in _holders(turn, job, seats)),
-        replica_nodes=place_replicas(seats, {node: nodes[node].domain for node in seats}, job.spec.replicas),
+        holders=tuple(Holder(node=node, vault=records[node].vault) for node in _holders(turn, job, seats)),
+        replica_nodes=place_replicas(
+            seats,
+            {node: Site.of(records[node]) for node in seats},
+            job.spec.replicas,
+            job.generation.replica_nodes if job.generation is not None else {},
+        ),
         secret=job.secret,
         spec=job.spec,
         issued_at=turn.now,
@@ -118,11 +163,11 @@ def _holders(turn: Turn, job: JobRecord, seats: list[str]) -> list[str]:
     state, before = turn.state, seats_of(job.generation)
     committed = state.live_jobs[job.job].committed
     is_old = committed is not None and job.generation is not None and committed.generation == job.generation.number
-    counts = before if is_old else [*before, *job.former]
+    counts, stay = set(before if is_old else [*before, *job.former]), set(seats)
     former = [
         node
         for node in dict.fromkeys([*before, *job.former])
-        if node not in seats
+        if node not in stay
         and not state.nodes[node].condemned
         and (node in counts or (node in state.reachable and state.live_nodes[node].gone_at is None))
     ]
@@ -161,23 +206,25 @@ def _pause(turn: Turn, job: JobRecord, cause: Cause, seats: list[str]) -> None:
     if job.state is JobState.PAUSED:
         return
     _end_those_outside(turn, job, cause, seats)
+    freed = {*seats_of(job.generation), *seats_of(job.leaving)}
     live.pending, job.leaving = None, None
     live.stalls, live.witnesses = {}, set()
-    left = ", ".join(seats) or "none"
     sentence = (
-        f"{cause.sentence}; able to go on: {left}; the job needs {job.spec.min_nodes} "
-        f"node{'s' if job.spec.min_nodes > 1 else ''} and is paused until one comes back"
+        f"{cause.sentence}; able to go on: {named(seats)}; the job needs {nodes(least_nodes(job))} "
+        "and is paused until one comes back"
     )
     job.state, job.since, job.sentence, job.trace = JobState.PAUSED, turn.now, sentence, cause.trace
     turn.job_changed(job.job)
     turn.audit("job.paused", sentence, job=job.job, generation=job.last_number, trace=cause.trace)
+    hand_on(turn, job, freed)
+    turn.wake(turn.now + turn.policy.take_after_s, "job", job.job)
 
 
 def _end_those_outside(turn: Turn, job: JobRecord, cause: Cause, seats: list[str]) -> None:
     """No generation will tell ranks on a node that had to go to leave the running one: they are killed instead."""
-    running = job.leaving or job.generation
+    running, stay = job.leaving or job.generation, set(seats)
     for member in running.roster if running else ():
-        if member.node not in seats and member.node in turn.state.reachable and running:
+        if member.node not in stay and member.node in turn.state.reachable and running:
             send_kill(turn, job, member, running.number, cause.sentence, cause.trace)
 
 
@@ -185,7 +232,11 @@ def _end_those_outside(turn: Turn, job: JobRecord, cause: Cause, seats: list[str
 
 
 def boundary_step(turn: Turn, job: JobRecord, live: JobLive) -> int | None:
-    """After which step the running generation may end in order; None where it cannot run on until then."""
+    """After which step the running generation may end in order; None where it cannot run on until then.
+
+    That of the version to be committed next, where that leaves time to tell everybody: each rank keeps it, with its
+    copies, so that the step is not lost even where a node dies on its way out.
+    """
     if job.state is not JobState.RUNNING or job.resumed_at is None or job.leaving is not None:
         return None
     if live.pending is not None or live.witnesses or job.finished:
@@ -200,7 +251,8 @@ def boundary_step(turn: Turn, job: JobRecord, live: JobLive) -> int | None:
     if stride.step_s <= 0:
         return stride.step + margin
     margin_s = turn.policy.boundary_margin_s
-    return stride.step_by(turn.now, BOUNDARY_UNSEEN_S) + max(margin, math.ceil(margin_s / stride.step_s))
+    soonest = stride.step_by(turn.now, BOUNDARY_UNSEEN_S) + max(margin, math.ceil(margin_s / stride.step_s))
+    return live.candidate if live.candidate is not None and live.candidate >= soonest else soonest
 
 
 def _fallback_s(turn: Turn, job: JobRecord, after_step: int) -> float:
@@ -214,10 +266,12 @@ def boundary_crossed(turn: Turn, job: JobRecord) -> None:
     live = turn.state.live_jobs[job.job]
     if job.leaving is None:
         return
+    freed = set(seats_of(job.leaving)).difference(seats_of(job.generation))
     job.leaving = None
     forget_running(live)
     live.witnesses, live.stalls, live.pending = set(), {}, None
     turn.job_changed(job.job)
+    hand_on(turn, job, freed)
 
 
 def heard_beyond_boundary(turn: Turn, job: JobRecord, node: str, rank: int, number: int) -> None:
@@ -255,14 +309,17 @@ def consider_growth(turn: Turn, job: JobRecord) -> None:
     state = turn.state
     if job.generation is None or job.state not in (JobState.RUNNING, JobState.PAUSED):
         return
-    seats = next_seats(state, job)
     if job.state is JobState.PAUSED:
-        if len(seats) >= job.spec.min_nodes:
-            sentence = f"enough nodes are able again ({', '.join(seats)})"
+        seats = next_seats(state, job)
+        if len(seats) >= least_nodes(job):
+            sentence = f"enough nodes are able again ({named(seats)})"
             regroup(turn, job, Cause(reason=GenerationReason.GROWTH, sentence=sentence, trace=turn.trace))
         return
     before = seats_of(job.generation)
-    if len(seats) <= len(before) or not set(before) <= set(seats) or job.resumed_at is None or job.leaving:
+    if len(before) >= most_nodes(job) or job.resumed_at is None or job.leaving or state.store_away:
+        return
+    seats = next_seats(state, job)
+    if len(seats) <= len(before) or not set(before) <= set(seats):
         return
     due = job.opened_at + turn.policy.growth_interval_s
     if turn.now < due:

@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
+from controller.core.blocks import contradiction
 from controller.core.checkpoints import NOTHING, expect_commit
-from controller.core.generations import Cause, boundary_crossed, consider_growth, is_member, regroup
-from controller.core.membership import able_nodes, most_nodes, seats_of
+from controller.core.generations import (
+    Cause,
+    boundary_crossed,
+    consider_growth,
+    hand_on,
+    is_member,
+    own_numbers,
+    regroup,
+)
+from controller.core.membership import ENDED, is_seated, least_nodes, most_nodes, next_seats, seats_of
+from controller.core.priorities import consider_taking
 from controller.core.signals import send_generation, send_stop
 from controller.core.state import JobLive, JobRecord, LauncherRecord
+from controller.core.stragglers import check_pace, watch_pace
 from controller.core.turn import Turn
+from controller.core.wording import named, nodes
 from everstep.vocabulary import GenerationReason, JobState
 from everstep.wire.v1.directives import NewGeneration, StopJob
 from everstep.wire.v1.training import GenerationSpec, LauncherJoined, RankFinished, Resumed, UserError
 
 RAISED_CHARS = 200
 """Of an exception's text, by which it is known again."""
-ENDED = (JobState.FINISHED, JobState.FAILED)
+
+__all__ = [
+    "ENDED",
+    "check_job",
+    "consider_forming",
+    "fail",
+    "launcher_joined",
+    "look_again",
+    "offer_to_jobs",
+    "rank_finished",
+    "rank_resumed",
+    "resize",
+    "stop",
+    "user_error",
+]
 
 
 # --- joining -----------------------------------------------------------------------------------------------------
@@ -23,6 +49,9 @@ ENDED = (JobState.FINISHED, JobState.FAILED)
 def launcher_joined(turn: Turn, node: str, report: LauncherJoined) -> None:
     """Takes a node's offer: a new job, a spare, a catching up after a reconnect, or a launcher's new life."""
     job = turn.state.jobs.get(report.job)
+    if why := contradiction(report.spec):
+        _refuse(turn, node, report, f"job {report.job} cannot be: {why}")
+        return
     if job is None:
         job = _create(turn, report)
     elif job.state in ENDED:
@@ -47,7 +76,8 @@ def _create(turn: Turn, report: LauncherJoined) -> JobRecord:
         raise AssertionError("a job's secret needs 64 hex digits of entropy with its first report")
     job = JobRecord(job=report.job, spec=report.spec, secret=turn.entropy, created_at=turn.now, since=turn.now)
     job.sentence = "waits for its launchers"
-    job.last_number = report.generation
+    if report.generation:
+        job.last_number = own_numbers(turn.state, report.generation)
     turn.state.jobs[job.job] = job
     turn.state.live_jobs[job.job] = JobLive()
     turn.audit("job.created", f"job {job.job} asked for by its first launcher", job=job.job)
@@ -61,7 +91,7 @@ def _start_over(turn: Turn, job: JobRecord, report: LauncherJoined) -> None:
     job.sentence, job.trace = "waits for its launchers, to run once more", turn.trace
     job.generation, job.leaving, job.launchers, job.resumed_at = None, None, {}, None
     job.ceiling, job.retries, job.raised, job.finished = NOTHING, 0, {}, []
-    job.losses, job.excluded, job.former = {}, {}, []
+    job.losses, job.excluded, job.former, job.slow, job.homes = {}, {}, [], {}, None
     turn.state.live_jobs[job.job] = JobLive()
     turn.audit("job.created", f"job {job.job} is run once more", job=job.job)
     turn.job_changed(job.job)
@@ -74,12 +104,16 @@ def _take_spec(turn: Turn, job: JobRecord, node: str, report: LauncherJoined) ->
             f"the launcher on {node} asks for another shape of job {job.job} than the launchers before it: "
             "start all launchers with the same options"
         )
-        turn.audit("launcher.refused", reason, node=node, job=job.job)
-        turn.send(node, StopJob(job=job.job, ok=False, reason=reason))
+        _refuse(turn, node, report, reason)
         return False
     job.spec = report.spec
     turn.job_changed(job.job)
     return True
+
+
+def _refuse(turn: Turn, node: str, report: LauncherJoined, reason: str) -> None:
+    turn.audit("launcher.refused", reason, node=node, job=report.job)
+    turn.send(node, StopJob(job=report.job, ok=False, reason=reason))
 
 
 def _note_launcher(turn: Turn, job: JobRecord, node: str, report: LauncherJoined) -> None:
@@ -98,6 +132,7 @@ def _note_launcher(turn: Turn, job: JobRecord, node: str, report: LauncherJoined
         )
         job.excluded.pop(node, None)
         job.losses.pop(node, None)
+        job.slow.pop(node, None)
         turn.audit("launcher.joined", f"the launcher on {node} offers it to {job.job}", node=node, job=job.job)
     turn.state.live_nodes[node].jobs[job.job] = None
     turn.job_changed(job.job)
@@ -109,7 +144,7 @@ def _catch_up(
     """``new_agent``: it has forgotten the generation that its ranks are in, and its vault will ask it for that."""
     if report.generation > job.last_number:
         sentence = f"ranks on {node} are in generation {report.generation}, the records end at {job.last_number}"
-        job.last_number = report.generation
+        job.last_number = own_numbers(turn.state, report.generation)
         turn.audit("job.records_behind", sentence, node=node, job=job.job)
     if job.state is JobState.FORMING:
         consider_forming(turn, job)
@@ -120,8 +155,7 @@ def _catch_up(
         sentence = f"ranks on {node} are ahead of the records"
         regroup(turn, job, Cause(reason=GenerationReason.FORMED, sentence=sentence, trace=turn.trace))
         return
-    seated = node in (*seats_of(job.generation), *seats_of(job.leaving))
-    if job.state is JobState.RUNNING and seated and restarted:
+    if job.state is JobState.RUNNING and is_seated(job, node) and restarted:
         sentence = f"the launcher on {node} started anew"
         regroup(turn, job, Cause(reason=GenerationReason.RANK_LOST, sentence=sentence, trace=turn.trace))
         return
@@ -141,14 +175,28 @@ def offer_to_jobs(turn: Turn, node: str) -> None:
 
 
 def consider_forming(turn: Turn, job: JobRecord) -> None:
-    """Opens the first generation: with all nodes asked for, or with enough of them when waiting is over."""
-    able = able_nodes(turn.state, job)
+    """Opens the first generation: with all nodes asked for, or with enough of them when waiting is over.
+
+    Not while the database is away: nobody else would know of it.
+    """
+    if turn.state.store_away:
+        return
+    seats, most, least = len(next_seats(turn.state, job)), most_nodes(job), least_nodes(job)
     due = job.created_at + job.spec.join_wait_s
-    if len(able) >= most_nodes(job) or (len(able) >= job.spec.min_nodes and turn.now >= due):
-        sentence = f"{len(able)} of {most_nodes(job)} nodes asked for have joined"
+    if seats >= most or (seats >= least and turn.now >= due):
+        sentence = f"{seats} of {nodes(most)} asked for have joined"
         regroup(turn, job, Cause(reason=GenerationReason.FORMED, sentence=sentence, trace=turn.trace))
     elif turn.now < due:
         turn.wake(due, "job", job.job)
+    elif seats < least:
+        consider_taking(turn, job)
+
+
+def look_again(turn: Turn) -> None:
+    """The database is back: what waited for it goes on."""
+    for job in list(turn.state.jobs.values()):
+        if job.state not in ENDED:
+            turn.wake(turn.now, "job", job.job)
 
 
 # --- stepping ----------------------------------------------------------------------------------------------------
@@ -180,6 +228,7 @@ def _all_resumed(turn: Turn, job: JobRecord, spec: GenerationSpec, last: Resumed
     job.resumed_at = turn.now
     live.resume_attempts = 0
     expect_commit(turn, job)
+    watch_pace(turn, job)
     turn.job_changed(job.job)
     took = turn.now - job.opened_at
     start = f"from version {last.restored}" if last.restored else "from scratch"
@@ -226,7 +275,7 @@ def _leave_out(turn: Turn, job: JobRecord, absent: list[str], spec: GenerationSp
         if node in job.launchers:
             job.launchers[node].able = False
             job.launchers[node].why_not = f"its ranks never entered generation {spec.number}"
-    sentence = f"{', '.join(absent)} did not enter generation {spec.number} in time"
+    sentence = f"{named(absent)} did not enter generation {spec.number} in time"
     regroup(turn, job, Cause(reason=GenerationReason.NODE_LOST, sentence=sentence, trace=spec.trace))
 
 
@@ -267,8 +316,10 @@ def _end(turn: Turn, job: JobRecord, state: JobState, sentence: str) -> None:
     live.pending = None
     turn.audit(f"job.{state}", sentence, job=job.job, generation=job.last_number)
     send_stop(turn, job, state is JobState.FINISHED, sentence)
+    freed = {*seats_of(job.generation), *seats_of(job.leaving)}
     job.leaving = None
     turn.job_changed(job.job)
+    hand_on(turn, job, freed)
 
 
 def rank_finished(turn: Turn, job: JobRecord, node: str, report: RankFinished) -> None:
@@ -297,7 +348,7 @@ def resize(turn: Turn, job: JobRecord, size: int, actor: str) -> None:
     """An operator's bound on nodes; a running job follows at its next boundary."""
     job.size = size
     turn.job_changed(job.job)
-    sentence = f"{actor} bounds the job to {size} node{'s' if size > 1 else ''}"
+    sentence = f"{actor} bounds the job to {nodes(most_nodes(job))}"
     turn.audit("job.resized", sentence, job=job.job)
     if job.state is JobState.FORMING:
         consider_forming(turn, job)
@@ -314,4 +365,8 @@ def check_job(turn: Turn, job: JobRecord) -> None:
         consider_forming(turn, job)
     elif job.state is JobState.RUNNING:
         check_resumed(turn, job)
+        check_pace(turn, job)
         consider_growth(turn, job)
+    elif job.state is JobState.PAUSED:
+        consider_growth(turn, job)
+        consider_taking(turn, job)

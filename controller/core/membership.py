@@ -1,124 +1,255 @@
-"""Who is in the next roster. Pure choices: nothing here changes a record."""
+"""Who is in the next roster, and why others are not. Pure choices: nothing here changes a record."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
-from controller.core.state import FleetState, JobRecord, LauncherRecord
+from controller.core.blocks import choose_seats, domain_of, least_seats, most_seats
+from controller.core.state import FleetState, JobRecord, NodeRecord
+from controller.core.wording import named, nodes
 from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.training import GenerationSpec, Member
 
+ENDED = (JobState.FINISHED, JobState.FAILED)
 
-def seats_of(spec: GenerationSpec | None) -> list[str]:
+
+# --- rosters -----------------------------------------------------------------------------------------------------
+
+
+def seats_of(spec: GenerationSpec | None) -> tuple[str, ...]:
     """The nodes of a roster, in the order of their ranks."""
-    return list(dict.fromkeys(member.node for member in spec.roster)) if spec else []
+    return spec.seats if spec is not None else ()
 
 
-def roster_of(seats: Sequence[str], nproc_per_node: int) -> tuple[Member, ...]:
-    """``nproc_per_node`` consecutive ranks on each node."""
-    return tuple(
-        Member(rank=seat * nproc_per_node + local, node=node, local_rank=local)
-        for seat, node in enumerate(seats)
-        for local in range(nproc_per_node)
-    )
+def is_seated(job: JobRecord, node: str) -> bool:
+    """Whether the node is in the current roster, or in the one that is being left at a boundary."""
+    return any(spec is not None and node in spec.seated for spec in (job.generation, job.leaving))
 
 
-def choose_seats(before: Sequence[str], able: Sequence[str], most: int) -> list[str]:
-    """The next roster's nodes, at most ``most``.
-
-    Survivors keep their order; who comes new takes the place, and so the rank numbers, of one that is lost, and only
-    then a place at the end. ``able`` are all who may take part, in the order in which spares are to be used.
-    """
-    may = set(able)
-    spares = [node for node in able if node not in set(before)]
-    seats: list[str] = []
-    survivors = sum(1 for node in before if node in may)
-    for node in before:
-        if node in may:
-            seats.append(node)
-        elif spares and survivors < most:
-            seats.append(spares.pop(0))
-            survivors += 1
-    return (seats + spares)[:most]
+def roster_of(seats: Sequence[str], nproc_per_node: int, before: GenerationSpec | None = None) -> tuple[Member, ...]:
+    """``nproc_per_node`` consecutive ranks on each node. Members of ``before`` that stay as they are, are the same."""
+    kept = before.roster if before is not None and before.spec.nproc_per_node == nproc_per_node else ()
+    sat = seats_of(before) if kept else ()
+    roster: list[Member] = []
+    for seat, node in enumerate(seats):
+        first = seat * nproc_per_node
+        if seat < len(sat) and sat[seat] == node:
+            roster += kept[first : first + nproc_per_node]
+        else:
+            roster += [Member(rank=first + local, node=node, local_rank=local) for local in range(nproc_per_node)]
+    return tuple(roster)
 
 
 def store_node(seats: Sequence[str], before: GenerationSpec | None) -> str:
     """Whose launcher hosts the store: where it was if that node stays, else the first that stays, else the first."""
-    if before and before.store_node in seats:
+    if before is None:
+        return seats[0]
+    if before.store_node in seats:
         return before.store_node
-    stayed = set(seats_of(before))
-    return next((node for node in seats if node in stayed), seats[0])
+    return next((node for node in seats if node in before.seated), seats[0])
+
+
+def moves(before: Sequence[str], seats: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Who leaves and who comes, each in the order of seats."""
+    was, will = set(before), set(seats)
+    return [node for node in before if node not in will], [node for node in seats if node not in was]
 
 
 def describe_change(before: Sequence[str], seats: Sequence[str], most: int) -> str:
     """What the roster does, in words: who stays, who leaves, who comes."""
-    left = [node for node in before if node not in seats]
-    came = [node for node in seats if node not in before]
+    left, came = moves(before, seats)
     if not before:
-        return f"forms with {_nodes(len(seats))}"
+        return f"forms with {nodes(len(seats))}"
     if not left and not came:
-        return f"keeps {_all(len(seats))}"
+        return "keeps its node" if len(seats) == 1 else f"keeps all {nodes(len(seats))}"
     if not left:
-        return f"grows to {_nodes(len(seats))} with {', '.join(came)}"
+        return f"grows to {nodes(len(seats))} with {named(came)}"
     if len(came) >= len(left):
-        return f"takes {', '.join(came)} in place of {', '.join(left)}"
-    taken = f"takes {', '.join(came)} and " if came else ""
-    return f"{taken}goes on with {len(seats)} of {max(most, len(before))} nodes, without {', '.join(left)}"
-
-
-def _nodes(count: int) -> str:
-    return "1 node" if count == 1 else f"{count} nodes"
-
-
-def _all(count: int) -> str:
-    return "its node" if count == 1 else f"all {count} nodes"
+        return f"takes {named(came)} in place of {named(left)}"
+    taken = f"takes {named(came)} and " if came else ""
+    return f"{taken}goes on with {len(seats)} of {max(most, len(before))} nodes, without {named(left)}"
 
 
 # --- who may take part -------------------------------------------------------------------------------------------
 
 
+def least_nodes(job: JobRecord) -> int:
+    """The smallest roster with which the job runs."""
+    return least_seats(job.spec)
+
+
 def most_nodes(job: JobRecord) -> int:
-    """The largest roster allowed now."""
-    return job.spec.max_nodes if job.size is None else min(job.size, job.spec.max_nodes)
+    """The largest roster allowed now: whole blocks, and never less than the smallest."""
+    most = most_seats(job.spec)
+    if job.size is None:
+        return most
+    block = job.spec.block_nodes
+    return max(least_seats(job.spec), min(job.size // block * block, most))
 
 
-def may_take_part(state: FleetState, job: JobRecord, launcher: LauncherRecord, seated: Collection[str]) -> bool:
-    """Whether a launcher's node may be in the next roster.
+def obstacle(state: FleetState, job: JobRecord, node: str) -> str:
+    """Why a node cannot be in the job's next roster; empty where it can.
+
+    A node computes for one job at a time; between jobs that want it, ``promised`` decides.
+    """
+    words = unfit(state, job, node)
+    if words or (job.state is JobState.RUNNING and job.generation is not None and node in job.generation.seated):
+        return words
+    owner = owner_of(state, job, node)
+    return f"it computes for job {owner.job}" if owner is not None else ""
+
+
+def unfit(state: FleetState, job: JobRecord, node: str) -> str:
+    """What in the node or its launcher keeps it out of the job's next roster, whoever else computes on it.
 
     A suspect node may stay where it is, but is not chosen anew: a refuted suspicion must leave no trace.
     """
-    node = state.nodes.get(launcher.node)
-    if node is None or not launcher.able or launcher.node in job.excluded or launcher.node not in state.reachable:
-        return False
-    if state.live_nodes[launcher.node].gone_at is not None:
-        return False
-    if launcher.node in seated:
-        return node.state is NodeState.HEALTHY or (node.state is NodeState.SUSPECT and job.state is JobState.RUNNING)
-    return node.state is NodeState.HEALTHY and launcher.confirmed
+    launcher, record = job.launchers.get(node), state.nodes.get(node)
+    if launcher is None:
+        return f"no launcher on it has joined {job.job}"
+    if node in job.excluded:
+        return job.excluded[node]
+    if not launcher.able:
+        return launcher.why_not
+    if record is None:
+        return "its agent has not registered"
+    if node not in state.reachable:
+        return record.sentence or "it is out of reach"
+    if state.live_nodes[node].gone_at is not None:
+        return "its agent's connection is closed"
+    seated = job.generation is not None and node in job.generation.seated
+    running = seated and job.state is JobState.RUNNING
+    if record.state is not NodeState.HEALTHY and not (running and record.state is NodeState.SUSPECT):
+        return record.sentence or f"it is {record.state}"
+    if not seated and not launcher.confirmed:
+        return "its agent began anew, and the launcher has not said so"
+    if job.spec.block_within and not domain_of(record.domain, job.spec.block_within):
+        return f"it names no {job.spec.block_within}, and the job's blocks stay within one"
+    return ""
+
+
+def owner_of(state: FleetState, job: JobRecord, node: str) -> JobRecord | None:
+    """Another running job whose roster the node is in."""
+    names = state.live_nodes[node].jobs
+    if len(names) > 1:
+        for name in names:
+            other = state.jobs[name]
+            if name != job.job and other.state is JobState.RUNNING and is_seated(other, node):
+                return other
+    return None
+
+
+def promised(state: FleetState, job: JobRecord) -> dict[str, JobRecord]:
+    """Free nodes that jobs of a higher priority take next: those with which such a job runs, or grows."""
+    rivals: dict[str, None] = {}
+    for node in job.launchers:
+        live = state.live_nodes.get(node)
+        if live is not None and len(live.jobs) > 1:
+            rivals.update(live.jobs)
+    found: dict[str, JobRecord] = {}
+    for name in rivals:
+        rival = state.jobs[name]
+        if rival.spec.priority <= job.spec.priority or rival.state in ENDED:
+            continue
+        seats = next_seats(state, rival)
+        if len(seats) >= least_nodes(rival):
+            keeps = rival.state is JobState.RUNNING
+            found |= {node: rival for node in seats if not (keeps and is_seated(rival, node))}
+    return found
 
 
 def able_nodes(state: FleetState, job: JobRecord, without: Collection[str] = ()) -> list[str]:
-    """Every node that may be in the job's next roster, in order of joining."""
-    seated = set(seats_of(job.generation))
-    return [
+    """Every node that may be in the job's next roster, in the order in which a free seat is given to them.
+
+    Those of the roster come first, a suspect one last. Of spares, the clean go before repeat
+    offenders, and who joined first before who came later.
+    """
+    seated = job.generation.seated if job.generation is not None else frozenset()
+    gone = promised(state, job)
+    able = [
         node
-        for node, launcher in job.launchers.items()
-        if node not in without and may_take_part(state, job, launcher, seated)
+        for node in job.launchers
+        if node not in without
+        and not obstacle(state, job, node)
+        and (node not in gone or (node in seated and job.state is JobState.RUNNING))
     ]
+    half_life_s = state.policy.offender_half_life_s
+    return sorted(able, key=lambda node: _use(state.nodes[node], node in seated, half_life_s))
+
+
+def _use(record: NodeRecord, seated: bool, half_life_s: float) -> tuple[int, float]:
+    """``offenders.offender_score`` of spares, by its logarithm and without what all have in common: the time by now."""
+    if seated:
+        return (0, 0.0) if record.state is NodeState.HEALTHY else (2, 0.0)
+    return 1, math.log2(record.offences) + record.offended_at / half_life_s if record.offences else -math.inf
 
 
 def spares(state: FleetState, job: JobRecord) -> list[str]:
     """Able nodes outside the current roster."""
-    seated = set(seats_of(job.generation))
+    seated = job.generation.seated if job.generation is not None else frozenset()
     return [node for node in able_nodes(state, job) if node not in seated]
 
 
 def next_seats(state: FleetState, job: JobRecord, without: Collection[str] = ()) -> list[str]:
-    """The roster the job would get now, leaving out ``without``."""
-    return choose_seats(seats_of(job.generation), able_nodes(state, job, without), most_nodes(job))
+    """The roster the job would get now, leaving out ``without``; whole blocks.
+
+    Nodes that were replaced as stragglers are left out too, unless the job would fall below its minimum: one slow node
+    costs all others its delay, one that is missing costs only its own share.
+    """
+    able = able_nodes(state, job, without)
+    swift = [node for node in able if node not in job.slow]
+    seats = seats_among(state, job, swift)
+    if len(seats) < least_nodes(job) and len(swift) < len(able):
+        return seats_among(state, job, able)
+    return seats
+
+
+def seats_among(state: FleetState, job: JobRecord, able: Sequence[str], most: int | None = None) -> list[str]:
+    """The roster that can be made of ``able``: at most ``most`` nodes, or as many as the job may have."""
+    within, domains = job.spec.block_within, None
+    if within:
+        domains = {node: domain_of(state.nodes[node].domain, within) for node in able}
+    most = most_nodes(job) if most is None else most
+    return choose_seats(seats_of(job.generation), able, most, job.spec.block_nodes, domains)
 
 
 def jobs_seated_on(state: FleetState, node: str) -> list[JobRecord]:
     """Jobs whose current, or still running, roster has the node."""
     jobs = (state.jobs[name] for name in state.live_nodes[node].jobs)
-    return [job for job in jobs if node in seats_of(job.generation) or node in seats_of(job.leaving)]
+    return [job for job in jobs if is_seated(job, node)]
+
+
+# --- reasons -----------------------------------------------------------------------------------------------------
+
+
+def why_not(state: FleetState, job: JobRecord, node: str) -> str:
+    """Why the node has no seat in the job's current roster, in words; empty where it has one."""
+    if job.generation is not None and node in job.generation.seated and job.state is not JobState.PAUSED:
+        return ""
+    words = obstacle(state, job, node)
+    if words:
+        return words
+    rival = promised(state, job).get(node)
+    if rival is not None:
+        return f"job {rival.job} comes first (priority {rival.spec.priority} over {job.spec.priority})"
+    if job.state in ENDED:
+        return f"the job is {job.state}"
+    seats = next_seats(state, job)
+    if len(seats) < least_nodes(job):
+        return f"the job needs {nodes(least_nodes(job))} and would have {len(seats)}{_whole_blocks(job)}"
+    if node in seats:
+        return "it gets a seat at the next boundary" if job.state is JobState.RUNNING else "the job is about to form"
+    if node in job.slow:
+        return f"{job.slow[node]}; it is taken again only where the job would fall below its minimum"
+    if len(seats) < most_nodes(job):
+        return f"no further block can be made with it{_whole_blocks(job)}"
+    return f"it is a spare: the job has its {nodes(most_nodes(job))}"
+
+
+def _whole_blocks(job: JobRecord) -> str:
+    spec = job.spec
+    if spec.block_nodes == 1:
+        return ""
+    within = f" within one {spec.block_within}" if spec.block_within else ""
+    return f" (blocks of {spec.block_nodes} nodes{within} stay whole)"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from controller.core.state import FleetState, JobRecord, Pace
-from everstep.ids import JobId
+from everstep.ids import JobId, Rank
 from everstep.vocabulary import JobState
 from everstep.wire.v1.training import GenerationSpec, RankProgress
 
@@ -31,6 +31,25 @@ class Stride(msgspec.Struct, frozen=True, tag=True):
 def stride_of(job: JobId, pace: Pace) -> Stride:
     times = sorted(progress.step_s for progress in pace.progress.values() if progress.step_s > 0)
     return Stride(job, pace.newest_step, pace.newest_at, times[len(times) // 2] if times else 0.0)
+
+
+class Laggards(msgspec.Struct, frozen=True, tag=True):
+    """Whose own time for a step stands out in job ``of``: of ``known`` ranks that measure it ``median_s`` is the
+    (lower) median, and ``slow`` are those that need more than a factor of it, with their seconds."""
+
+    of: JobId
+    known: int
+    median_s: float
+    slow: dict[Rank, float]
+
+
+def laggards_of(job: JobId, pace: Pace, factor: float) -> Laggards:
+    """``factor``: times the median that are slow."""
+    busy = {rank: progress.busy_s for rank, progress in pace.progress.items() if progress.busy_s is not None}
+    if not busy:
+        return Laggards(job, 0, 0.0, {})
+    median = sorted(busy.values())[(len(busy) - 1) // 2]
+    return Laggards(job, len(busy), median, {rank: own for rank, own in busy.items() if own > factor * median})
 
 
 def take_progress(state: FleetState, node: str, ranks: Iterable[RankProgress], now: float) -> None:

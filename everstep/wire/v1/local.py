@@ -67,6 +67,7 @@ class Tick(Message, frozen=True, kw_only=True, tag=True):
     step_s: float
     collectives: int = 0
     loss: float | None = None
+    busy_s: float | None = None
 
 
 class Goodbye(Message, frozen=True, kw_only=True, tag=True):

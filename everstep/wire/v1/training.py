@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from functools import cached_property
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -22,6 +23,10 @@ class JobSpec(Message, frozen=True, kw_only=True):
     or ``min_nodes`` have and ``join_wait_s`` passed. ``replicas`` is how many failure domains hold each byte of a
     version. ``digest_interval`` is the number of steps between parameter digests (0: none). ``max_user_retries``
     is how often a training function that raised is entered again.
+
+    ``block_nodes``: nodes that form one tensor x pipeline block. A roster is a whole number of blocks, whose nodes have
+    consecutive seats; the bounds are rounded inwards to whole blocks. ``block_within``: the nodes of a block share
+    this failure domain. ``priority``: of jobs that want the same node the one with the higher number gets it.
     """
 
     job: JobId
@@ -33,6 +38,9 @@ class JobSpec(Message, frozen=True, kw_only=True):
     digest_interval: Annotated[int, msgspec.Meta(ge=0)] = 1
     hang_threshold_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     max_user_retries: Annotated[int, msgspec.Meta(ge=0)] = 0
+    block_nodes: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    block_within: Literal["", "rack", "switch"] = ""
+    priority: Annotated[int, msgspec.Meta(ge=-1000, le=1000)] = 0
 
 
 class Member(Message, frozen=True, kw_only=True):
@@ -66,7 +74,7 @@ class RestoreRule(Message, frozen=True, kw_only=True):
     scratch: bool = False
 
 
-class GenerationSpec(Message, frozen=True, kw_only=True):
+class GenerationSpec(Message, frozen=True, kw_only=True, dict=True):
     """A job's membership: the unit of truth.
 
     ``store`` is the rendezvous store to meet at, hosted by the launcher on ``store_node``; keys go under the
@@ -94,6 +102,16 @@ class GenerationSpec(Message, frozen=True, kw_only=True):
     @property
     def world_size(self) -> int:
         return len(self.roster)
+
+    @cached_property
+    def seats(self) -> tuple[str, ...]:
+        """The nodes of the roster, in the order of their ranks."""
+        return tuple(dict.fromkeys(member.node for member in self.roster))
+
+    @cached_property
+    def seated(self) -> frozenset[str]:
+        """The same, to look a node up in."""
+        return frozenset(self.seats)
 
     def member(self, node: str, local_rank: int) -> Member | None:
         """The rank that ``local_rank`` on ``node`` plays, or None where it plays none."""
@@ -185,7 +203,8 @@ class Sealed(Report, frozen=True, kw_only=True, tag=True):
     Told of versions that may be committed (``kept``: the rank keeps it until a later one is) and of those with
     ``digests``; the others are found in the vaults when they are needed. ``replicas``: nodes whose vaults have
     acknowledged the copy. ``safe``: as many failure domains hold every byte of this share as the job asks for (other
-    ranks' equal copies counted). ``digests`` maps a replica group (ranks that must be equal) to the weighted digest of
+    ranks' equal copies counted). ``alike``: nodes that store again, each a part of it, what of this share is not copied
+    to ``replicas``. ``digests`` maps a replica group (ranks that must be equal) to the weighted digest of
     its parameters, in hex.
     """
 
@@ -197,6 +216,7 @@ class Sealed(Report, frozen=True, kw_only=True, tag=True):
     kept: bool = False
     replicas: tuple[NodeId, ...] = ()
     digests: dict[str, str] = {}
+    alike: tuple[NodeId, ...] = ()
 
 
 class Resumed(Report, frozen=True, kw_only=True, tag=True):
@@ -287,7 +307,11 @@ AnyReport = (
 
 
 class RankProgress(Message, frozen=True, kw_only=True, array_like=True):
-    """A rank's progress in a heartbeat: last finished step, and seconds that step took (median of late ones)."""
+    """A rank's progress in a heartbeat: last finished step, and seconds that step took (median of late ones).
+
+    ``busy_s``: of these, the seconds in which the rank did not wait for others (median of late steps), where it is
+    measured. In lock step all ranks take equally long; this tells which of them the others wait for.
+    """
 
     job: JobId
     generation: GenerationNumber
@@ -295,3 +319,4 @@ class RankProgress(Message, frozen=True, kw_only=True, array_like=True):
     step: int
     step_s: float
     loss: float | None = None
+    busy_s: float | None = None

@@ -1,4 +1,4 @@
-"""Who is in the next roster, and where its copies go."""
+"""Who is in the next roster, and who is not, and why."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.core.membership import choose_seats, describe_change, roster_of
-from controller.core.placement import place_replicas, shared_domains
-from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.directives import NewGeneration
 from tests.support.core_fleet import CoreFleet, generations, sent
 
@@ -59,43 +57,6 @@ def test_the_change_is_said_in_words() -> None:
     assert describe_change(["a"], ["a", "b"], 2) == "grows to 2 nodes with b"
 
 
-# --- placement ---------------------------------------------------------------------------------------------------
-
-domain = st.builds(Domain, rack=st.sampled_from(["", "r1", "r2"]), power=st.sampled_from(["", "p1", "p2"]))
-
-
-def _oracle(index: int, seats: list[str], domains: dict[str, Domain], wanted: int) -> tuple[str, ...]:
-    """Slow and plain: each time the best of all by (domains shared with the holders, distance in the ring)."""
-    holders = [seats[index]]
-    for _ in range(wanted):
-        rest = [
-            (sum(shared_domains(domains[seats[j]], domains[h]) for h in holders), (j - index) % len(seats), seats[j])
-            for j in range(len(seats))
-            if seats[j] not in holders
-        ]
-        if rest:
-            holders.append(min(rest)[2])
-    return tuple(holders[1:])
-
-
-@given(st.lists(domain, min_size=1, max_size=9), st.integers(1, 4))
-def test_placement_agrees_with_the_dumb_one(domains: list[Domain], replicas: int) -> None:
-    named = {f"n{i}": domain for i, domain in enumerate(domains)}
-    seats = list(named)
-    placed = place_replicas(seats, named, replicas)
-    assert placed == {node: _oracle(i, seats, named, replicas - 1) for i, node in enumerate(seats)}
-
-
-def test_a_copy_crosses_the_rack_where_it_can() -> None:
-    racks = {"a": Domain(rack="1"), "b": Domain(rack="1"), "c": Domain(rack="2")}
-    assert place_replicas(["a", "b", "c"], racks, 2) == {"a": ("c",), "b": ("c",), "c": ("a",)}
-
-
-def test_unnamed_domains_are_shared_with_nobody() -> None:
-    assert shared_domains(Domain(), Domain()) == 0
-    assert shared_domains(Domain(rack="1", power="p"), Domain(rack="1", power="p")) == 2
-
-
 # --- in the fleet ------------------------------------------------------------------------------------------------
 
 
@@ -139,15 +100,3 @@ def test_a_member_that_is_out_of_reach_stays_a_holder_since_its_vault_outlives_i
     fleet.fail_collective(0)
     assert fleet.seats() == ["n1", "n4"]
     assert {"n2", "n3"} < {holder.node for holder in fleet.spec().holders}
-
-
-def test_two_jobs_on_one_node_regroup_each_for_itself() -> None:
-    fleet = CoreFleet()
-    fleet.start(2)
-    fleet.join("n1", "n2", job="other", min_nodes=1, max_nodes=2)
-    fleet.resume("other")
-    assert [spec.job for spec in generations(fleet.lose_rank(0))] == ["job"]
-    fleet.disconnect("n2")
-    lost = generations(fleet.advance(1.1, "n1"))
-    assert {spec.job for spec in lost} == {"job", "other"}
-    assert fleet.seats("other") == ["n1"]

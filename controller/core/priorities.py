@@ -1,0 +1,125 @@
+"""Jobs that compete for nodes: one that cannot run takes nodes of a running one of lower priority that can spare them.
+
+It waits first, takes no more than it needs to run, and takes nothing where that would not be enough. The other job
+leaves the nodes at a boundary, so it loses no step; and it is left alone for a while then. Nothing is ever given back
+by force: both grow from whatever comes free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from controller.core.generations import Cause, boundary_step, regroup
+from controller.core.membership import (
+    able_nodes,
+    is_seated,
+    least_nodes,
+    next_seats,
+    owner_of,
+    seats_among,
+    seats_of,
+    unfit,
+)
+from controller.core.state import FleetState, JobRecord
+from controller.core.turn import Turn
+from controller.core.wording import named, nodes
+from everstep.vocabulary import GenerationReason, JobState
+
+Takings = dict[str, list[str]]
+"""Job to the nodes that it is to give."""
+
+
+def consider_taking(turn: Turn, job: JobRecord) -> None:
+    """A job that is below its minimum takes what it needs, when it has waited long enough."""
+    if job.state not in (JobState.FORMING, JobState.PAUSED) or turn.state.store_away:
+        return
+    since = job.since + (job.spec.join_wait_s if job.state is JobState.FORMING else 0.0)
+    due = since + turn.policy.take_after_s
+    if turn.now < due:
+        turn.wake(due, "job", job.job)
+        return
+    givers = [other for other in rivals_below(turn.state, job) if _may_give(turn, other)]
+    takings = choose_takings(turn.state, job, givers)
+    for name, taken in takings.items():
+        _take(turn, job, turn.state.jobs[name], taken)
+    if not takings and rivals_below(turn.state, job):
+        turn.wake(turn.now + max(turn.policy.take_after_s, 1.0), "job", job.job)
+
+
+def rivals_below(state: FleetState, job: JobRecord) -> list[JobRecord]:
+    """Running jobs of lower priority on nodes that offer themselves to ``job`` as well; the lowest first."""
+    names = dict.fromkeys(name for node in job.launchers for name in _jobs_on(state, node))
+    others = [state.jobs[name] for name in names]
+    below = [o for o in others if o.state is JobState.RUNNING and o.spec.priority < job.spec.priority]
+    return sorted(below, key=lambda other: other.spec.priority)
+
+
+def _jobs_on(state: FleetState, node: str) -> Iterable[str]:
+    live = state.live_nodes.get(node)
+    return live.jobs if live is not None else ()
+
+
+def _may_give(turn: Turn, job: JobRecord) -> bool:
+    """Whether the job can leave nodes in order now, and has not lost one to others lately."""
+    if turn.now < job.gave_at + turn.policy.take_after_s:
+        return False
+    return boundary_step(turn, job, turn.state.live_jobs[job.job]) is not None
+
+
+def choose_takings(state: FleetState, job: JobRecord, givers: Sequence[JobRecord]) -> Takings:
+    """Which nodes of which of ``givers`` the job needs to reach its minimum; nothing where that is not enough.
+
+    ``givers`` are asked in their order; each keeps its own minimum. Nodes that leave another job at a boundary already
+    are counted on.
+    """
+    able = able_nodes(state, job)
+    coming = [node for node in job.launchers if _is_coming(state, job, node)]
+    least = least_nodes(job)
+    if len(seats_among(state, job, able + coming, least)) >= least:
+        return {}
+    takings: Takings = {}
+    offered = able + coming
+    for giver in givers:
+        for node in reversed(seats_of(giver.generation)):
+            if unfit(state, job, node) or not _can_spare(state, giver, [*takings.get(giver.job, []), node]):
+                continue
+            takings.setdefault(giver.job, []).append(node)
+            offered.append(node)
+            seats = seats_among(state, job, offered, least)
+            if len(seats) >= least:
+                return _needed(takings, set(seats))
+    return {}
+
+
+def _is_coming(state: FleetState, job: JobRecord, node: str) -> bool:
+    owner = None if unfit(state, job, node) else owner_of(state, job, node)
+    if owner is None or owner.spec.priority >= job.spec.priority or owner.leaving is None:
+        return False
+    return owner.generation is not None and node not in owner.generation.seated and is_seated(owner, node)
+
+
+def _can_spare(state: FleetState, giver: JobRecord, taken: Sequence[str]) -> bool:
+    return len(next_seats(state, giver, frozenset(taken))) >= least_nodes(giver)
+
+
+def _needed(takings: Takings, seats: set[str]) -> Takings:
+    """Of what was offered, only what got a seat."""
+    needed = {name: [node for node in taken if node in seats] for name, taken in takings.items()}
+    return {name: taken for name, taken in needed.items() if taken}
+
+
+def _take(turn: Turn, job: JobRecord, giver: JobRecord, taken: list[str]) -> None:
+    giver.gave_at = turn.now
+    sentence = (
+        f"job {job.job} (priority {job.spec.priority}) cannot run with less than {nodes(least_nodes(job))} and takes "
+        f"{named(taken)} of job {giver.job} (priority {giver.spec.priority}), which can spare that"
+    )
+    turn.audit("job.takes", sentence, job=job.job)
+    cause = Cause(
+        reason=GenerationReason.PRIORITY,
+        sentence=sentence,
+        trace=turn.trace,
+        boundary=True,
+        without=frozenset(taken),
+    )
+    regroup(turn, giver, cause)

@@ -1,0 +1,126 @@
+"""Nodes that are slow, window after window: named, and replaced by a spare where there is one.
+
+In lock step all ranks take equally long, so what is compared is the time in which a rank did not wait for others. It
+is compared with the job's own median: a slow model, or a slow network for all, is nobody's fault.
+"""
+
+from __future__ import annotations
+
+from controller.core.generations import Cause, boundary_step, regroup
+from controller.core.membership import next_seats, seats_of
+from controller.core.progress import Laggards
+from controller.core.state import JobLive, JobRecord
+from controller.core.turn import Turn
+from everstep.vocabulary import Decision, Finding, FindingKind, GenerationReason, JobState, Severity
+from everstep.wire.v1.training import GenerationSpec
+
+SUBJECT = "ranks"
+KEY = f"{FindingKind.RANK_STRAGGLER}/{SUBJECT}"
+
+
+def watch_pace(turn: Turn, job: JobRecord) -> None:
+    """A generation steps: its ranks are compared from now on."""
+    live = turn.state.live_jobs[job.job]
+    if not live.window_due:
+        _next_window(turn, job, live)
+
+
+def _next_window(turn: Turn, job: JobRecord, live: JobLive) -> None:
+    live.window_due = turn.now + turn.policy.straggler_window_s
+    turn.wake(live.window_due, "job", job.job)
+
+
+def check_pace(turn: Turn, job: JobRecord) -> None:
+    """At the end of a window: who was slow in it, and who is slow so often that something is to be done."""
+    live, policy = turn.state.live_jobs[job.job], turn.policy
+    spec = job.generation
+    if not live.window_due or turn.now < live.window_due:
+        return
+    _next_window(turn, job, live)
+    if spec is None or job.resumed_at is None or job.leaving is not None or job.state is not JobState.RUNNING:
+        return
+    lag = turn.laggards(job.job, policy.straggler_factor)
+    live.window += 1
+    slow = slow_nodes(spec, lag, policy.straggler_share)
+    oldest = live.window - policy.straggler_windows
+    kept = {node: [w for w in seen if w > oldest] for node, seen in live.slow.items() if node in spec.seated}
+    for node in slow:
+        kept.setdefault(node, []).append(live.window)
+    live.slow = {node: seen for node, seen in kept.items() if seen}
+    for node in seats_of(spec):
+        if len(live.slow.get(node, ())) >= policy.straggler_count:
+            _name(turn, job, node, slow.get(node, 0.0), lag)
+        elif node not in live.slow and KEY in turn.state.nodes[node].own:
+            _clear(turn, job, node)
+    _replace_one(turn, job, spec)
+
+
+def slow_nodes(spec: GenerationSpec, lag: Laggards, share: float) -> dict[str, float]:
+    """By node, the busy time of its slowest rank; nothing where it is not the nodes.
+
+    Two ranks cannot tell which of them is slow, and where more than ``share`` of the nodes are it is something that
+    they have in common: data, a network, a phase of the model. One node may always be slow.
+    """
+    if lag.known < 3 or 2 * lag.known < spec.world_size:
+        return {}
+    slow: dict[str, float] = {}
+    for rank, busy_s in sorted(lag.slow.items()):
+        if rank < spec.world_size:
+            node = spec.roster[rank].node
+            slow[node] = max(slow.get(node, 0.0), busy_s)
+    return slow if len(slow) <= max(1.0, share * len(spec.seats)) else {}
+
+
+def _name(turn: Turn, job: JobRecord, node: str, busy_s: float, lag: Laggards) -> None:
+    """Once for as long as it lasts; a recommendation, since slowness alone evicts nobody."""
+    record, policy = turn.state.nodes[node], turn.policy
+    if KEY in record.own:
+        return
+    sentence = (
+        f"{node} needs {busy_s:.3f} s for a step of {job.job} and half of the ranks {lag.median_s:.3f} s or less: "
+        f"slow by more than {policy.straggler_factor:g} times in {policy.straggler_count} of "
+        f"{policy.straggler_windows} windows of {policy.straggler_window_s:g} s"
+    )
+    finding = Finding(
+        kind=FindingKind.RANK_STRAGGLER,
+        subject=SUBJECT,
+        severity=Severity.WARNING,
+        message=sentence,
+        value=busy_s,
+        threshold=policy.straggler_factor * lag.median_s,
+        since=turn.now,
+        trace=turn.trace,
+    )
+    record.own[KEY] = finding
+    turn.node_changed(node)
+    words = f"{sentence}; recommended: replace it, and look for what slows it down"
+    turn.verdict(node, Decision.RECOMMEND, words, evidence=(finding,))
+
+
+def _clear(turn: Turn, job: JobRecord, node: str) -> None:
+    del turn.state.nodes[node].own[KEY]
+    turn.node_changed(node)
+    turn.audit("finding.cleared", f"{node} keeps up with {job.job} again", node=node, job=job.job)
+
+
+def _replace_one(turn: Turn, job: JobRecord, spec: GenerationSpec) -> None:
+    """One straggler at a time leaves at a boundary, where policy allows and a spare takes its place."""
+    live, policy = turn.state.live_jobs[job.job], turn.policy
+    named = [n for n in seats_of(spec) if len(live.slow.get(n, ())) >= policy.straggler_count]
+    if not named or not policy.straggler_replace or turn.state.store_away:
+        return
+    if turn.now < job.opened_at + policy.growth_interval_s:
+        return
+    node = named[0]
+    seats = next_seats(turn.state, job, {node})
+    if len(seats) < len(spec.seats) or not spec.seated - {node} <= set(seats):
+        return
+    if boundary_step(turn, job, live) is None:
+        return
+    sentence = f"{node} is slow and a spare is not"
+    job.slow[node] = f"{node} was replaced because it was slow"
+    del live.slow[node]
+    cause = Cause(
+        reason=GenerationReason.STRAGGLER, sentence=sentence, trace=turn.trace, boundary=True, without=frozenset({node})
+    )
+    regroup(turn, job, cause)
