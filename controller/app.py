@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,20 +14,29 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from sqlalchemy import Engine
 
 from controller import views
-from controller.api import errors, openapi
+from controller.api import descriptors, endpoints, errors, openapi
 from controller.api.agents import AgentRoutes
 from controller.api.auth import Gate
+from controller.api.credentials import CredentialRoutes
+from controller.api.desk import AgentDesk
 from controller.api.operators import OperatorRoutes
+from controller.api.polls import Polls
+from controller.api.routes import CREDENTIALS, PLAIN
 from controller.api.stream import AuditFeed
 from controller.boards import Boards
 from controller.config import ControllerSettings
 from controller.core import fleet
 from controller.core.policy import CorePolicy
 from controller.core.state import FleetRecord, FleetState, JobRecord, NodeRecord, VersionRecord
+from controller.credentials import Credentials
+from controller.journal import Journal
+from controller.lease import Tenure
 from controller.loop import FleetLoop
 from controller.metrics import FleetCollector, Metrics
 from controller.push import Outbox
-from controller.remediation.base import Remediation
+from controller.remediation.base import Remediator
+from controller.remediation.desk import RemedyDesk
+from controller.secret_file import Keyring
 from controller.steady_time import SteadyTime
 from controller.store.records import Loaded
 from controller.store.threads import Store
@@ -56,8 +67,15 @@ def _restore(policy: CorePolicy, loaded: Loaded) -> FleetState:
     )
 
 
-MakeRemediation = Callable[[Callable[[], None]], Remediation]
-"""Makes the remediation, given what to call for each verdict that was given up."""
+def _journal(settings: ControllerSettings) -> Journal | None:
+    if not settings.journal_dir:
+        return None
+    keep_s = settings.journal_days * 86400.0
+    return Journal(Path(settings.journal_dir), most_bytes=settings.journal_bytes, keep_s=keep_s)
+
+
+MakeRemediator = Callable[[], Remediator]
+"""Makes what acts on nodes; called once for each time that this controller leads."""
 
 
 class Controller:
@@ -71,18 +89,20 @@ class Controller:
     def __init__(
         self,
         settings: ControllerSettings,
-        secret: bytes,
+        keyring: Keyring,
         store: Store,
         loaded: Loaded,
         clock: Clock,
-        make_remediation: MakeRemediation,
+        make_remediator: MakeRemediator,
+        tenure: Tenure | None = None,
     ) -> None:
         state = _restore(settings.policy, loaded)
+        self._tenure = tenure
         self.metrics = Metrics()
         self.feed = AuditFeed(loaded.newest_audit)
         self.outbox = Outbox(loaded.epoch, loaded.outbox)
         self.store = store
-        self.remediation = make_remediation(self.metrics.remediation_failures.inc)
+        self.journal = _journal(settings)
         numbers = AuditNumbers(loaded.newest_audit)
         self.loop = FleetLoop(
             state=state,
@@ -93,9 +113,21 @@ class Controller:
             numbers=numbers,
             boards=Boards(state.jobs.values()),
             on_audit=self.feed.publish,
-            on_verdicts=self.remediation.verdicts,
+            on_remedies=lambda rows: self.remedies.requested(rows),
+            decide=self.journal.decide if self.journal else fleet.handle,
+            epoch=loaded.epoch,
+            check_leading=tenure.check if tenure is not None else lambda: None,
             group=settings.group_commit,
             queue_limit=settings.queue_limit,
+            away_limit_bytes=settings.away_limit_bytes,
+        )
+        self.remedies = RemedyDesk(
+            make_remediator(),
+            submit=self.loop.submit,
+            now=self.loop.now,
+            uniform=random.random,
+            failed=self.metrics.remediation_failures.inc,
+            rows=loaded.remedies,
         )
         self.desk = views.Desk(
             state=state,
@@ -108,44 +140,73 @@ class Controller:
             newest_event=lambda: self.feed.newest,
         )
         self.metrics.registry.register(FleetCollector(self.desk))
-        gate = Gate(secret)
-        self.app = AgentRoutes(
-            self._operators(gate),
+        self.credentials = Credentials(loaded.credentials)
+        gate = Gate.of(settings, keyring, self.credentials, state.jobs, clock, self.loop.now)
+        self.gate = gate
+        self.agents = AgentDesk(
             loop=self.loop,
-            gate=gate,
             metrics=self.metrics,
             clock=clock,
+            descriptors=descriptors.of_this_process(),
             name=settings.name,
             heartbeat_interval_s=settings.heartbeat_interval_s,
-            long_poll_max_s=settings.long_poll_max_s,
             marks=loaded.marks,
             poisoned=loaded.poisoned,
+        )
+        self.polls = Polls(self.loop)
+        self.app = AgentRoutes(
+            self._operators(gate),
+            desk=self.agents,
+            gate=gate,
+            polls=self.polls,
+            long_poll_max_s=settings.long_poll_max_s,
         )
         self.task: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(
+    async def lead(
         cls,
         settings: ControllerSettings,
-        secret: bytes,
-        engine: Engine,
+        keyring: Keyring,
+        store: Store,
+        loaded: Loaded,
         clock: Clock,
-        make_remediation: MakeRemediation,
+        make_remediator: MakeRemediator,
+        tenure: Tenure | None = None,
     ) -> Controller:
-        """Takes the database over, restores what is in it, and runs the first event.
+        """Restores what was loaded from a database that was taken over, and runs the first event.
 
         Raises what the database raises. When it returns, requests may be served.
         """
-        store = Store(engine, commit_timeout_s=settings.commit_timeout_s)
-        controller = cls(settings, secret, store, await store.take_over(), clock, make_remediation)
+        controller = cls(settings, keyring, store, loaded, clock, make_remediator, tenure)
         task = controller.task = asyncio.create_task(controller.loop.run(), name="fleet loop")
         started = asyncio.create_task(controller.loop.started.wait())
         await asyncio.wait({task, started}, return_when=asyncio.FIRST_COMPLETED)
         started.cancel()
         if task.done():
+            if controller.journal is not None:
+                await asyncio.to_thread(controller.journal.close)
             store.close()
             await task
+        controller.remedies.start()
         return controller
+
+    @classmethod
+    async def start(
+        cls,
+        settings: ControllerSettings,
+        keyring: Keyring,
+        engine: Engine,
+        clock: Clock,
+        make_remediator: MakeRemediator,
+    ) -> Controller:
+        """Takes a database over that no other controller shares, and leads. Raises as ``lead``."""
+        store = Store(engine, commit_timeout_s=settings.commit_timeout_s)
+        return await cls.lead(settings, keyring, store, await store.take_over(), clock, make_remediator)
+
+    def certain(self) -> bool:
+        """Whether it may answer as the leader now."""
+        return self._tenure is None or self._tenure.certain()
 
     def release(self) -> None:
         """Ends long polls and streams, so that the server can stop."""
@@ -158,14 +219,10 @@ class Controller:
         assert self.task is not None
         self.task.cancel()
         await asyncio.wait({self.task})
-        self.remediation.close()
+        await self.remedies.stop()
+        if self.journal is not None:
+            await asyncio.to_thread(self.journal.close)
         await asyncio.to_thread(self.store.close)
-
-    def failure(self) -> BaseException | None:
-        """What ended the loop, if it ended by itself; then the process must end, and not wait for its threads."""
-        if self.task is None or not self.task.done() or self.task.cancelled():
-            return None
-        return self.task.exception()
 
     def serving(self) -> bool:
         """Whether the loop still runs."""
@@ -178,6 +235,7 @@ class Controller:
         app.openapi = lambda: document  # type: ignore[method-assign]
         errors.install(app, self.metrics)
         OperatorRoutes(desk=self.desk, loop=self.loop, store=self.store, feed=self.feed, gate=gate).install(app)
+        endpoints.install(app, gate, CREDENTIALS, CredentialRoutes(loop=self.loop, credentials=self.credentials))
         self._open_routes(app, gate)
         return app
 
@@ -191,7 +249,7 @@ class Controller:
             return Response(body, status_code=200 if ok else 503, media_type="application/json")
 
         async def metrics(request: Request) -> Response:
-            gate.reader(request.scope["headers"])
+            endpoints.admit(gate, PLAIN["metrics"].access, request)
             return Response(self.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
         paths: Iterable[tuple[str, Any]] = (("/healthz", health), ("/readyz", ready), ("/metrics", metrics))

@@ -71,17 +71,41 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """Most requests that share one transaction: larger is more throughput under a storm, longer for its first."""
     queue_limit: int = 20_000
     """Requests that may wait for a transaction; beyond it agents are told to come again, and their spools hold."""
-    commit_timeout_s: float = 15.0
-    """Seconds a transaction may take before the database counts as gone and the controller ends. Above PostgreSQL's
-    own statement time-out (10 s), whose message says more."""
+    commit_timeout_s: float = 2.0
+    """Seconds a transaction may take before it is broken off and the database counts as away. Nothing is decided while
+    one is written: longer makes a database that hangs delay a regroup, shorter takes a slow one for one that is gone."""
+    away_limit_bytes: int = 64 << 20
+    """About how many bytes of decisions are kept in memory while the database is away; beyond it agents are told to come
+    again, and their spools hold. An hour of a fleet of 1,000 nodes is some 4 MiB."""
+    lease_s: float = 5.0
+    """Seconds for which a leader leads without renewing, over PostgreSQL: after so long a controller that was stopped,
+    or cut off from the database, is followed by another. (One that died is followed at once.) Shorter follows sooner,
+    and gives a leader less time to find a database that moved."""
+    lease_renew_s: float = 1.0
+    """Seconds between two renewals; at most a third of ``lease_s``, so that one may fail."""
+    advertise: str = ""
+    """``host:port`` by which others reach this controller, told by the controllers that stand by. Empty: as served."""
     stop_grace_s: float = 0.5
     """Seconds that requests under way may take once the controller is told to stop."""
-    remediation: Literal["dry_run", "webhook"] = "dry_run"
-    """Who is told of verdicts: nobody but the log, or ``webhook_url``."""
+    remediation: Literal["dry_run", "webhook", "slurm", "kubernetes"] = "dry_run"
+    """Who drains, reboots and hands to repair: nobody (the log says what would be done), a receiver of your own at
+    ``webhook_url``, Slurm by ``scontrol``, or Kubernetes."""
     webhook_url: str = ""
-    """Where verdicts are posted."""
+    """Where remedies are posted."""
     webhook_secret_file: str = ""
     """A file with the secret that signs those posts, readable by its owner only."""
+    webhook_cordons: bool = False
+    """Whether that receiver can tell which nodes people have taken out of service."""
+    slurm_conf: str = ""
+    """Slurm's configuration file. Empty: Slurm's own default."""
+    kubeconfig: str = ""
+    """How to reach Kubernetes. Empty: as the pod that the controller runs in."""
+    kubernetes_evict: bool = False
+    """Whether a cordoned node's pods are evicted as well. Off: whoever runs them sees the taint and decides."""
+    alert_url: str = ""
+    """Where to post what stands wrong, in the form of Alertmanager's webhooks. Empty: nowhere."""
+    alert_token_file: str = ""
+    """A file with a bearer token for ``alert_url``, readable by its owner only. Empty: none is sent."""
     journal_dir: str = ""
     """A directory for the journal of events and decisions, by which an incident is replayed and a change of policy is
     tried on the past. Empty: none is kept."""
@@ -163,6 +187,12 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
                 self.commit_timeout_s <= 0 or self.stop_grace_s < 0,
                 "commit_timeout_s must be positive and stop_grace_s not negative",
             ),
+            (self.away_limit_bytes < 1 << 20, "away_limit_bytes must be at least 1048576"),
+            (
+                not 0 < self.lease_renew_s <= self.lease_s / 3,
+                f"lease_renew_s ({self.lease_renew_s}) must be positive and at most a third of lease_s "
+                f"({self.lease_s}): one renewal may fail",
+            ),
             (
                 self.journal_bytes < 1 or self.journal_days <= 0,
                 "journal_bytes and journal_days must be positive; no journal_dir keeps none",
@@ -170,6 +200,10 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             (
                 webhook != bool(self.webhook_url) or webhook != bool(self.webhook_secret_file),
                 "remediation = webhook, webhook_url and webhook_secret_file belong together: give all or none",
+            ),
+            (
+                bool(self.alert_token_file) and not self.alert_url,
+                "alert_token_file is for alert_url, and there is none",
             ),
             (
                 webhook and urlsplit(self.webhook_url).scheme not in ("http", "https"),

@@ -1,9 +1,15 @@
 """The one task that owns the fleet's state: stimuli in, one transaction, then answers and directives out.
 
 Stimuli that wait together share a transaction (group commit); the effects of one are never split. Nothing is
-answered and nothing is pushed before its transaction is durable. The process is crash-only: where a transaction
-fails, memory is ahead of the database, so nobody is answered and the process ends; its supervisor starts it again
-from the last committed state. The same holds for an error of the core's own.
+answered and nothing is pushed before its transaction is durable.
+
+Where the database is away, memory goes ahead of it: the core is told, and decides only what needs no promise; what it
+sends from then on is pushed, and nobody is acknowledged, so that everybody asks again. When the database is back,
+everything is written before anything is acknowledged. What the failed transaction itself would have sent is held back
+until then: its numbers may be given once more by the controller that follows, if this one dies first.
+
+For errors of its own the process is crash-only: nobody is answered, it ends, and its supervisor starts it again from
+the last committed state.
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 from controller.boards import Boards
@@ -19,14 +25,14 @@ from controller.core import events as ev
 from controller.core import fleet
 from controller.core.state import FleetState
 from controller.intake import Intake, Urgency, Waiting
+from controller.keeping import Absence, Commit, Keeper
 from controller.lag import LagMeter
 from controller.metrics import Metrics
-from controller.push import Outbox
+from controller.push import Outbox, Outgoing
 from controller.steady_time import SteadyTime
-from controller.store.records import AuditRow, Batch, PoisonedRow
-from controller.transaction import AuditNumbers, Transaction, new_trace
+from controller.store.records import AuditRow, Batch, PoisonedRow, RemedyRow
+from controller.transaction import AuditNumbers, Decide, Transaction, new_trace
 from everstep.errors import EverstepError, Unavailable
-from everstep.vocabulary import Verdict
 
 log = logging.getLogger(__name__)
 
@@ -35,11 +41,35 @@ Stimulus = Callable[[Transaction, float], T]
 """Runs events in a transaction at a time; what it returns is what its submitter gets once all is durable. It raises
 EverstepError only before anything was changed."""
 
-Commit = Callable[[Batch], Awaitable[None]]
-"""Writes a batch: durable on return, nothing of it after an exception."""
-
-
 _Waiting = Waiting[Stimulus[Any]]
+
+UNSURE_S = 0.05
+"""Seconds between two looks whether this controller may be sure again that it leads."""
+UNPROMISED = (
+    "the database is away, so this is kept in memory only, and not promised: send it again; what was ordered may count "
+    "when the database is back"
+)
+
+
+class _Result(NamedTuple):
+    """What became of a stimulus. ``forgettable``: see ``Transaction``."""
+
+    waiting: _Waiting
+    value: Any
+    error: EverstepError | None
+    forgettable: bool
+
+    def tell(self, away: Absence | None) -> None:
+        """Answers, with a refusal where a promise is asked for that an absent database does not let us give."""
+        done = self.waiting.done
+        if done.done():
+            return  # its client is gone; what it asked for is done all the same
+        if self.error is not None:
+            done.set_exception(self.error)
+        elif away is None or self.forgettable:
+            done.set_result(self.value)
+        else:
+            done.set_exception(Unavailable(f"{UNPROMISED}: {away.reason}"))
 
 
 class _Timer(NamedTuple):
@@ -56,7 +86,11 @@ class FleetLoop:
     Args:
         state: what was restored; ``ControllerStarted`` is the first event.
         commit: writes one transaction.
-        on_audit, on_verdicts: told what was committed, after it was.
+        epoch: which life of a controller over its database this is.
+        check_leading: raises NotLeading where this controller may not be sure that it leads.
+        away_limit_bytes: about how much may wait in memory for a database that is away.
+        on_audit, on_remedies: told what was committed, after it was.
+        decide: the core, or a journal around it.
         group: most stimuli that share a transaction: larger is more throughput, and a longer wait for the first.
         queue_limit: stimuli that may wait; beyond it new ones are refused with Unavailable.
     """
@@ -72,20 +106,30 @@ class FleetLoop:
         numbers: AuditNumbers,
         boards: Boards,
         on_audit: Callable[[list[AuditRow]], None],
-        on_verdicts: Callable[[list[Verdict]], None],
+        on_remedies: Callable[[list[RemedyRow]], None],
+        decide: Decide = fleet.handle,
+        epoch: int = 1,
+        check_leading: Callable[[], None] = lambda: None,
         group: int = 256,
         queue_limit: int = 20_000,
+        away_limit_bytes: int = 64 << 20,
     ) -> None:
         self.state = state
         self.outbox = outbox
         self.lag = LagMeter()
-        self._commit = commit
+        self._keeper = Keeper(commit, now=self.now, wake=self._wake, limit_bytes=away_limit_bytes)
+        self._check_leading = check_leading
+        self._epoch = epoch
+        self._news: ev.StoreChanged | None = None
+        self._held_back: list[Outgoing] = []
+        self._unpublished: list[Transaction] = []
         self._steady = steady
         self._metrics = metrics
         self._numbers = numbers
         self.boards = boards
         self._on_audit = on_audit
-        self._on_verdicts = on_verdicts
+        self._on_remedies = on_remedies
+        self._decide = decide
         self._group = group
         self._queue: Intake[Stimulus[Any]] = Intake(queue_limit, metrics.shed)
         self._in_flight: list[_Waiting] = []
@@ -113,10 +157,20 @@ class FleetLoop:
         """``submit`` for who does not wait: the future of its result. Raises Unavailable."""
         if self._over:
             raise Unavailable("the controller is stopping: send this again to the one that follows", 0.2)
+        self.check_leading()
+        self._keeper.check_room()
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._queue.put(Waiting(stimulus, done), urgency)
         self._work.set()
         return done
+
+    def check_leading(self) -> None:
+        """Raises NotLeading where this controller cannot be sure that it leads: then it must not say anything."""
+        self._check_leading()
+
+    def away(self) -> Absence | None:
+        """The database's absence, if it is away."""
+        return self._keeper.away
 
     def touched(self) -> None:
         """Call after a ``touch``: it may have brought the next deadline nearer."""
@@ -132,17 +186,20 @@ class FleetLoop:
             self.started.set()
             while True:
                 await self._something_to_do()
-                await self._turn(self._take())
+                if self._leads():
+                    await self._turn(self._take())
+                else:
+                    await asyncio.sleep(UNSURE_S)
         finally:
             self._end()
 
     def _first(self) -> _Waiting:
-        event = ev.ControllerStarted(trace=new_trace())
+        event = ev.ControllerStarted(epoch=self._epoch, trace=new_trace())
         done = asyncio.get_running_loop().create_future()
         return Waiting(lambda tx, now: tx.handle(event, now), done)
 
     async def _something_to_do(self) -> None:
-        if self._queue:
+        if self._queue or self._news is not None or self._keeper.ready:
             await asyncio.sleep(0)  # let requests that have just arrived join the group
             return
         self._work.clear()
@@ -164,28 +221,36 @@ class FleetLoop:
     async def _turn(self, taken: list[_Waiting]) -> None:
         """Everything that waits, then the timer: what was heard counts before anybody is called late."""
         self._in_flight = taken
-        transaction = Transaction(self.state, self.outbox, self._numbers, self._metrics, self.boards)
+        transaction = Transaction(self.state, self.outbox, self._numbers, self._metrics, self.boards, self._decide)
         try:
-            results = [(waiting, self._apply(waiting, transaction)) for waiting in taken]
+            self._tell_of_store(transaction)
+            results = [self._apply(waiting, transaction) for waiting in taken]
             self._tick(transaction, taken)
         except Exception:
             await self._note_poison(transaction.handling)
             raise
-        await self._make_durable(transaction, len(taken))
-        for waiting, (result, error) in results:
-            if waiting.done.done():
-                continue  # its client is gone; what it asked for is done all the same
-            if error is not None:
-                waiting.done.set_exception(error)
-            else:
-                waiting.done.set_result(result)
+        durable = await self._keep(transaction, len(taken))
+        for result in results:
+            result.tell(self._keeper.away if not durable else None)
         self._in_flight = []
 
-    def _apply(self, waiting: _Waiting, transaction: Transaction) -> tuple[Any, EverstepError | None]:
+    def _apply(self, waiting: _Waiting, transaction: Transaction) -> _Result:
+        transaction.forgettable = False
         try:
-            return waiting.stimulus(transaction, self.now()), None
+            value = waiting.stimulus(transaction, self.now())
         except EverstepError as error:
-            return None, error
+            return _Result(waiting, None, error, True)
+        return _Result(waiting, value, None, transaction.forgettable)
+
+    def _tell_of_store(self, transaction: Transaction) -> None:
+        """The core hears of the database before of anything that came later."""
+        news, self._news = self._news, None
+        if news is None:
+            return
+        transaction.handle(news, self.now())
+        if not news.away:
+            held_back, self._held_back = self._held_back, []
+            transaction.send_again(held_back)
 
     def _tick(self, transaction: Transaction, taken: Iterable[_Waiting]) -> None:
         deadline, now = fleet.next_deadline(self.state), self.now()
@@ -212,24 +277,60 @@ class FleetLoop:
             trace=event.trace,
         )
         poisoned = PoisonedRow(node=event.node, incarnation=event.incarnation, number=event.number)
-        await self._commit(Batch(audit=[row], poisoned=[poisoned]))
+        await self._keeper.keep(Batch(audit=[row], poisoned=[poisoned]))
 
-    async def _make_durable(self, transaction: Transaction, events: int) -> None:
+    async def _keep(self, transaction: Transaction, events: int) -> bool:
+        """Whether it is durable, and everything before it."""
+        was_away = self._keeper.away is not None
         batch = transaction.batch()
-        if batch:
-            started = time.perf_counter()
-            await self._commit(batch)
+        unsent = tuple(dict.fromkeys(row.job for row in batch.generations))
+        started, wrote = time.perf_counter(), bool(batch)
+        self._unpublished.append(transaction)
+        if not await self._keeper.keep(batch):
+            if was_away:
+                self.outbox.deliver(transaction.outgoing)
+            else:
+                self._begin_absence(transaction, unsent)
+            return False
+        if wrote:
             self._metrics.committed(time.perf_counter() - started, events)
+        if was_away:
+            self._news = ev.StoreChanged(away=False, trace=new_trace())
         self.outbox.deliver(transaction.outgoing)
-        self._on_audit(transaction.audit)
-        self._metrics.audited(transaction.audit)
-        if transaction.verdicts:
-            self._metrics.judged(transaction.verdicts)
-            self._on_verdicts(transaction.verdicts)
+        self._publish()
+        return True
+
+    def _begin_absence(self, transaction: Transaction, unsent: tuple[str, ...]) -> None:
+        assert self._keeper.away is not None
+        self._held_back += transaction.outgoing
+        reason = self._keeper.away.reason
+        self._news = ev.StoreChanged(away=True, reason=reason, unsent=unsent, trace=new_trace())
+
+    def _publish(self) -> None:
+        """Tells the outside what has become durable, in order."""
+        published, self._unpublished = self._unpublished, []
+        for transaction in published:
+            self._on_audit(transaction.audit)
+            self._metrics.audited(transaction.audit)
+            if transaction.verdicts:
+                self._metrics.judged(transaction.verdicts)
+            if transaction.remedies:
+                self._on_remedies(transaction.remedies)
+
+    def _leads(self) -> bool:
+        try:
+            self.check_leading()
+        except Unavailable:
+            return False
+        return True
+
+    def _wake(self) -> None:
+        self._work.set()
 
     def _end(self) -> None:
         """Refuses everybody who waits; they are told to send it again."""
         self._over = True
+        self._keeper.close()
         self.lag.stop()
         self._arm(None)
         stopping = Unavailable("the controller is stopping: send this again", 0.2)

@@ -1,4 +1,4 @@
-"""``everstep-controller``: ``serve`` runs a controller, ``token`` prints a bearer token."""
+"""``everstep-controller``: ``serve`` runs a controller, ``token`` prints a token, ``replay`` an incident once more."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import argparse
 import asyncio
 import logging
 import os
-import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,12 @@ import msgspec
 import uvicorn
 from sqlalchemy.exc import SQLAlchemyError
 
-from controller.app import Controller
-from controller.config import PRESETS, ControllerSettings, load_settings, read_password, read_secret
+from controller import replay_command
+from controller.config import PRESETS, ControllerSettings, load_settings, read_password, read_secrets
 from controller.lifecycle import log_to_stderr, write_atomically
-from controller.remediation.base import Remediation
-from controller.remediation.dry_run import DryRun
-from controller.remediation.webhook import Webhook
+from controller.member import Member
+from controller.remediation.choose import remediator
+from controller.secret_file import Keyring
 from controller.serving import (
     Server,
     address_of,
@@ -33,11 +32,12 @@ from controller.serving import (
 )
 from controller.store.database import open_database, parse_url
 from controller.store.diagnose import diagnose
+from controller.store.trouble import StoreAway
 from everstep import __version__
 from everstep.errors import ConfigurationError, EverstepError
 from everstep.lineage import die_with_parent
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep.tokens import TokenRole, mint
+from everstep.tokens import MINTED, TokenRole, mint
 
 log = logging.getLogger("controller")
 
@@ -58,25 +58,21 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--preset", choices=PRESETS, default="production")
     serve.add_argument("--settings", metavar="FILE", type=Path, default=None, help="TOML with any setting")
     serve.add_argument("--ready-file", metavar="FILE", help="written when requests are served")
+    serve.add_argument("--advertise", metavar="HOST:PORT", help="where others reach this controller; default as served")
     serve.add_argument("--migrate", action=argparse.BooleanOptionalAction, help="bring the schema up to date")
     serve.add_argument("--die-with-parent", action="store_true", help="end when the starting process ends")
     serve.add_argument("--tls-certificate", metavar="FILE")
     serve.add_argument("--tls-key", metavar="FILE")
+    serve.add_argument("--tls-client-ca", metavar="FILE", help="authorities whose client certificates stand for tokens")
     serve.add_argument("--webhook-url", metavar="URL", help="with --remediation webhook")
     serve.add_argument("--webhook-secret-file", metavar="FILE")
-    serve.add_argument("--remediation", choices=("dry_run", "webhook"), help="default dry_run")
+    serve.add_argument("--remediation", choices=("dry_run", "webhook", "slurm", "kubernetes"), help="default dry_run")
+    replay_command.add_arguments(commands.add_parser("replay", help="decide a recorded incident again"))
     token = commands.add_parser("token", help="print a bearer token")
-    token.add_argument("--role", choices=[role.value for role in TokenRole], required=True)
+    token.add_argument("--role", choices=[role.value for role in MINTED], required=True)
     token.add_argument("--subject", metavar="NAME", required=True, help="a node's name for agents, yours otherwise")
     token.add_argument("--secret-file", metavar="FILE", required=True)
     return parser
-
-
-def _remediation(settings: ControllerSettings, failed: Callable[[], None]) -> Remediation:
-    if settings.remediation == "dry_run":
-        return DryRun()
-    secret = read_secret(settings.webhook_secret_file)
-    return Webhook(settings.webhook_url, secret, failed=failed, uniform=random.random)
 
 
 def _database(settings: ControllerSettings) -> str:
@@ -88,32 +84,59 @@ def _database(settings: ControllerSettings) -> str:
 
 
 async def _serve(settings: ControllerSettings) -> int:
-    secret = read_secret(settings.secret_file)
+    keyring = Keyring.of_file(settings.secret_file)
     check_certificate(settings)
     engine = await asyncio.to_thread(open_database, _database(settings), migrate=settings.migrate)
+    engine.dispose()  # it was for the schema: each leadership has connections of its own
     listener = listen(settings)
     address = address_of(listener)
     warn_of_plain_text(settings, address)
     settings = msgspec.structs.replace(settings, name=settings.name or address)
-    try:
-        controller = await Controller.start(
-            settings, secret, engine, SYSTEM_CLOCK, lambda failed: _remediation(settings, failed)
-        )
-    except SQLAlchemyError as error:
-        raise ConfigurationError(diagnose(error, parse_url(settings.database))) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigurationError(
-            f"what the database holds is not understood ({error}): it was written by another release; run that one"
-        ) from error
-    assert controller.task is not None
-    server = Server(server_config(settings, controller), controller.release)
-    controller.task.add_done_callback(lambda _task: server.end())
+    member = Member(
+        settings,
+        keyring,
+        SYSTEM_CLOCK,
+        lambda: remediator(settings, SYSTEM_CLOCK),
+        database=_database(settings),
+        address=_advertised(settings, address),
+    )
+    running = asyncio.create_task(member.run(), name="member")
+    await _begun(running, member, settings)
+    server = Server(server_config(settings, member), member.release)
+    member.on_change = server.hang_up
+    running.add_done_callback(lambda _task: server.end())
     announcing = asyncio.create_task(_announce(server, settings, address))
     await server.serve(sockets=[listener])
     announcing.cancel()
     if settings.ready_file:
         Path(settings.ready_file).unlink(missing_ok=True)
-    return await _end(controller, settings)
+    return await _end(running, settings)
+
+
+async def _begun(running: asyncio.Task[None], member: Member, settings: ControllerSettings) -> None:
+    """Waits until it is known who leads. Raises ConfigurationError where this controller cannot begin."""
+    settled = asyncio.create_task(member.settled.wait())
+    await asyncio.wait({running, settled}, return_when=asyncio.FIRST_COMPLETED)
+    settled.cancel()
+    if not running.done():
+        return
+    try:
+        running.result()
+    except SQLAlchemyError as error:
+        raise ConfigurationError(diagnose(error, parse_url(settings.database))) from error
+    except StoreAway as error:
+        raise ConfigurationError(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"what the database holds is not understood ({error}): it was written by another release; run that one"
+        ) from error
+
+
+def _advertised(settings: ControllerSettings, address: str) -> str:
+    """Where others reach this controller; empty where it listens everywhere and was not told a name."""
+    scheme = "https" if settings.tls_certificate else "http"
+    anywhere = address.startswith(("0.0.0.0:", "[::]:"))
+    return f"{scheme}://{settings.advertise or address}" if settings.advertise or not anywhere else ""
 
 
 async def _announce(server: uvicorn.Server, settings: ControllerSettings, address: str) -> None:
@@ -124,22 +147,21 @@ async def _announce(server: uvicorn.Server, settings: ControllerSettings, addres
         write_atomically(Path(settings.ready_file), {"pid": os.getpid(), "address": address})
 
 
-async def _end(controller: Controller, settings: ControllerSettings) -> int:
+async def _end(running: asyncio.Task[None], settings: ControllerSettings) -> int:
     """0 after an orderly end. After a failed transaction the process ends at once: its threads may hang."""
-    failure = controller.failure()
+    running.cancel()
+    await asyncio.wait({running})
+    failure = None if running.cancelled() else running.exception()
     if failure is None:
-        await controller.stop()
         log.info("stopped")
         return 0
     trouble = str(failure) or type(failure).__name__
     if isinstance(failure, SQLAlchemyError):
         trouble = diagnose(failure, parse_url(settings.database))
-    elif isinstance(failure, TimeoutError):
-        trouble = f"the database did not answer within {settings.commit_timeout_s:g} s"
     log.critical(
         "a transaction came to nothing, and nothing of it was acknowledged: %s; start the controller again",
         trouble,
-        exc_info=None if isinstance(failure, SQLAlchemyError | EverstepError | TimeoutError) else failure,
+        exc_info=None if isinstance(failure, SQLAlchemyError | EverstepError) else failure,
     )
     logging.shutdown()
     os._exit(EXIT_CRASHED)
@@ -165,13 +187,16 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 def main(argv: Sequence[str] | None = None) -> None:
     """Ends the process with 0, EXIT_CONFIGURATION (what to mend is said on stderr) or EXIT_CRASHED."""
     parent = os.getppid()
-    arguments = vars(_parser().parse_args(argv))
+    options = _parser().parse_args(argv)
+    arguments = vars(options).copy()
     command = arguments.pop("command")
     try:
         if command == "token":
-            secret = read_secret(arguments["secret_file"])
+            secret = read_secrets(arguments["secret_file"])[0]
             print(mint(secret, TokenRole(arguments["role"]), arguments["subject"]))
             sys.exit(0)
+        if command == "replay":
+            sys.exit(replay_command.run(options))
         sys.exit(_run_serve(arguments, parent))
     except (EverstepError, ValueError) as error:
         print(f"everstep-controller: {error}", file=sys.stderr)

@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import resource
 import signal
 import socket
 import ssl
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
-from controller.app import Controller
+from controller.api import descriptors
+from controller.api.front import Front
+from controller.api.peers import NOBODY, SCOPE_KEY, Peer
 from controller.config import ControllerSettings
+from controller.http_protocol import BoundedHttp
+from controller.member import Member
 from everstep.errors import ConfigurationError
 
 log = logging.getLogger("controller")
+
+BACKLOG = 4096
+"""Connections that may wait to be accepted: after a failover the whole fleet comes at once. The kernel's own bound
+(net.core.somaxconn) holds too."""
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 4))
+"""A node that lost its power closes nothing: after two minutes without a sign the kernel ends its connection."""
 
 
 def listen(settings: ControllerSettings) -> socket.socket:
@@ -29,7 +41,10 @@ def listen(settings: ControllerSettings) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(1024)
+        for option, value in _KEEPALIVE:
+            listener.setsockopt(socket.IPPROTO_TCP, option, value)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # inherited by what is accepted
+        listener.listen(BACKLOG)
     except OSError as error:
         raise ConfigurationError(
             f"cannot listen on {settings.listen}: {error.strerror}; stop what listens there, or give another --listen"
@@ -56,6 +71,11 @@ class Server(uvicorn.Server):
         self._release()
         self.should_exit = True
 
+    def hang_up(self) -> None:
+        """Ends every connection, once what is being answered on it has been."""
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
@@ -68,22 +88,46 @@ class Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
 
-def _protocol(controller: Controller) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol, which tells the controller of every connection's end."""
+class Http(BoundedHttp):
+    """uvicorn's protocol, which knows the other end of its connection and counts it."""
 
-    class Watching(HttpToolsProtocol):
-        def connection_lost(self, exc: Exception | None) -> None:
-            super().connection_lost(exc)
-            controller.app.polls.connection_lost(self.client)
+    def __init__(self, *args: Any, member: Member, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._member = member
+        self._peer = NOBODY
 
-    return Watching
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._peer = Peer.of(transport)
+        super().connection_made(transport)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope[SCOPE_KEY] = self._peer  # type: ignore[literal-required]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        descriptors.of_this_process().open -= 1
+        leader = self._member.leading()
+        if leader is not None:
+            leader.polls.connection_lost(self.client)
 
 
-def server_config(settings: ControllerSettings, controller: Controller) -> uvicorn.Config:
+def _front(member: Member) -> Any:
+    """What uvicorn takes for its protocol: makes the front of each connection. None outlives the leadership it was
+    made in (``Server.hang_up``)."""
+
+    def make(server_state: ServerState, **named: Any) -> Front:
+        http = functools.partial(Http, server_state=server_state, member=member, **named)
+        return Front(member.leading, descriptors.of_this_process(), server_state.connections, http)
+
+    return make
+
+
+def server_config(settings: ControllerSettings, member: Member) -> uvicorn.Config:
     """How uvicorn serves this controller."""
     return uvicorn.Config(
-        controller.app,
-        http=_protocol(controller),
+        member,
+        http=_front(member),
         ws="none",
         proxy_headers=False,
         lifespan="off",
@@ -94,6 +138,8 @@ def server_config(settings: ControllerSettings, controller: Controller) -> uvico
         timeout_graceful_shutdown=max(1, round(settings.stop_grace_s)),
         ssl_certfile=settings.tls_certificate or None,
         ssl_keyfile=settings.tls_key or None,
+        ssl_ca_certs=settings.tls_client_ca or None,
+        ssl_cert_reqs=ssl.CERT_OPTIONAL if settings.tls_client_ca else ssl.CERT_NONE,
     )
 
 
@@ -102,15 +148,25 @@ def check_certificate(settings: ControllerSettings) -> None:
     if not settings.tls_certificate:
         return
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_certificate, settings.tls_key)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(settings.tls_certificate, settings.tls_key)
     except OSError as error:  # ssl.SSLError is one too
         raise ConfigurationError(
             f"the certificate {settings.tls_certificate} with the key {settings.tls_key} cannot be used: {error}"
         ) from error
+    if settings.tls_client_ca:
+        _check_authorities(context, settings.tls_client_ca)
+
+
+def _check_authorities(context: ssl.SSLContext, file: str) -> None:
+    try:
+        context.load_verify_locations(file)
+    except OSError as error:
+        raise ConfigurationError(f"the authorities of client certificates in {file} cannot be read: {error}") from error
 
 
 def raise_file_limit() -> None:
-    """Every agent holds three connections: a fleet of thousands is over the usual soft limit of 1024 files."""
+    """Every agent holds a connection: a fleet of thousands is over the usual soft limit of 1024 files."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 

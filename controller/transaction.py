@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -14,13 +15,27 @@ from controller.core import events as ev
 from controller.core import fleet
 from controller.core.state import FleetState, JobRecord, VersionRecord
 from controller.metrics import Metrics
-from controller.push import Outbox, Outgoing
-from controller.store.records import AuditRow, Batch, GenerationRow, OutboxRow, RecoveryRow, VerdictRow, VersionRow
+from controller.push import Body, Outbox, Outgoing
+from controller.store.records import (
+    AuditRow,
+    Batch,
+    CredentialRow,
+    GenerationRow,
+    OutboxRow,
+    RecoveryRow,
+    RemedyRow,
+    RemedyState,
+    VerdictRow,
+    VersionRow,
+)
 from everstep.errors import EverstepError
 from everstep.vocabulary import GenerationReason, Verdict
 from everstep.wire.v1.directives import RunProbe, VersionNotice
 
 _encode = msgspec.json.Encoder().encode
+
+Decide = Callable[[FleetState, ev.Event, float], list[fx.Effect]]
+"""``core.fleet.handle``, or what wraps it."""
 
 
 def new_trace() -> str:
@@ -48,23 +63,34 @@ class Transaction:
 
     ``handling`` is the event that the core is at, or that it could not survive: then nothing here may be written.
     Documents are encoded by ``batch``, in the same turn of the event loop, when the core has finished with them.
+    ``forgettable``: set by a stimulus whose answer promises nothing that must survive this controller (whoever is
+    answered says it again to the next one); it is answered while the database is away too.
     """
 
     def __init__(
-        self, state: FleetState, outbox: Outbox, numbers: AuditNumbers, metrics: Metrics, boards: Boards
+        self,
+        state: FleetState,
+        outbox: Outbox,
+        numbers: AuditNumbers,
+        metrics: Metrics,
+        boards: Boards,
+        decide: Decide = fleet.handle,
     ) -> None:
         self.state = state
         self.handling: ev.Event | None = None
+        self.forgettable = False
         self.outgoing: list[Outgoing] = []
         self.audit: list[AuditRow] = []
         self.verdicts: list[Verdict] = []
+        self.remedies: list[RemedyRow] = []
         self._outbox = outbox
         self._numbers = numbers
         self._metrics = metrics
         self._boards = boards
+        self._decide = decide
         self._documents: dict[tuple[str, str], Any] = {}
         self._batch = Batch()
-        self._bodies: dict[int, tuple[Any, str]] = {}
+        self._bodies: dict[int, tuple[Any, Body]] = {}
 
     def handle(self, event: ev.Event, now: float) -> list[fx.Effect]:
         """Applies one event. Raises what ``core.fleet.handle`` raises, with nothing changed."""
@@ -72,7 +98,7 @@ class Transaction:
         started = time.perf_counter()
         self.handling = event
         try:
-            effects = fleet.handle(self.state, event, now)
+            effects = self._decide(self.state, event, now)
         except EverstepError:
             self.handling = None
             raise
@@ -88,6 +114,24 @@ class Transaction:
         """Remembers that the node's reports up to ``through`` were taken."""
         self._batch.marks[node, incarnation] = through
 
+    def note(self, entry: fx.AuditEntry) -> None:
+        """Puts a line in the audit log that is not the core's: what the shell itself has changed."""
+        self.audit.append(_audit_row(self._numbers.take(), entry))
+
+    def credential(self, row: CredentialRow) -> None:
+        """Writes a credential, new or changed."""
+        self._batch.credentials[row.id] = row
+
+    def remedy(self, row: RemedyRow) -> None:
+        """Writes a remedy, new or further on its way."""
+        self._batch.remedies[row.id] = row
+
+    def send_again(self, outgoing: Iterable[Outgoing]) -> None:
+        """Directives that were held back, under new numbers: later ones have overtaken them."""
+        for one in outgoing:
+            if one.durable:
+                self.outgoing.append(msgspec.structs.replace(one, seq=self._outbox.number(one.node)))
+
     def batch(self) -> Batch:
         """Everything to write."""
         for (table, key), doc in self._documents.items():
@@ -97,7 +141,7 @@ class Transaction:
                 (self._batch.nodes if table == "nodes" else self._batch.jobs)[key] = _text(doc)
         self._batch.audit = self.audit
         self._batch.outbox = [
-            OutboxRow(node=out.node, seq=out.seq, body=out.body) for out in self.outgoing if out.durable
+            OutboxRow(node=out.node, seq=out.seq, body=out.body.stored) for out in self.outgoing if out.durable
         ]
         if self._batch:
             self._batch.pruned = self._outbox.take_pruned()
@@ -120,6 +164,10 @@ class Transaction:
             case fx.PutVerdict(verdict=verdict):
                 self.verdicts.append(verdict)
                 self._batch.verdicts.append(_verdict_row(verdict))
+            case fx.RequestRemedy(remedy=remedy):
+                row_wanted = _remedy_row(remedy)
+                self.remedies.append(row_wanted)
+                self.remedy(row_wanted)
             case fx.Audit(entry=entry):
                 self.audit.append(_audit_row(self._numbers.take(), entry))
             case fx.Send(node=node, body=body):
@@ -139,11 +187,11 @@ class Transaction:
         """A notice of versions is only a hint, said again with the next one: it is pushed, but not stored."""
         notice = isinstance(body, VersionNotice)
         kept = self._bodies.get(id(body))  # the object is kept too: its id is its own only while it lives
-        text = kept[1] if kept else _text(body)
-        self._bodies[id(body)] = (body, text)
+        encoded = kept[1] if kept else Body(_text(body))
+        self._bodies[id(body)] = (body, encoded)
         topic = f"versions/{body.job}" if notice else ""
         self.outgoing.append(
-            Outgoing(node=node, seq=self._outbox.number(node), body=text, durable=not notice, topic=topic)
+            Outgoing(node=node, seq=self._outbox.number(node), body=encoded, durable=not notice, topic=topic)
         )
 
 
@@ -179,6 +227,17 @@ def _verdict_row(verdict: Verdict) -> VerdictRow:
         at=verdict.at,
         trace=verdict.trace,
         doc=_text(verdict),
+    )
+
+
+def _remedy_row(remedy: fx.Remedy) -> RemedyRow:
+    return RemedyRow(
+        id=remedy.id,
+        node=remedy.node,
+        kind=remedy.kind,
+        state=RemedyState.WANTED,
+        requested_at=remedy.at,
+        doc=_text(remedy),
     )
 
 

@@ -88,11 +88,13 @@ class StoreChanged(EventBase, frozen=True, kw_only=True, tag=True):
 
     While it is away nothing that must survive this controller may be decided: nobody is evicted, no version is
     committed, no job begins. Running jobs regroup, under numbers that no other controller can give
-    (``controller.core.generations``).
+    (``controller.core.generations``). ``unsent``: jobs whose newest generation was decided in the transaction that
+    failed. Nobody was told of it, and its number may be given again by another controller: they get another one.
     """
 
     away: bool
     reason: str = ""
+    unsent: tuple[JobId, ...] = ()
 
 
 class ActionReported(EventBase, frozen=True, kw_only=True, tag=True):
@@ -124,9 +126,10 @@ class OperatorAction(StrEnum):
 
     DRAIN: leave running jobs at a step boundary, then stay out. HOLD: no new roster takes the node; what runs there
     goes on until its job regroups. EVICT: out of every job at once, over any budget. READMIT: back, on probation
-    unless the node was only held. REPAIR: out for repair; only READMIT brings it back. STOP_JOB: end the job.
-    RESIZE_JOB: at most ``size`` nodes from the next boundary on. RESET_BREAKER: evictions may happen again; verdicts
-    of before are not acted on.
+    unless the node was only held; it ends a maintenance window early. REPAIR: out for repair; only READMIT brings it
+    back. STOP_JOB: end the job. RESIZE_JOB: at most ``size`` nodes from the next boundary on. RESET_BREAKER: evictions may happen again; verdicts
+    of before are not acted on. MAINTENANCE: a node, or all nodes of ``rack``, leave their jobs at a boundary and come
+    back by probation at ``until``; nothing that happens to them before is held against them.
     """
 
     DRAIN = "drain"
@@ -137,10 +140,13 @@ class OperatorAction(StrEnum):
     STOP_JOB = "stop_job"
     RESIZE_JOB = "resize_job"
     RESET_BREAKER = "reset_breaker"
+    MAINTENANCE = "maintenance"
 
 
 class OperatorCommand(EventBase, frozen=True, kw_only=True, tag=True):
-    """An order. ``node`` or ``job`` names its subject; ``actor`` is who gave it, ``reason`` why (shown for ever)."""
+    """An order. ``node``, ``rack`` or ``job`` names its subject; ``actor`` is who gave it, ``reason`` why (shown for
+    ever). ``until``: wall seconds.
+    """
 
     kind: OperatorAction
     actor: str
@@ -148,6 +154,8 @@ class OperatorCommand(EventBase, frozen=True, kw_only=True, tag=True):
     node: NodeId | None = None
     job: JobId | None = None
     size: int | None = None
+    rack: str | None = None
+    until: float | None = None
 
 
 class ProbeRequested(EventBase, frozen=True, kw_only=True, tag=True):

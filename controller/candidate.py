@@ -1,0 +1,150 @@
+"""One controller's part in the choice of a leader: it watches the lease, takes it when it may, and renews it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from sqlalchemy import Engine
+
+from controller.lease import Seen, Tenure, reason_to_lead
+from controller.store.leases import LeaseSession, claim
+from controller.store.records import Loaded
+from controller.store.threads import Hangs, Lane, Store
+from controller.store.trouble import StoreAway, Superseded
+from everstep.clock import Clock
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.1
+"""Seconds between two looks at the lease: how soon a leader's death is seen, for ten small statements a second."""
+ABSENT_S = 0.5
+"""The same while the database is away."""
+
+
+class Candidate:
+    """A database session for one stay as standby and the tenure that follows it.
+
+    Args:
+        name: of this controller, unlike any other's.
+        address: where others reach it, told as a hint; empty for none.
+        lease_s, renew_s: how long the lease holds, and how often its holder renews it.
+    """
+
+    def __init__(
+        self, engine: Engine, clock: Clock, *, name: str, address: str, lease_s: float, renew_s: float
+    ) -> None:
+        self._session = LeaseSession(engine)
+        self._lane = Lane("lease", self._session.abort)
+        self._engine = engine
+        self._clock = clock
+        self._name = name
+        self._address = address
+        self._lease_s = lease_s
+        self._renew_s = renew_s
+        self._patient_until = 0.0
+        self._away = ""
+        self.leader: Seen | None = None
+        self.looked = asyncio.Event()
+
+    async def elected(self, store: Store) -> tuple[Loaded, Tenure]:
+        """Stands by until this controller leads; what it starts from."""
+        while True:
+            seen = await self._turn()
+            try:
+                won = await self._take(seen, store)
+            except (StoreAway, Hangs, Superseded) as error:
+                log.info("the lease was not taken: %s", error)
+                await asyncio.sleep(LOOK_S)
+                continue
+            finally:
+                await self._let_go(seen)
+            if won is not None:
+                return won
+            await asyncio.sleep(LOOK_S)
+
+    async def renewing(self, epoch: int, tenure: Tenure) -> None:
+        """Keeps the lease for as long as it lasts. Raises Superseded when another controller has it."""
+        while True:
+            await asyncio.sleep(self._renew_s)
+            asked_at = self._clock.monotonic()
+            try:
+                await self._lane.call(lambda: self._renew(epoch), self._renew_s)
+            except (StoreAway, Hangs) as error:
+                tenure.unreachable()
+                self._note_away(str(error))
+            else:
+                tenure.renewed(asked_at)
+                self._note_back()
+
+    async def close(self) -> None:
+        """Ends the session: whoever waits for the lease may have it at once."""
+        await asyncio.to_thread(self._lane.close, self._session.close)
+        self._engine.dispose()
+
+    def _renew(self, epoch: int) -> None:
+        self._session.hold(epoch)  # it is lost with a session that broke; a standby that looks has it for a moment
+        self._session.renew(epoch, self._lease_s)
+
+    async def _turn(self) -> Seen:
+        """Waits until there is a reason to lead."""
+        while True:
+            seen = await self._look()
+            if seen is not None:
+                reason = reason_to_lead(seen, self._name, patient=self._clock.monotonic() < self._patient_until)
+                if reason:
+                    log.info("taking the lease: %s", reason)
+                    return seen
+                await self._let_go(seen)
+                self._note_leader(seen)
+            self.looked.set()
+            await asyncio.sleep(ABSENT_S if seen is None else LOOK_S)
+
+    async def _look(self) -> Seen | None:
+        try:
+            seen = await self._lane.call(self._session.look, self._lease_s)
+        except (StoreAway, Hangs) as error:
+            self._note_away(str(error))
+            return None
+        if self._away:
+            self._patient_until = self._clock.monotonic() + self._lease_s
+            self._note_back()
+        return seen
+
+    async def _take(self, seen: Seen, store: Store) -> tuple[Loaded, Tenure] | None:
+        """The lock of the epoch to come first: who sees that epoch must never find its lock free while we live."""
+        epoch = seen.newest + 1
+        if not await self._lane.call(lambda: self._session.hold(epoch), self._lease_s):
+            return None
+        tenure = Tenure(self._clock, self._lease_s)
+        asked_at = self._clock.monotonic()
+        try:
+            loaded = await store.take_over(expected=seen.newest, claim=claim(self._name, self._address, self._lease_s))
+        except BaseException:
+            await self._lane.call(lambda: self._session.let_go(epoch), self._lease_s)
+            raise
+        tenure.renewed(asked_at)
+        return loaded, tenure
+
+    async def _let_go(self, seen: Seen) -> None:
+        if not seen.free:
+            return
+        try:
+            await self._lane.call(lambda: self._session.let_go(seen.epoch), self._lease_s)
+        except (StoreAway, Hangs) as error:  # the session is gone, and its locks with it
+            self._note_away(str(error))
+
+    def _note_leader(self, seen: Seen) -> None:
+        if self.leader is None or self.leader.epoch != seen.epoch:
+            log.info("standing by: %s leads (epoch %d)", seen.holder, seen.epoch)
+        self.leader = seen
+
+    def _note_away(self, why: str) -> None:
+        if not self._away:
+            log.warning("the lease cannot be asked for: %s", why)
+        self._away = why
+
+    def _note_back(self) -> None:
+        if self._away:
+            log.info("the lease can be asked for again")
+        self._away = ""

@@ -1,0 +1,171 @@
+"""One controller among any number: it stands by until it leads, leads until it is superseded, and stands by again.
+
+Over PostgreSQL the lease decides. Over SQLite, which belongs to one machine, a controller leads at once, and one that
+is superseded ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from sqlalchemy import Engine
+from starlette.types import Receive, Scope, Send
+
+from controller.app import Controller, MakeRemediator
+from controller.candidate import Candidate
+from controller.config import ControllerSettings
+from controller.lease import Tenure
+from controller.secret_file import Keyring
+from controller.standby import Standby
+from controller.store import credentials
+from controller.store.database import engine_of, parse_url
+from controller.store.records import Loaded
+from controller.store.threads import Store
+from controller.store.trouble import Superseded
+from everstep.clock import Clock
+from everstep.errors import Unavailable
+
+log = logging.getLogger(__name__)
+
+
+class Member:
+    """The process's ASGI application, whoever leads. ``run`` it, and cancel that to end in order.
+
+    Args:
+        database: its URL, with the password.
+        address: where others reach this controller, ``http://HOST:PORT``; empty where they cannot.
+
+    Attributes:
+        settled: set as soon as it is known who leads.
+        on_change: called when this controller begins or ceases to lead: connections of before are void.
+    """
+
+    def __init__(
+        self,
+        settings: ControllerSettings,
+        keyring: Keyring,
+        clock: Clock,
+        make_remediator: MakeRemediator,
+        *,
+        database: str,
+        address: str = "",
+    ) -> None:
+        self._settings = settings
+        self._keyring = keyring
+        self._clock = clock
+        self._make_remediator = make_remediator
+        self._url = parse_url(database)
+        self._address = address
+        self._candidate: Candidate | None = None
+        self._controller: Controller | None = None
+        self.standby = Standby(settings, keyring, clock, self._leader)
+        self.settled = asyncio.Event()
+        self.on_change: Callable[[], None] = lambda: None
+
+    def leading(self) -> Controller | None:
+        """The controller to ask, while this one is sure that it leads."""
+        controller = self._controller
+        return controller if controller is not None and controller.certain() else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        controller = self.leading()
+        await (controller.app if controller is not None else self.standby)(scope, receive, send)
+
+    async def run(self) -> None:
+        """Until cancelled. Raises what a controller cannot go on from; then the process must end at once, and not wait
+        for its threads."""
+        while True:
+            await self._term()
+
+    def release(self) -> None:
+        """Ends long polls and streams, so that the server can stop."""
+        if self._controller is not None:
+            self._controller.release()
+
+    def _leader(self) -> str:
+        seen = self._candidate.leader if self._candidate is not None else None
+        return seen.address if seen is not None and self._controller is None else ""
+
+    def _engine(self) -> Engine:
+        return engine_of(self._url, most_idle_s=self._settings.lease_s)
+
+    async def _term(self) -> None:
+        """From standing by to the end of one leadership."""
+        settings = self._settings
+        store = Store(self._engine(), commit_timeout_s=settings.commit_timeout_s)
+        if self._url.drivername == "sqlite":
+            await self._lead(store, await store.take_over(), None, None)
+            return
+        candidate = self._candidate = Candidate(
+            self._engine(),
+            self._clock,
+            name=settings.name,
+            address=self._address,
+            lease_s=settings.lease_s,
+            renew_s=settings.lease_renew_s,
+        )
+        try:
+            loaded, tenure = await self._stand_by(candidate, store)
+            await self._lead(store, loaded, candidate, tenure)
+        except Superseded as error:
+            log.warning("stepping down: %s", error)
+            await self._leave(store, candidate)
+        except asyncio.CancelledError:
+            await self._leave(store, candidate)
+            raise
+
+    async def _stand_by(self, candidate: Candidate, store: Store) -> tuple[Loaded, Tenure]:
+        watching = asyncio.create_task(self._watch(candidate, store))
+        try:
+            return await candidate.elected(store)
+        finally:
+            watching.cancel()
+
+    async def _watch(self, candidate: Candidate, store: Store) -> None:
+        """While it stands by: tells when it is known who leads, and keeps up with who may read the metrics."""
+        await candidate.looked.wait()
+        self.settled.set()
+        while True:
+            with contextlib.suppress(Unavailable):
+                self.standby.admit(await store.look(credentials.load))
+            await asyncio.sleep(self._settings.lease_s)
+
+    async def _lead(self, store: Store, loaded: Loaded, candidate: Candidate | None, tenure: Tenure | None) -> None:
+        """Ends by an error only; one after which this process may go on leaves it out of the leader's place."""
+        controller = await Controller.lead(
+            self._settings, self._keyring, store, loaded, self._clock, self._make_remediator, tenure
+        )
+        self._controller = controller
+        self.settled.set()
+        self.on_change()
+        log.info("leading: epoch %d, %d nodes, %d jobs", loaded.epoch, len(loaded.nodes), len(loaded.jobs))
+        try:
+            await self._until_over(controller, candidate, loaded.epoch, tenure)
+        except (Superseded, asyncio.CancelledError):
+            self._controller = None
+            self.on_change()
+            await controller.stop()
+            raise
+
+    async def _leave(self, store: Store, candidate: Candidate) -> None:
+        await asyncio.to_thread(store.close)
+        await candidate.close()
+
+    async def _until_over(
+        self, controller: Controller, candidate: Candidate | None, epoch: int, tenure: Tenure | None
+    ) -> None:
+        """Ends by an error only: of the loop, or of the lease."""
+        assert controller.task is not None
+        tasks = {controller.task}
+        if candidate is not None and tenure is not None:
+            tasks.add(asyncio.create_task(candidate.renewing(epoch, tenure), name="lease"))
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks - {controller.task}:
+                task.cancel()
