@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -121,7 +121,7 @@ def _commit(turn: Turn, job: JobRecord, version: Version, ballot: Ballot, *, ver
     """Logs ``version`` as durable: every rank keeps it, and its bytes are in as many places as the job asks for."""
     live = turn.state.live_jobs[job.job]
     live.committed, live.committed_at = version, turn.now
-    homes = _homes(version, ballot)
+    homes = _homes(version, ballot, seats_of(job.generation))
     if job.ceiling is not None or job.homes != homes:
         job.ceiling, job.homes = None, homes
         turn.job_changed(job.job)
@@ -140,12 +140,10 @@ def _commit(turn: Turn, job: JobRecord, version: Version, ballot: Ballot, *, ver
     _announce(turn, job, live)
 
 
-def _homes(version: Version, ballot: Ballot) -> Homes:
+def _homes(version: Version, ballot: Ballot, seats: Sequence[str]) -> Homes:
     """The same for all versions of a generation, as a rule: placement is the generation's."""
-    return Homes(
-        version.generation,
-        {node: Share(tuple(copies), tuple(ballot.alike[node])) for node, copies in ballot.copies.items()},
-    )
+    shares = {node: Share(tuple(sorted(ballot.copies[node])), tuple(sorted(ballot.alike[node]))) for node in seats}
+    return Homes(version.generation, shares)
 
 
 def expect_commit(turn: Turn, job: JobRecord) -> None:

@@ -120,6 +120,8 @@ def unfit(state: FleetState, job: JobRecord, node: str) -> str:
         return "its agent's connection is closed"
     seated = job.generation is not None and node in job.generation.seated
     running = seated and job.state is JobState.RUNNING
+    if not running and node in state.unmet:
+        return "this controller, which has just begun, has not heard it yet"
     if record.state is not NodeState.HEALTHY and not (running and record.state is NodeState.SUSPECT):
         return record.sentence or f"it is {record.state}"
     if not seated and not launcher.confirmed:

@@ -9,7 +9,7 @@ copied do they store what they hold alike (docs/decisions/0010).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -44,12 +44,14 @@ class Piece(msgspec.Struct, frozen=True, order=True):
 
 class Share(msgspec.Struct, frozen=True):
     """What one rank stores, exclusive pieces first, and the groups whose digests it takes part in: name to indices in
-    its layout. ``covers`` are pieces that it holds and that the ranks ``covered`` store."""
+    its layout. ``covers`` are pieces that it holds and that the ranks ``covered`` store. ``alike`` are nodes that store
+    again what is not exclusive, each a part of it."""
 
     pieces: tuple[Piece, ...]
     groups: dict[str, tuple[int, ...]]
     covers: tuple[Piece, ...] = ()
     covered: tuple[int, ...] = ()
+    alike: tuple[str, ...] = ()
 
     def with_covers(self) -> Share:
         """All that this rank can store for itself and others."""
@@ -70,10 +72,14 @@ class _Book(msgspec.Struct):
     pieces: list[Piece] = []
     covers: list[Piece] = []
     covered: set[int] = set()
+    alike: set[str] = set()
 
 
-def divide(layouts: Sequence[Layout], nodes: Sequence[str], replicas: int) -> list[Share]:
-    """Shares of all ranks. ``nodes[rank]`` is where a rank runs.
+def divide(
+    layouts: Sequence[Layout], nodes: Sequence[str], replicas: int, apart: Mapping[str, Sequence[str]] | None = None
+) -> list[Share]:
+    """Shares of all ranks. ``nodes[rank]`` is where a rank runs; ``apart``: nodes that are not likely to be lost
+    together with a node, and so are the first choice for what it stores as well.
 
     The same arguments give the same answer on every rank, whatever the order of hashing or of arrival.
     """
@@ -87,13 +93,14 @@ def divide(layouts: Sequence[Layout], nodes: Sequence[str], replicas: int) -> li
             for rank, index in zip(held.ranks, held.indices, strict=True):
                 groups[rank][_group_name(held.ranks, world)].append(index)
     for holders in sorted(by_holders):
-        _divide_among(by_holders[holders], nodes, replicas, books)
+        _divide_among(by_holders[holders], nodes, replicas, apart or {}, books)
     return [
         Share(
             tuple(sorted(mine.pieces, key=_exclusive_first)),
             {name: tuple(indices) for name, indices in sorted(group.items())},
             tuple(sorted(mine.covers)),
             tuple(sorted(mine.covered)),
+            tuple(sorted(mine.alike)),
         )
         for mine, group in zip(books, groups, strict=True)
     ]
@@ -122,7 +129,9 @@ def _held_boxes(layouts: Sequence[Layout]) -> Iterator[_Held]:
     yield from boxes.values()
 
 
-def _divide_among(boxes: list[_Held], nodes: Sequence[str], replicas: int, books: list[_Book]) -> None:
+def _divide_among(
+    boxes: list[_Held], nodes: Sequence[str], replicas: int, apart: Mapping[str, Sequence[str]], books: list[_Book]
+) -> None:
     """Gives every piece of ``boxes`` (all of the same holders) to the least loaded holders, different nodes first."""
     holders = boxes[0].ranks
 
@@ -140,7 +149,7 @@ def _divide_among(boxes: list[_Held], nodes: Sequence[str], replicas: int, books
         if held.part.sharing is Sharing.FIRST:
             chosen = holders[:1]
         else:
-            chosen = holders if held.part.nbytes <= SCALAR_BYTES else _least_loaded(load, nodes, copies)
+            chosen = holders if held.part.nbytes <= SCALAR_BYTES else _least_loaded(load, nodes, copies, apart)
         exclusive = not alone and nodes_of(chosen) < replicas
         storers = [min(chosen, key=stored.__getitem__)] if alone and held.part.nbytes > SCALAR_BYTES else chosen
         for rank in chosen:
@@ -150,6 +159,8 @@ def _divide_among(boxes: list[_Held], nodes: Sequence[str], replicas: int, books
             if rank in storers:
                 stored[rank] += nbytes
                 books[rank].pieces.append(piece)
+                if not exclusive and held.part.nbytes > SCALAR_BYTES:
+                    books[rank].alike.update(nodes[other] for other in chosen if nodes[other] != nodes[rank])
             else:
                 books[rank].covers.append(piece)
                 books[rank].covered.update(storers)
@@ -168,11 +179,14 @@ def _units(held: _Held, largest: int, holders: int) -> Iterator[Box]:
         yield Box((box.offset[0] + start, *box.offset[1:]), (size, *box.size[1:]))
 
 
-def _least_loaded(load: dict[int, int], nodes: Sequence[str], copies: int) -> list[int]:
-    chosen: list[int] = []
-    used: set[str] = set()
-    for _ in range(copies):
-        rank = min((r for r in load if r not in chosen), key=lambda r: (nodes[r] in used, load[r], r))
+def _least_loaded(
+    load: dict[int, int], nodes: Sequence[str], copies: int, apart: Mapping[str, Sequence[str]]
+) -> list[int]:
+    first = min(load, key=lambda r: (load[r], r))
+    chosen, used, far = [first], {nodes[first]}, apart.get(nodes[first], ())
+    for _ in range(copies - 1):
+        rest = (r for r in load if r not in chosen)
+        rank = min(rest, key=lambda r: (nodes[r] in used, nodes[r] not in far, load[r], r))
         chosen.append(rank)
         used.add(nodes[rank])
     return chosen

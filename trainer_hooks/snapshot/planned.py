@@ -77,7 +77,7 @@ class Planner:
         """
         if self._shared is None or self._shared[0] is not layout:
             layouts = self._exchange.layouts(tag, layout, self._timeout_s)
-            shares = divide(layouts, self._nodes(), self._spec.spec.replicas)
+            shares = divide(layouts, self._nodes(), self._spec.spec.replicas, self._spec.replica_nodes)
             self._shared = layout, layouts, shares[self._member.rank]
         _, layouts, share = self._shared
         capacity = max(SMALLEST_BLOB_BYTES, 2 * blob_bytes)

@@ -23,7 +23,8 @@ REPLICATION_PATIENCE_S = 1.0
 
 class SealedShare(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's share of a version in ``slot``: ``nbytes`` of payload, of which the first ``exclusive`` lie on too few
-    nodes. ``kept``: until a later version is committed. ``digests`` in hex by replica group."""
+    nodes; ``alike`` store the rest again. ``kept``: until a later version is committed. ``digests`` in hex by replica
+    group."""
 
     version: Version
     slot: int
@@ -31,6 +32,7 @@ class SealedShare(msgspec.Struct, frozen=True, kw_only=True):
     exclusive: int
     kept: bool
     digests: dict[str, str]
+    alike: tuple[str, ...] = ()
 
 
 class Reports:
@@ -110,6 +112,7 @@ class Reports:
                 kept=share.kept,
                 replicas=nodes,
                 digests=share.digests,
+                alike=share.alike,
             )
         )
 

@@ -309,6 +309,7 @@ class Snapshotter:
             exclusive=manifest.exclusive,
             kept=job.kept,
             digests={group: f"{unsigned(digest):016x}" for group, digest in digests.items()},
+            alike=planned.share.alike,
         )
         copies_keep = self._needed(header for _, header in view.sealed()) if share.exclusive else ()
         self._reports.sealed(share, copies_keep)

@@ -163,6 +163,41 @@ class JobDetail(Message, frozen=True, kw_only=True):
     unable: dict[NodeId, str] = {}
 
 
+class Exposure(Message, frozen=True, kw_only=True):
+    """What the job would lose if ``nodes`` were lost with their memory, all at once.
+
+    ``kind``: one node, a pair of them, or everything in one rack, switch or power unit (``name``). ``whole``: the
+    version that would be restored stays complete. Where it does not, ``ranks`` are those whose shares would be gone
+    (the first 64). ``nodes_left``: the roster the job would go on with; 0: it would be paused, below its minimum.
+    """
+
+    kind: Literal["node", "pair", "rack", "switch", "power"]
+    name: str
+    nodes: tuple[NodeId, ...]
+    whole: bool
+    nodes_left: int
+    sentence: ShortText
+    ranks: tuple[Rank, ...] = ()
+
+
+class Restorability(Message, frozen=True, kw_only=True):
+    """What the job goes back to if something fails now, and what it cannot afford to lose.
+
+    ``version``: what was committed last. A crash restores this one or a newer one (None: nothing is committed yet, and
+    it takes what is found whole, or starts anew). ``ceiling``: after corruption nothing newer counts. ``missing``:
+    ranks whose shares of ``version`` nobody in reach holds now (the first 64). ``exposures``: those that would cost
+    something come first.
+    """
+
+    job: JobId
+    sentence: ShortText
+    version: Version | None = None
+    verified: bool = False
+    ceiling: Version | None = None
+    missing: tuple[Rank, ...] = ()
+    exposures: tuple[Exposure, ...] = ()
+
+
 class JobList(Message, frozen=True, kw_only=True):
     jobs: tuple[JobSummary, ...]
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, TraceId, Version
+from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, TraceId, Version, Whole
 from everstep.vocabulary import Finding, GenerationReason
 from everstep.wire.v1.base import Message
 
@@ -211,7 +211,7 @@ class Sealed(Report, frozen=True, kw_only=True, tag=True):
     generation: GenerationNumber
     rank: Rank
     version: Version
-    bytes: int
+    bytes: Whole
     safe: bool
     kept: bool = False
     replicas: tuple[NodeId, ...] = ()

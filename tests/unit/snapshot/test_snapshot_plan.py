@@ -65,6 +65,20 @@ def test_shares_of_replicated_state_are_balanced_within_a_few_percent() -> None:
     assert max(loads) <= 1.05 * min(loads)
 
 
+def test_what_several_hold_alike_is_divided_among_nodes_that_are_not_likely_to_be_lost_together() -> None:
+    nodes, apart = ["n1", "n2", "n3", "n4"], {"n1": ("n3",), "n2": ("n4",), "n3": ("n1",), "n4": ("n2",)}
+    shares = divide(replicated([512 * 16] * 8, 4), nodes, 2, apart)
+    assert {node: share.alike for node, share in zip(nodes, shares, strict=True)} == apart
+    loads = [sum(p.box.volume * 4 for p in share.pieces) for share in shares]
+    assert max(loads) <= 1.05 * min(loads)
+
+
+def test_where_only_others_hold_it_alike_these_are_taken_and_named() -> None:
+    halves = sharded(4096, 2)
+    shares = divide([*halves, *halves], ["n1", "n2", "n3", "n4"], 2, {"n1": ("n2",), "n3": ("n4",)})
+    assert [share.alike for share in shares] == [("n3",), ("n4",), ("n1",), ("n2",)]
+
+
 def test_on_one_node_every_byte_is_stored_once_and_covered_by_another_rank() -> None:
     layouts = replicated([512 * 16] * 8 + [1] * 40, 4)
     shares = divide(layouts, ["n1"] * 4, 2)

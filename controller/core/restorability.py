@@ -1,0 +1,214 @@
+"""What a job would go back to now, and which loss it could not bear: answered from the records, asking nobody.
+
+It is about memory: a node that is lost takes its slots along. What is not known is taken for lost: a holder out of
+reach, or one that began anew after the commit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from itertools import combinations
+from typing import Literal
+
+from controller.core.blocks import domain_of
+from controller.core.checkpoints import NOTHING
+from controller.core.membership import able_nodes, least_nodes, most_nodes, seats_of
+from controller.core.state import FleetState, JobLive, JobRecord, Share
+from controller.core.wording import named, nodes
+from everstep.ids import Version
+from everstep.wire.v1.operator import Exposure, Restorability
+
+NAMED_RANKS = 64
+PAIRS_UP_TO = 16
+"""Nodes of a job whose every pair is looked at: 120 pairs."""
+
+Kind = Literal["node", "pair", "rack", "switch", "power"]
+
+
+def restorability_of(state: FleetState, job: JobRecord) -> Restorability:
+    """Which version would be restored now, and for each node, each domain, and each pair of a small job, whether that
+    one would still be whole without it, and whether the job could go on. Linear in the nodes (but for the pairs)."""
+    live = state.live_jobs[job.job]
+    version = live.committed
+    shares = _Shares(state, job, live)
+    outlook = _Outlook(state, job)
+    missing = shares.lost(())
+    exposures = [
+        _exposure(shares, outlook, kind, name, lost, version) for kind, name, lost in _losses(state, job, shares)
+    ]
+    exposures.sort(key=lambda one: (one.whole, one.nodes_left > 0))
+    return Restorability(
+        job=job.job,
+        sentence=_summary(job, version, shares, missing, exposures),
+        version=version,
+        verified=version is not None and live.verified is not None and version <= live.verified,
+        ceiling=job.ceiling if job.ceiling != NOTHING else None,
+        missing=shares.ranks(missing)[:NAMED_RANKS],
+        exposures=tuple(exposures),
+    )
+
+
+# --- shares ------------------------------------------------------------------------------------------------------
+
+
+class _Shares:
+    """Who holds what of the committed version."""
+
+    def __init__(self, state: FleetState, job: JobRecord, live: JobLive) -> None:
+        self._replicas = job.spec.replicas
+        self._per_node = job.spec.nproc_per_node
+        self._homes = _homes_of(job, live.committed)
+        holders = {other for node, share in self._homes.items() for other in (node, *share.copies, *share.alike)}
+        self._gone = {node for node in holders if not _holds(state, node, live.committed_at)}
+        self._kept_for: dict[str, list[str]] = defaultdict(list)
+        for node, share in self._homes.items():
+            for other in {node, *share.copies, *share.alike}:
+                self._kept_for[other].append(node)
+        self._first = {node: seat for seat, node in enumerate(self._homes)}
+
+    @property
+    def nodes(self) -> Sequence[str]:
+        """Nodes whose ranks stored a share."""
+        return list(self._homes)
+
+    def lost(self, without: Collection[str]) -> list[str]:
+        """Nodes whose share would be gone without these nodes, and without those that are gone already."""
+        gone = self._gone.union(without)
+        touched = dict.fromkeys(node for other in (without or self._gone) for node in self._kept_for.get(other, ()))
+        if without:
+            touched |= dict.fromkeys(node for node in self._gone if node in self._homes)
+        return [node for node in touched if node in gone and self._is_lost(node, gone)]
+
+    def _is_lost(self, node: str, gone: Collection[str]) -> bool:
+        """Of a node that is gone. What others hold alike is on ``replicas`` nodes, and nobody here knows which part is
+        on which of them: so many of them gone may be the end of one."""
+        share = self._homes[node]
+        if self._replicas == 1 or len(self._homes) == 1:
+            return True
+        if share.copies and all(copy in gone for copy in share.copies):
+            return True
+        if share.copies or share.alike:
+            others, away = len(share.alike), sum(1 for other in share.alike if other in gone)
+        else:
+            others, away = len(self._homes) - 1, sum(1 for other in gone if other in self._homes) - 1
+        return others > 0 and away >= min(self._replicas - 1, others)
+
+    def ranks(self, lost: Sequence[str]) -> tuple[int, ...]:
+        """Ranks of these nodes, in the generation that stored the version."""
+        first = (self._first[node] * self._per_node for node in lost)
+        return tuple(sorted(rank + local for rank in first for local in range(self._per_node)))
+
+
+def _homes_of(job: JobRecord, committed: Version | None) -> dict[str, Share]:
+    """Shares of the committed version by node. As they were reported; else as its generation placed them."""
+    if committed is None:
+        return {}
+    if job.homes is not None and job.homes.generation == committed.generation:
+        return job.homes.shares
+    placed = [spec for spec in (job.leaving, job.generation) if spec and spec.number == committed.generation]
+    return {node: Share(copies=placed[0].replica_nodes.get(node, ())) for node in seats_of(placed[0])} if placed else {}
+
+
+def _holds(state: FleetState, node: str, committed_at: float) -> bool:
+    record = state.nodes.get(node)
+    return (
+        record is not None
+        and node in state.reachable
+        and not record.condemned
+        and not record.booted_at > committed_at > 0
+    )
+
+
+# --- losses ------------------------------------------------------------------------------------------------------
+
+
+class _Outlook:
+    """With how many nodes the job would go on, counted by blocks."""
+
+    def __init__(self, state: FleetState, job: JobRecord) -> None:
+        within = job.spec.block_within
+        self._able = {
+            node: domain_of(state.nodes[node].domain, within) if within else "any" for node in able_nodes(state, job)
+        }
+        self._room = Counter(self._able.values())
+        self._block = job.spec.block_nodes
+        self.least, self.most = least_nodes(job), most_nodes(job)
+
+    def without(self, lost: Collection[str]) -> int:
+        """Nodes of the next roster; 0 where these are too few."""
+        room = self._room.copy()
+        for node in lost:
+            if node in self._able:
+                room[self._able[node]] -= 1
+        blocks = sum(count // self._block for count in room.values())
+        left = min(self.most, blocks * self._block)
+        return left if left >= self.least else 0
+
+
+def _losses(state: FleetState, job: JobRecord, shares: _Shares) -> Iterator[tuple[Kind, str, tuple[str, ...]]]:
+    concerned = list(dict.fromkeys([*seats_of(job.generation), *shares.nodes]))
+    for node in concerned:
+        yield "node", node, (node,)
+    domains: dict[tuple[Kind, str], list[str]] = defaultdict(list)
+    for node in concerned:
+        domain = state.nodes[node].domain
+        kinds: tuple[tuple[Kind, str], ...] = (
+            ("rack", domain.rack),
+            ("switch", domain.switch),
+            ("power", domain.power),
+        )
+        for kind, name in kinds:
+            if name:
+                domains[kind, name].append(node)
+    for (kind, name), members in domains.items():
+        yield kind, name, tuple(members)
+    if len(concerned) <= PAIRS_UP_TO:
+        for one, other in combinations(concerned, 2):
+            yield "pair", f"{one}, {other}", (one, other)
+
+
+def _exposure(
+    shares: _Shares, outlook: _Outlook, kind: Kind, name: str, lost: tuple[str, ...], version: Version | None
+) -> Exposure:
+    gone = shares.lost(lost)
+    left = outlook.without(lost)
+    what = {"node": name, "pair": f"{lost[0]} and {lost[-1]}"}.get(kind, f"{kind} {name} ({nodes(len(lost))})")
+    goes_on = f"the job goes on with {left} of {nodes(outlook.most)}"
+    after = goes_on if left else f"fewer than {nodes(outlook.least)} are left and the job is paused"
+    if version is None:
+        data = "nothing is committed yet"
+    elif gone:
+        data = f"of version {version} what the ranks on {named(gone)} stored is gone, since no copy of it is left"
+    else:
+        data = f"version {version} stays whole"
+    return Exposure(
+        kind=kind,
+        name=name,
+        nodes=lost,
+        whole=not gone,
+        nodes_left=left,
+        sentence=f"without {what}: {data}; {after}",
+        ranks=shares.ranks(gone)[:NAMED_RANKS],
+    )
+
+
+def _summary(
+    job: JobRecord, version: Version | None, shares: _Shares, missing: Sequence[str], exposures: Sequence[Exposure]
+) -> str:
+    if version is None:
+        start = "it starts anew" if job.last_number == 0 or job.ceiling == NOTHING else "it takes what is found whole"
+        return f"nothing of job {job.job} is committed yet: after a loss {start}"
+    if missing:
+        return (
+            f"version {version} cannot be restored now: what the ranks on {named(missing)} stored is not held by "
+            "anybody in reach; it comes back with them, or a newer one is committed"
+        )
+    fatal = [one for one in exposures if not one.whole]
+    kinds = Counter(one.kind for one in fatal)
+    if not fatal:
+        return f"version {version} or a newer one would be restored, whichever of its nodes or domains is lost"
+    words = ", ".join(f"{kinds[kind]} {kind}{'s' if kinds[kind] > 1 else ''}" for kind in kinds)
+    return (
+        f"version {version} or a newer one would be restored; {words} cannot be spared, beginning with {fatal[0].name}"
+    )
