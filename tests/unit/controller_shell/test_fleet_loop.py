@@ -1,98 +1,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from controller import loop as loop_module
-from controller.boards import Boards
 from controller.core import events as ev
 from controller.core import fleet
-from controller.core.policy import CorePolicy
 from controller.lag import LagMeter
-from controller.loop import FleetLoop
-from controller.metrics import Metrics
-from controller.push import Outbox
 from controller.steady_time import SteadyTime
-from controller.store.records import AuditRow, Batch
-from controller.transaction import AuditNumbers, Transaction
-from everstep.clock import Clock, ManualClock
+from everstep.clock import ManualClock
 from everstep.errors import NotFound, Unavailable
-from everstep.system_clock import SYSTEM_CLOCK
-from tests.support.controllers import registration
-
-
-class Disk:
-    """Commits that the test lets through, or fails."""
-
-    def __init__(self) -> None:
-        self.written: list[Batch] = []
-        self.open = asyncio.Event()
-        self.open.set()
-        self.failure: Exception | None = None
-
-    async def commit(self, batch: Batch) -> None:
-        await self.open.wait()
-        if self.failure is not None:
-            raise self.failure
-        self.written.append(batch)
-
-
-class Running:
-    """A loop over an empty fleet, started; ended by the ``async with``."""
-
-    def __init__(self, *, queue_limit: int = 100, clock: Clock = SYSTEM_CLOCK) -> None:
-        self.disk = Disk()
-        self.audit: list[AuditRow] = []
-        self.outbox = Outbox(1)
-        self.loop = FleetLoop(
-            state=fleet.restore(CorePolicy.lab(), None, [], [], []),
-            outbox=self.outbox,
-            commit=self.disk.commit,
-            steady=SteadyTime(clock),
-            metrics=Metrics(),
-            numbers=AuditNumbers(0),
-            boards=Boards(),
-            on_audit=self.audit.extend,
-            on_verdicts=lambda _verdicts: None,
-            queue_limit=queue_limit,
-        )
-
-    async def __aenter__(self) -> Running:
-        self.task = asyncio.create_task(self.loop.run())
-        await self.loop.started.wait()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.task.cancel()
-        with suppress(asyncio.CancelledError, OSError):
-            await self.task
-
-    def register(self, node: str) -> asyncio.Task[str]:
-        """A registration under way; its result is the node's name."""
-        event = ev.AgentRegistered(register=registration(node), trace=f"t-{node}")
-
-        def stimulus(tx: Transaction, now: float) -> str:
-            tx.handle(event, now)
-            return node
-
-        return asyncio.create_task(self.loop.submit(stimulus))
-
-
-def scenario(body: Callable[[Running], Awaitable[Any]], **options: Any) -> Any:
-    async def run() -> Any:
-        async with Running(**options) as running:
-            return await body(running)
-
-    return asyncio.run(run())
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
+from tests.support.running_loop import Running, scenario, settle
 
 
 def test_nobody_is_answered_before_the_transaction_is_durable() -> None:
@@ -185,16 +105,14 @@ def test_a_full_queue_refuses_with_a_time_to_come_again() -> None:
     scenario(body, queue_limit=3)
 
 
-def test_the_timer_looks_at_a_silent_node_without_being_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_timer_looks_at_a_silent_node_without_being_asked() -> None:
     ticks: list[ev.Tick] = []
-    handle = fleet.handle
 
     def noting(state: Any, event: ev.Event, now: float) -> Any:
         if isinstance(event, ev.Tick):
             ticks.append(event)
-        return handle(state, event, now)
+        return fleet.handle(state, event, now)
 
-    monkeypatch.setattr("controller.transaction.fleet.handle", noting)
     clock = ManualClock()
 
     async def body(running: Running) -> None:
@@ -205,21 +123,19 @@ def test_the_timer_looks_at_a_silent_node_without_being_asked(monkeypatch: pytes
         while not any(row.kind == "node.suspect" for row in running.audit):
             await asyncio.sleep(0)
 
-    scenario(body, clock=clock)
+    scenario(body, clock=clock, decide=noting)
     assert ticks
     assert all(tick.trace for tick in ticks)
 
 
-def test_the_loops_own_lateness_goes_into_the_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loops_own_lateness_goes_into_the_tick() -> None:
     lags: list[float] = []
-    handle = fleet.handle
 
     def noting(state: Any, event: ev.Event, now: float) -> Any:
         if isinstance(event, ev.Tick):
             lags.append(event.lag_s)
-        return handle(state, event, now)
+        return fleet.handle(state, event, now)
 
-    monkeypatch.setattr("controller.transaction.fleet.handle", noting)
     clock = ManualClock()
 
     async def body(running: Running) -> None:
@@ -231,7 +147,7 @@ def test_the_loops_own_lateness_goes_into_the_tick(monkeypatch: pytest.MonkeyPat
         while not lags:
             await asyncio.sleep(0)
 
-    scenario(body, clock=clock)
+    scenario(body, clock=clock, decide=noting)
     assert max(lags) > 5.0
 
 

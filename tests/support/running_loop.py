@@ -1,0 +1,104 @@
+"""A fleet loop over an empty fleet, with a disk that the test opens, closes and breaks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from controller.boards import Boards
+from controller.core import events as ev
+from controller.core import fleet
+from controller.core.policy import CorePolicy
+from controller.loop import FleetLoop
+from controller.metrics import Metrics
+from controller.push import Outbox
+from controller.steady_time import SteadyTime
+from controller.store.records import AuditRow, Batch
+from controller.store.trouble import Superseded
+from controller.transaction import AuditNumbers, Decide, Transaction
+from everstep.clock import Clock
+from everstep.system_clock import SYSTEM_CLOCK
+from tests.support.controllers import registration
+
+
+class Disk:
+    """Commits that the test lets through, or fails."""
+
+    def __init__(self) -> None:
+        self.written: list[Batch] = []
+        self.open = asyncio.Event()
+        self.open.set()
+        self.failure: Exception | None = None
+        self.tries = 0
+
+    async def commit(self, batch: Batch) -> None:
+        self.tries += 1
+        await self.open.wait()
+        if self.failure is not None:
+            raise self.failure
+        if batch:
+            self.written.append(batch)
+
+
+class Running:
+    """A loop, started; ended by the ``async with``."""
+
+    def __init__(
+        self, *, queue_limit: int = 100, clock: Clock = SYSTEM_CLOCK, decide: Decide = fleet.handle, **options: Any
+    ) -> None:
+        self.disk = Disk()
+        self.audit: list[AuditRow] = []
+        self.outbox = Outbox(1)
+        self.loop = FleetLoop(
+            state=fleet.restore(CorePolicy.lab(), None, [], [], []),
+            outbox=self.outbox,
+            commit=self.disk.commit,
+            steady=SteadyTime(clock),
+            metrics=Metrics(),
+            numbers=AuditNumbers(0),
+            boards=Boards(),
+            on_audit=self.audit.extend,
+            on_remedies=lambda _remedies: None,
+            decide=decide,
+            queue_limit=queue_limit,
+            **options,
+        )
+
+    async def __aenter__(self) -> Running:
+        self.task = asyncio.create_task(self.loop.run())
+        await self.loop.started.wait()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.task.cancel()
+        with suppress(asyncio.CancelledError, OSError, Superseded):
+            await self.task
+
+    def register(self, node: str, *, forgettable: bool = False) -> asyncio.Task[str]:
+        """A registration under way; its result is the node's name."""
+        event = ev.AgentRegistered(register=registration(node), trace=f"t-{node}")
+
+        def stimulus(tx: Transaction, now: float) -> str:
+            tx.forgettable = forgettable
+            tx.handle(event, now)
+            return node
+
+        return asyncio.create_task(self.loop.submit(stimulus))
+
+
+def scenario(body: Callable[[Running], Awaitable[Any]], **options: Any) -> Any:
+    """Runs ``body`` with a running loop."""
+
+    async def run() -> Any:
+        async with Running(**options) as running:
+            return await body(running)
+
+    return asyncio.run(run())
+
+
+async def settle() -> None:
+    """Lets everything that can go on without the outside go on."""
+    for _ in range(20):
+        await asyncio.sleep(0)
