@@ -7,7 +7,8 @@
     ├── ProtocolError                     the other side said something we cannot accept
     │   ├── VersionMismatch               no protocol version in common
     │   ├── MalformedMessage              truncated, oversized, or not of the declared shape
-    │   │   └── TooLarge                  more bytes than this side reads
+    │   │   ├── TooLarge                  more bytes than this side reads
+    │   │   └── WrongMediaType            a body of another form than is read
     │   └── StaleGeneration               the message speaks for a generation that is over
     ├── AuthenticationError               no, or a wrong, token or secret
     ├── PermissionDenied                  a right token, for something else
@@ -68,6 +69,13 @@ class TooLarge(MalformedMessage):
 
     status = 413
     code = "too_large"
+
+
+class WrongMediaType(MalformedMessage):
+    """A body that says it is of another form than the one that is read."""
+
+    status = 415
+    code = "media_type"
 
 
 class StaleGeneration(ProtocolError):

@@ -19,9 +19,12 @@ JobId = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
 TraceId = Annotated[str, msgspec.Meta(max_length=64)]
 """One stimulus and all that followed from it: on every message, log line and audit row of a failure's way."""
 
+Whole = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+"""A count or a number that every JSON reader and every database column holds exactly."""
+
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 GenerationNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
-Incarnation = Annotated[int, msgspec.Meta(ge=0)]
+Incarnation = Whole
 """One life of an agent or launcher: milliseconds of the wall clock at its start, so a later life is larger."""
 
 Address = Annotated[str, msgspec.Meta(pattern=r"^[^\s/]{1,253}:[0-9]{1,5}$")]
@@ -35,7 +38,7 @@ class Version(msgspec.Struct, frozen=True, order=True, array_like=True):
     """
 
     generation: GenerationNumber
-    step: Annotated[int, msgspec.Meta(ge=0)]
+    step: Whole
 
     def __str__(self) -> str:
         return f"{self.generation}:{self.step}"

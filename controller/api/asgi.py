@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TypeVar
 from urllib.parse import parse_qs
 
@@ -10,12 +11,15 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from controller.api import problems
-from everstep.errors import EverstepError, MalformedMessage, RateLimited, TooLarge, Unavailable
+from everstep.errors import EverstepError, MalformedMessage, RateLimited, TooLarge, Unavailable, WrongMediaType
 
 T = TypeVar("T")
 Headers = list[tuple[bytes, bytes]]
 
 _encoder = msgspec.json.Encoder()
+_LENGTH_DIGITS = 18
+_NUL_ESCAPE = b"\\u0000"
+_NUL = re.compile(rb"(?<!\\)((?:\\\\)*)\\u0000")
 
 
 def encode(message: object) -> bytes:
@@ -29,10 +33,19 @@ class ClientGone(Exception):  # not an error of ours: nobody is left to answer
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The request's body. Raises TooLarge as soon as it is over ``limit`` bytes, ClientGone when it breaks off."""
+    """The request's body.
+
+    Raises WrongMediaType for one that says it is no JSON, TooLarge as soon as it is over ``limit`` bytes, ClientGone when
+    it breaks off.
+    """
     for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit() and int(value) > limit:
-            raise TooLarge(f"a body of {int(value)} bytes is over the limit of {limit}: send less at a time")
+        if name == b"content-length" and value.isdigit() and (len(value) > _LENGTH_DIGITS or int(value) > limit):
+            raise TooLarge(f"a body of {value[:20].decode()} bytes is over the limit of {limit}: send less at a time")
+        if name == b"content-type" and value.partition(b";")[0].strip().lower() != b"application/json":
+            shown = value[:100].decode("latin-1")
+            raise WrongMediaType(
+                f"the body must be application/json, not {shown!r}: send `Content-Type: application/json`"
+            )
     parts: list[bytes] = []
     size = 0
     while True:
@@ -48,7 +61,13 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
 
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """The message in ``body``. Raises MalformedMessage with the path of what is wrong."""
+    """The message in ``body``. Raises MalformedMessage with the path of what is wrong.
+
+    A NUL in a text, which PostgreSQL cannot store, is replaced: the tail of a crashed rank's output may hold some, and
+    its report must not be refused for that.
+    """
+    if _NUL_ESCAPE in body:
+        body = _NUL.sub(rb"\1\\ufffd", body)
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:

@@ -12,7 +12,8 @@ from fastapi import FastAPI, Request, Response
 from controller.api import asgi
 from controller.api.auth import Gate
 from controller.api.peers import SCOPE_KEY
-from controller.api.routes import Access, Route
+from controller.api.routes import PATH, QUERY, Access, Route
+from everstep.errors import MalformedMessage, NotFound
 from everstep.tokens import Identity
 from everstep.wire.v1.agent import MAX_BODY_BYTES
 
@@ -29,6 +30,22 @@ def install(app: FastAPI, gate: Gate, routes: Mapping[str, Route], handlers: obj
             name=name,
             include_in_schema=False,
         )
+
+
+def _check_parameters(route: Route, request: Request) -> None:
+    """Raises NotFound for a path that names nothing there can be, MalformedMessage for a query that does not fit."""
+    for name, value in request.path_params.items():
+        try:
+            msgspec.convert(value, PATH[name])
+        except msgspec.ValidationError as error:
+            raise NotFound(f"there is no {name} {value[:100]!r}: {error}") from error
+    asked = asgi.query(request.scope)
+    for name in route.query:
+        try:
+            if name in asked:
+                msgspec.convert(asked[name], QUERY[name], strict=False)
+        except msgspec.ValidationError as error:
+            raise MalformedMessage(f"query parameter {name} is wrong: {error}") from error
 
 
 def admit(gate: Gate, access: Access, request: Request) -> Identity:
@@ -52,6 +69,7 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 def _endpoint(gate: Gate, route: Route, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         identity = admit(gate, route.access, request)
+        _check_parameters(route, request)
         return Response(asgi.encode(await answer(request, identity)), media_type="application/json")
 
     return endpoint

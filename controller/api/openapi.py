@@ -7,87 +7,113 @@ from typing import Any
 
 import msgspec
 
-from controller.api.routes import AGENT, OPERATOR, Access, Route
+from controller.api import problems
+from controller.api.routes import PATH, PLAIN, QUERY, REQUIRED, ROUTES, Access, Route
 from everstep import __version__
 
 _REF = "#/components/schemas/{name}"
-_WHOLE = {"after", "limit", "incarnation"}
-_OPEN_PATHS: dict[str, Any] = {
-    "/healthz": {"get": {"summary": "Whether the process lives.", "responses": {"200": {"description": "It does."}}}},
-    "/readyz": {
-        "get": {
-            "summary": "Whether it serves.",
-            "responses": {"200": {"description": "It does."}, "503": {"description": "Not now."}},
-        }
-    },
+_OTHER_MEDIA = {"stream": "text/event-stream", "metrics": "text/plain"}
+_MEANINGS = {
+    401: "No token, or one that does not verify.",
+    403: "A right token, for something else.",
+    404: "No such thing.",
+    409: "Refused in the present state.",
+    413: "More than 1 MiB.",
+    415: "A body that is not JSON.",
+    422: "Not a message of the declared shape.",
+    426: "No protocol version in common.",
+    429: "Too many requests: come again after Retry-After seconds.",
+    503: "Not now: come again after Retry-After seconds.",
 }
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["code", "message"],
-            "properties": {"code": {"type": "string"}, "message": {"type": "string"}},
-        }
-    },
-}
+_WITH_RETRY_AFTER = (429, 503)
 
 
 def _json(schema: dict[str, Any]) -> dict[str, Any]:
     return {"application/json": {"schema": schema}}
 
 
+def _parameter(name: str, place: str, kind: Any, required: bool) -> dict[str, Any]:
+    return {"name": name, "in": place, "required": required, "schema": msgspec.json.schema(kind)}
+
+
 def _parameters(route: Route) -> list[dict[str, Any]]:
-    in_path = [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in re.findall(r"\{(\w+)\}", route.path)
-    ]
-    in_query = [
-        {
-            "name": name,
-            "in": "query",
-            "required": name == "incarnation",
-            "schema": {"type": "integer", "minimum": 0} if name in _WHOLE else {"type": "string"},
-        }
-        for name in route.query
-    ]
+    in_path = [_parameter(name, "path", PATH[name], True) for name in re.findall(r"\{(\w+)\}", route.path)]
+    in_query = [_parameter(name, "query", QUERY[name], name in REQUIRED) for name in route.query]
     return in_path + in_query
 
 
+def _statuses(name: str, route: Route) -> list[int]:
+    """Which refusals a route knows."""
+    statuses = {503}
+    if route.access is not Access.OPEN:
+        statuses |= {401, 403, 429}
+    if "{" in route.path:
+        statuses |= {404}
+    if route.path.startswith("/v1/") and (route.body is not None or route.query):
+        statuses |= {422}
+    if route.body is not None:
+        statuses |= {404, 409, 413, 415}
+    if route.access is Access.AGENT:
+        statuses |= {404, 409}
+    if name == "register":
+        statuses |= {426}
+    return sorted(statuses)
+
+
+def _refusals(name: str, route: Route) -> dict[str, Any]:
+    refusals: dict[str, Any] = {}
+    for status in _statuses(name, route):
+        content = {problems.MEDIA_TYPE: {"schema": {"$ref": _REF.format(name="Problem")}}}
+        refusals[str(status)] = {"description": _MEANINGS[status], "content": content}
+        if status in _WITH_RETRY_AFTER:
+            retry = {"schema": {"type": "integer", "minimum": 1}, "required": True, "description": "Seconds."}
+            refusals[str(status)]["headers"] = {"Retry-After": retry}
+    return refusals
+
+
 def _operation(name: str, route: Route, schemas: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+    done = _json(schemas[route.answers]) if route.answers is not None else _plain(name)
     operation: dict[str, Any] = {
         "operationId": name,
         "summary": route.summary,
-        "description": f"Token: {route.access}.",
+        "description": f"Token of: {route.access}.",
         "tags": ["agents" if route.access is Access.AGENT else "operators"],
-        "security": [{"bearer": []}],
+        "security": [] if route.access is Access.OPEN else [{"bearer": []}, {"certificate": []}],
         "parameters": _parameters(route),
-        "responses": {
-            "200": {"description": "Done.", "content": _json(schemas[route.answers])},
-            "default": {"description": "Refused.", "content": _json({"$ref": _REF.format(name="Error")})},
-        },
+        "responses": {"200": {"description": "Done.", "content": done}, **_refusals(name, route)},
     }
     if route.body is not None:
         operation["requestBody"] = {"required": True, "content": _json(schemas[route.body])}
     return operation
 
 
+def _plain(name: str) -> dict[str, Any]:
+    if name in _OTHER_MEDIA:
+        return {_OTHER_MEDIA[name]: {"schema": {"type": "string"}}}
+    return _json({"type": "object", "required": ["ok", "role"]})
+
+
 def document() -> dict[str, Any]:
     """The whole document."""
-    routes = {**OPERATOR, **AGENT}
+    routes = {**ROUTES, **PLAIN}
     kinds = list({kind: None for route in routes.values() for kind in (route.answers, route.body) if kind is not None})
-    out, components = msgspec.json.schema_components(kinds, ref_template=_REF)
-    schemas = dict(zip(kinds, out, strict=True))
-    paths: dict[str, Any] = {path: dict(item) for path, item in _OPEN_PATHS.items()}
+    out, components = msgspec.json.schema_components((*kinds, problems.Problem), ref_template=_REF)
+    schemas = dict(zip(kinds, out, strict=False))
+    paths: dict[str, Any] = {}
     for name, route in routes.items():
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(name, route, schemas)
+    bearer = {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "A token of `everstep token` or `everstep-controller`.",
+    }
+    certificate = {"type": "mutualTLS", "description": "Named everstep://agent/NODE, /operator/NAME or /viewer/NAME."}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Everstep controller", "version": __version__},
         "paths": paths,
         "components": {
-            "schemas": {**components, "Error": _ERROR},
-            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+            "schemas": components,
+            "securitySchemes": {"bearer": bearer, "certificate": certificate},
         },
     }

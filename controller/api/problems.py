@@ -17,6 +17,7 @@ TITLES = MappingProxyType(
         "protocol_version": "No protocol version in common",
         "malformed": "Not a message of the declared shape",
         "too_large": "More bytes than are read",
+        "media_type": "A body of another form than is read",
         "stale": "Of a generation or life that is over",
         "unauthenticated": "No token, or one that does not verify",
         "forbidden": "A right token, for something else",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from everstep.ids import Incarnation, JobId, NodeId, TraceId, Whole
 from everstep.vocabulary import Verdict
 from everstep.wire.v1 import agent, enrolment
 from everstep.wire.v1 import operator as op
@@ -21,6 +22,32 @@ class Access(StrEnum):
     CHANGE = "operator"
     JOIN = "a join token"
     OPEN = "nobody"
+
+
+Text = Annotated[str, msgspec.Meta(max_length=64)]
+
+PATH: dict[str, Any] = {
+    "node": NodeId,
+    "job": JobId,
+    "verdict": Annotated[str, msgspec.Meta(min_length=1, max_length=128)],
+    "probe": Annotated[str, msgspec.Meta(min_length=1, max_length=128)],
+    "order": Literal["drain", "hold", "readmit", "evict", "repair"],
+    "id": enrolment.CredentialId,
+}
+"""Path parameters, by name."""
+
+QUERY: dict[str, Any] = {
+    "after": Whole,
+    "limit": Whole,
+    "trace": TraceId,
+    "node": Text,
+    "job": Text,
+    "newest": bool,
+    "incarnation": Incarnation,
+    "wait_s": Annotated[float, msgspec.Meta(ge=0)],
+}
+"""Query parameters, by name; a value that does not fit is refused."""
+REQUIRED = frozenset({"incarnation"})
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):

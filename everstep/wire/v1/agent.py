@@ -18,7 +18,7 @@ from typing import Annotated
 
 import msgspec
 
-from everstep.ids import Address, Incarnation, NodeId
+from everstep.ids import Address, Incarnation, NodeId, Whole
 from everstep.vocabulary import Finding
 from everstep.wire.v1.base import Message
 from everstep.wire.v1.directives import Directive
@@ -91,8 +91,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     sent_at: float
     findings: tuple[Finding, ...] | None = None
     ranks: tuple[RankProgress, ...] = ()
-    reports_through: int = 0
-    directives_through: int = 0
+    reports_through: Whole = 0
+    directives_through: Whole = 0
 
 
 class HeartbeatAnswer(Message, frozen=True, kw_only=True):
@@ -115,7 +115,7 @@ class HeartbeatAnswer(Message, frozen=True, kw_only=True):
 class Numbered(Message, frozen=True, kw_only=True):
     """A report with its number in this agent's life; the controller drops numbers it has already taken."""
 
-    number: int
+    number: Whole
     body: AnyReport
 
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from everstep.ids import Whole
 from everstep.wire.v1.base import Message
 from everstep.wire.v1.training import ShortText
 
@@ -60,7 +61,7 @@ class Frame(IntEnum):
 class Acknowledge(Message, frozen=True, kw_only=True):
     """The agent has taken over every directive up to and including ``through``."""
 
-    through: int
+    through: Whole
 
 
 class Refused(Message, frozen=True, kw_only=True):
