@@ -7,9 +7,12 @@ from controller.core.checkpoints import Vote, roll_back, take_seal
 from controller.core.eviction import evict, serving
 from controller.core.generations import Cause, heard_beyond_boundary, is_member, regroup
 from controller.core.losses import node_left_jobs, running_spec
-from controller.core.state import JobRecord
+from controller.core.outbreaks import correlated
+from controller.core.rules import SecondPass
+from controller.core.second_pass import open_case
+from controller.core.state import Case, JobRecord
 from controller.core.turn import Turn
-from everstep.vocabulary import Action, Decision, Finding, FindingKind, GenerationReason, JobState, Severity
+from everstep.vocabulary import Action, Decision, Finding, FindingKind, GenerationReason, JobState, Mode, Severity
 from everstep.wire.v1.training import GenerationSpec, Sealed
 
 
@@ -41,10 +44,14 @@ def _digests_differ(turn: Turn, job: JobRecord, spec: GenerationSpec, report: Se
         what = f"digests of version {report.version} differ without a majority among {', '.join(tied)}"
         settled = _second_opinion(turn, job, tied, what)
     if not settled and _too_many(turn, job):
-        jobs.fail(turn, job, f"{what}; wrong for the {len(job.ties)}. time, and {_whose_fault(turn, job)}")
+        jobs.fail(turn, job, f"{what}; {_times(job)}, and {_whose_fault(turn, job)}")
         return
     cause = Cause(reason=GenerationReason.CORRUPTION, sentence=f"{what}; {back}", trace=turn.trace)
     regroup(turn, job, cause)
+
+
+def _times(job: JobRecord) -> str:
+    return f"wrong for the {len(job.ties)}. time"
 
 
 def _whose_fault(turn: Turn, job: JobRecord) -> str:
@@ -56,12 +63,16 @@ def _whose_fault(turn: Turn, job: JobRecord) -> str:
 def _convict(turn: Turn, job: JobRecord, nodes: list[str], what: str) -> bool:
     """One confirmed mismatch convicts: every known liar lied again. Out at once, since what it computes is wrong.
 
-    False where minimum or budget kept one of them in.
+    False where minimum, budget or the rule's own mode kept one of them in.
     """
     settled = True
     for node in nodes:
         finding = _finding(turn, node, what, Severity.CRITICAL)
         if not serving(turn, node):
+            continue
+        if why := _spared(turn, node, finding):
+            turn.verdict(node, Decision.RECOMMEND, f"{node}: {what}; {why}", action=Action.REPAIR, evidence=(finding,))
+            settled = False
             continue
         if not evict(turn, node, finding, f"{node}: {what}"):
             settled = False
@@ -74,6 +85,15 @@ def _convict(turn: Turn, job: JobRecord, nodes: list[str], what: str) -> bool:
         _leave_others(turn, job, node, cause)
         _clear_names(turn, node)
     return settled
+
+
+def _spared(turn: Turn, node: str, finding: Finding) -> str:
+    """Why the rule lets the node stay, in words; empty where it does not."""
+    rule = turn.policy.rules.rule(finding)
+    if rule.mode is not Mode.ENFORCE:
+        return f"not evicted: {rule.id} only says so (mode {rule.mode})"
+    why = correlated(turn, rule, node, finding)
+    return f"not evicted: {why} within {rule.correlated_s:g} s" if why else ""
 
 
 def _clear_names(turn: Turn, liar: str) -> None:
@@ -96,13 +116,54 @@ def _leave_others(turn: Turn, job: JobRecord, node: str, cause: Cause) -> None:
 
 
 def _second_opinion(turn: Turn, job: JobRecord, tied: list[str], what: str) -> bool:
-    """Suspicion on all of a tie; True where one of them is convicted and out.
+    """A tie accuses all of them, and so nobody. True where the matter is in hand: one is out, or all are being tried.
 
-    Ranks of one node that differ convict it. Who was tied before, with others than now, is in both ties; but where
-    digests never agreed, it may be the vote that is wrong.
+    Ranks of one node that differ convict it. Otherwise each node does work whose result is known, and what comes of
+    that settles it (``case_settled``). While it goes on, further ties of the job are the same one.
     """
     if len(tied) == 1:
         return _convict(turn, job, tied, f"ranks of {tied[0]} differ among themselves")
+    if any(case.job == job.job for case in turn.state.cases.values()):
+        return True
+    findings = {node: _finding(turn, node, what, Severity.WARNING) for node in tied}
+    tried = all(set(turn.state.nodes[node].against) == set(tied) - {node} for node in tied)
+    trying = not tried and open_case(turn, SecondPass.COMPUTE, findings, what, job.job) is not None
+    if not trying and _settled_by_history(turn, job, tied, what):
+        return True
+    until = "while it does work whose result is known" if trying else "until a second opinion"
+    for node in tied:
+        words = f"{what}; {node} is under suspicion and stays, {until}"
+        turn.verdict(node, Decision.NO_ACTION, words, evidence=(findings[node],))
+    return trying
+
+
+def case_settled(turn: Turn, case: Case) -> None:
+    """The nodes of a tie have been tried. Who computed wrongly is convicted; where nobody did, their history speaks."""
+    job = turn.state.jobs.get(case.job)
+    if job is None or job.state is not JobState.RUNNING:
+        return
+    if case.failed:
+        convicted = list(case.failed)
+        what = f"{case.what}; {'; '.join(case.failed.values())}"
+        out = _convict(turn, job, convicted, what)
+    else:
+        out = _settled_by_history(turn, job, list(case.suspects), case.what)
+    if not out:
+        words = f"{case.what}; no work whose result is known came out wrong: {', '.join(case.suspects)} stay, suspected"
+        turn.audit("second_pass.nobody", words, job=job.job, trace=case.trace)
+    if not out and _too_many(turn, job):
+        jobs.fail(turn, job, f"{case.what}; {_times(job)}, and {_whose_fault(turn, job)}")
+    elif out:
+        cause = Cause(reason=GenerationReason.CORRUPTION, sentence=f"{case.what}; it is settled", trace=case.trace)
+        regroup(turn, job, cause)
+
+
+def _settled_by_history(turn: Turn, job: JobRecord, tied: list[str], what: str) -> bool:
+    """Who was tied before, with others than now, is in both ties. True where that convicts one.
+
+    Where digests never agreed, it may be the vote that is wrong. Work whose result is known finds under half of the
+    GPUs that compute wrongly (SDCHunter, OSDI'26), so who passed it is not cleared.
+    """
     agreed_once = turn.state.live_jobs[job.job].verified is not None
     convicted = []
     for node in tied:
@@ -111,12 +172,9 @@ def _second_opinion(turn: Turn, job: JobRecord, tied: list[str], what: str) -> b
         if agreed_once and record.against and not set(record.against) & set(others):
             convicted.append(node)
         record.against = others
+        turn.node_changed(node)
     if len(convicted) == 1:
         return _convict(turn, job, convicted, f"{what}; {convicted[0]} was in such a tie before, with others")
-    for node in tied:
-        finding = _finding(turn, node, what, Severity.WARNING)
-        words = f"{what}; {node} is under suspicion and stays, until a second opinion"
-        turn.verdict(node, Decision.NO_ACTION, words, evidence=(finding,))
     return False
 
 

@@ -13,6 +13,7 @@ from controller.core.state import FleetRecord, JobRecord, NodeRecord, VersionRec
 from everstep.ids import GenerationNumber, JobId, NodeId, TraceId
 from everstep.vocabulary import Verdict
 from everstep.wire.v1.directives import AnyDirective
+from everstep.wire.v1.evidence import Evidence
 from everstep.wire.v1.training import GenerationSpec
 
 
@@ -98,7 +99,8 @@ class RemedyKind(StrEnum):
 class Remedy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One action on a node, told to the outside until it is confirmed or given up. ``id`` is unique for ever.
 
-    ``gpus``: UUIDs that RESET_GPU means. ``verdict``: the id of the judgement it follows from.
+    ``gpus``: UUIDs that RESET_GPU means. ``verdict``: the id of the judgement it follows from. ``evidence``: what goes
+    with a REPAIR.
     """
 
     id: str
@@ -109,6 +111,7 @@ class Remedy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     verdict: str = ""
     trace: TraceId = ""
     gpus: tuple[str, ...] = ()
+    evidence: Evidence | None = None
 
 
 class RequestRemedy(msgspec.Struct, frozen=True, tag=True):

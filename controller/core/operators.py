@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from controller.core import jobs
+from controller.core import holds, jobs
 from controller.core.events import OperatorAction, OperatorCommand, ProbeRequested
-from controller.core.eviction import needed_by
+from controller.core.eviction import needed_by, release, reset_breaker
 from controller.core.generations import Cause
 from controller.core.jobs import offer_to_jobs
+from controller.core.ladder import to_repair
 from controller.core.losses import node_left_jobs
 from controller.core.probes import start_probe
-from controller.core.quarantine import begin_probation, begin_quarantine, set_state
+from controller.core.quarantine import begin_probation, begin_quarantine
+from controller.core.standing import set_state
 from controller.core.state import FleetState
 from controller.core.turn import Turn
 from everstep.errors import Conflict, NotFound
@@ -24,15 +26,19 @@ _OUT = (NodeState.QUARANTINED, NodeState.REPAIR)
 # --- refusals ----------------------------------------------------------------------------------------------------
 
 
-def check_command(state: FleetState, command: OperatorCommand) -> None:
+def check_command(state: FleetState, command: OperatorCommand, now: float) -> None:
     """Raises NotFound or Conflict, with what to do instead, for an order that cannot be carried out."""
     if command.kind in _JOB_ORDERS:
         _check_job(state, command)
     elif command.kind is OperatorAction.RESET_BREAKER:
         if not state.fleet.breaker:
             raise Conflict("the breaker is not latched: evictions are allowed")
+    elif command.kind is OperatorAction.MAINTENANCE and command.node is None:
+        holds.check_maintenance(state, command, now)
     else:
         _check_node(state, command)
+        if command.kind is OperatorAction.MAINTENANCE:
+            holds.check_maintenance(state, command, now)
 
 
 def _check_job(state: FleetState, command: OperatorCommand) -> None:
@@ -54,6 +60,10 @@ def _check_node(state: FleetState, command: OperatorCommand) -> None:
     if command.kind is OperatorAction.READMIT:
         if record.state is NodeState.LOST:
             raise Conflict(f"{record.node} is lost: it comes back by itself when its agent is heard")
+        if record.foreign:
+            raise Conflict(
+                f"{record.node} is cordoned by {record.foreign}: lift that cordon, and it comes back by itself"
+            )
         if record.state in (NodeState.HEALTHY, NodeState.SUSPECT) and not _excluded(state, record.node):
             raise Conflict(f"{record.node} is {record.state} and in service")
     elif command.kind in (OperatorAction.HOLD, OperatorAction.DRAIN) and record.state in _OUT:
@@ -87,12 +97,13 @@ def command(turn: Turn, order: OperatorCommand) -> None:
     data = {"actor": order.actor, "reason": order.reason}
     turn.audit(f"operator.{order.kind}", sentence, node=order.node, job=order.job, data=data)
     if order.kind is OperatorAction.RESET_BREAKER:
-        turn.state.fleet.breaker, turn.state.fleet.evictions = "", []
-        turn.fleet_changed()
+        reset_breaker(turn)
     elif order.job is not None and order.kind is OperatorAction.STOP_JOB:
         jobs.stop(turn, turn.state.jobs[order.job], order.actor, order.reason)
     elif order.job is not None and order.kind is OperatorAction.RESIZE_JOB and order.size is not None:
         jobs.resize(turn, turn.state.jobs[order.job], order.size, order.actor)
+    elif order.kind is OperatorAction.MAINTENANCE:
+        holds.begin_maintenance(turn, order, sentence)
     elif order.node is not None:
         _NODE_ORDERS[order.kind](turn, order.node, sentence)
 
@@ -103,23 +114,22 @@ def probe(turn: Turn, request: ProbeRequested) -> None:
 
 
 def _hold(turn: Turn, node: str, sentence: str) -> None:
+    turn.state.nodes[node].hold = sentence
     set_state(turn, node, NodeState.HELD, sentence)
 
 
 def _drain(turn: Turn, node: str, sentence: str) -> None:
-    set_state(turn, node, NodeState.HELD, sentence)
+    _hold(turn, node, sentence)
     _leave(turn, node, sentence, boundary=True)
 
 
 def _repair(turn: Turn, node: str, sentence: str) -> None:
-    set_state(turn, node, NodeState.REPAIR, sentence)
-    turn.state.nodes[node].action = Action.REPAIR
-    turn.verdict(node, Decision.REPAIR, sentence, action=Action.REPAIR)
+    to_repair(turn, node, sentence)
     _leave(turn, node, sentence, boundary=True)
 
 
 def _evict(turn: Turn, node: str, sentence: str) -> None:
-    begin_quarantine(turn, node, sentence, (), action=Action.DRAIN)
+    begin_quarantine(turn, node, sentence, (), action=Action.DRAIN, offence=0.0)
     turn.state.nodes[node].needs_operator = True
     turn.verdict(node, Decision.EVICT, sentence, action=Action.DRAIN)
     _leave(turn, node, sentence, boundary=False)
@@ -132,8 +142,14 @@ def _leave(turn: Turn, node: str, sentence: str, *, boundary: bool) -> None:
 
 def _readmit(turn: Turn, node: str, sentence: str) -> None:
     record = turn.state.nodes[node]
+    was_kept = record.maintenance_until > turn.now
     record.needs_operator, record.condemned, record.own, record.against = False, [], {}, []
-    record.overruled, record.probe_failures = "", 0
+    record.hold, record.undecided = "", {}
+    if record.state is NodeState.REPAIR:
+        record.offences = 0.0
+    holds.end_early(turn, [node])
+    release(turn, node)
+    record.probe_failures = 0
     for name in turn.state.live_nodes[node].jobs:
         job = turn.state.jobs[name]
         job.excluded.pop(node, None)
@@ -144,7 +160,7 @@ def _readmit(turn: Turn, node: str, sentence: str) -> None:
     turn.verdict(node, Decision.READMIT, sentence)
     if not record.reachable:
         set_state(turn, node, NodeState.LOST, f"{sentence}; it is out of reach and comes back when it is heard")
-    elif record.state in _OUT:
+    elif record.state in _OUT or was_kept:
         begin_probation(turn, node, sentence)
     else:
         set_state(turn, node, NodeState.HEALTHY, sentence)

@@ -1,23 +1,53 @@
-"""All-reduce probes between nodes: asked for, reported, timed out."""
+"""Probes of nodes: asked for, reported, timed out; and who is good enough to be a partner."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from itertools import islice
+
 import msgspec
 
-from controller.core.state import Probe
+from controller.core import casebook
+from controller.core.membership import jobs_seated_on
+from controller.core.state import FleetState, NodeRecord, Probe
 from controller.core.turn import Turn
+from everstep.vocabulary import JobState, NodeState, ProbeKind, Severity
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import ProbeFinished
 
+PARTNERS_CONSIDERED = 32
+"""How many good partners are compared: a bound on the work, whatever the fleet's size."""
+NODES_LOOKED_AT = 512
+"""How many nodes are looked at to find them."""
 
-def start_probe(turn: Turn, nodes: tuple[str, ...], *, candidate: str | None, backend: str = "gloo") -> str:
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a probe ended. ``failure``: in a sentence, empty where it passed. ``wrong``: the work was done, with a wrong
+    result. ``mute``: somebody did not answer in time, which proves nothing."""
+
+    name: str
+    probe: Probe
+    failure: str = ""
+    wrong: bool = False
+    mute: bool = False
+
+
+def start_probe(
+    turn: Turn,
+    nodes: tuple[str, ...],
+    *,
+    candidate: str | None,
+    backend: str = "gloo",
+    kind: ProbeKind = ProbeKind.ALL_REDUCE,
+    case: str = "",
+) -> str:
     """Sends the probe to all of ``nodes``; the first hosts its store. Returns the probe's id."""
     state = turn.state
     state.fleet.probes += 1
     turn.fleet_changed()
     name = f"probe-{state.fleet.probes}"
     due = turn.now + turn.policy.probe_timeout_s
-    state.probes[name] = Probe(nodes=nodes, candidate=candidate, due=due, trace=turn.trace)
+    state.probes[name] = Probe(nodes=nodes, candidate=candidate, due=due, trace=turn.trace, kind=kind, case=case)
     host = state.nodes[nodes[0]].vault.rpartition(":")[0]
     body = RunProbe(
         probe=name,
@@ -26,36 +56,58 @@ def start_probe(turn: Turn, nodes: tuple[str, ...], *, candidate: str | None, ba
         backend=backend,
         timeout_s=turn.policy.probe_timeout_s / 2,
         trace=turn.trace,
+        kind=kind,
     )
     if candidate is not None:
         body = msgspec.structs.replace(body, sizes=turn.policy.probe_sizes)
     for node in nodes:
         turn.send(node, body)
-    turn.audit("probe.started", f"{name}: all-reduce between {', '.join(nodes)}", node=candidate)
+    turn.audit("probe.started", f"{name}: {_what(kind)} {', '.join(nodes)}", node=candidate)
     turn.wake(due, "probe", name)
     return name
 
 
-def take_result(turn: Turn, node: str, report: ProbeFinished) -> tuple[Probe, str] | None:
-    """Counts one side's result. Once the outcome is known: the probe, and why it failed (empty: it passed)."""
+def _what(kind: ProbeKind) -> str:
+    return "all-reduce between" if kind is ProbeKind.ALL_REDUCE else f"{kind} check of"
+
+
+def take_result(turn: Turn, node: str, report: ProbeFinished) -> Outcome | None:
+    """Counts one side's result; the outcome, once the last one or the first bad one is in."""
     probe = turn.state.probes.get(report.probe)
     if probe is None or node not in probe.nodes:
         turn.ignore("probe_finished.unknown")
         return None
     rows = {f"{size}": f"{latency:.6f} s, {rate / 1e9:.3f} GB/s" for size, latency, rate in report.rows}
-    outcome = "passed" if report.ok else f"failed: {report.detail}"
-    sentence = f"{report.probe}: {node} {outcome}"
+    slow = _slow(turn, probe, report)
+    how = "passed" if report.ok and not slow else f"failed: {slow or report.detail}"
+    sentence = f"{report.probe}: {node} {how}"
     turn.audit("probe.result", sentence, node=node, trace=probe.trace, data=rows)
-    if report.ok:
+    _enter(turn, node, sentence, rows)
+    if report.ok and not slow:
         probe.passed.add(node)
         if len(probe.passed) < len(probe.nodes):
             return None
+        sentence = ""
     del turn.state.probes[report.probe]
-    return probe, "" if report.ok else f"{sentence} ({' with '.join(probe.nodes)})"
+    failure = sentence and f"{sentence} ({' with '.join(probe.nodes)})"
+    return Outcome(name=report.probe, probe=probe, failure=failure, wrong=report.wrong)
 
 
-def overdue(turn: Turn, name: str) -> tuple[Probe, str] | None:
-    """At a probe's deadline: the probe, and who did not answer; None when it has ended."""
+def _slow(turn: Turn, probe: Probe, report: ProbeFinished) -> str:
+    least = turn.policy.slow_link_bytes_per_s
+    if not report.ok or not report.rows or probe.kind is not ProbeKind.ALL_REDUCE or probe.candidate is None:
+        return ""
+    size, _, rate = max(report.rows)
+    return f"slow, {rate / 1e9:.3f} GB/s of {least / 1e9:g} at {size} bytes" if rate < least else ""
+
+
+def _enter(turn: Turn, node: str, sentence: str, rows: dict[str, str]) -> None:
+    casebook.enter(turn.state.nodes[node], turn.now, "probe", sentence, rows)
+    turn.node_changed(node)
+
+
+def overdue(turn: Turn, name: str) -> Outcome | None:
+    """At a probe's deadline: who did not answer; None when it has ended."""
     probe = turn.state.probes.get(name)
     if probe is None or turn.now < probe.due:
         return None
@@ -63,4 +115,48 @@ def overdue(turn: Turn, name: str) -> tuple[Probe, str] | None:
     mute = ", ".join(node for node in probe.nodes if node not in probe.passed)
     sentence = f"{name}: no result from {mute} within {turn.policy.probe_timeout_s:g} s"
     turn.audit("probe.overdue", sentence, node=probe.candidate, trace=probe.trace)
-    return probe, sentence
+    for node in probe.nodes:
+        _enter(turn, node, sentence, {})
+    return Outcome(name=name, probe=probe, failure=sentence, mute=True)
+
+
+# --- partners ----------------------------------------------------------------------------------------------------
+
+
+def is_known_good(state: FleetState, record: NodeRecord) -> bool:
+    """Whether a node may be the measure for others: it serves, answers, nothing grave stands against it, and nobody
+    suspects it now."""
+    if (
+        record.state is not NodeState.HEALTHY
+        or not record.reachable
+        or state.live_nodes[record.node].gone_at is not None
+    ):
+        return False
+    standing = (*record.findings.values(), *record.own.values())
+    if any(finding.severity is Severity.CRITICAL for finding in standing) or record.undecided:
+        return False
+    return not any(record.node in case.suspects for case in state.cases.values())
+
+
+def partner_for(state: FleetState, node: str, attempt: int, avoid: Collection[str] = ()) -> tuple[str | None, bool]:
+    """A node known to be good, for a probe with ``node``: of another rack before its own, idle before busy, another one
+    at each ``attempt``. And, where there is none, whether that is only because all of them take part in probes now."""
+    taken = {member for probe in state.probes.values() for member in probe.nodes}
+    start = (state.fleet.probes * PARTNERS_CONSIDERED) % max(1, len(state.nodes)) if len(state.nodes) > 512 else 0
+    names = list(state.nodes)
+    rack, busy = state.nodes[node].domain.rack, False
+    choice: list[tuple[bool, bool, int, str]] = []
+    for other in islice((*names[start:], *names[:start]), NODES_LOOKED_AT):
+        if other == node or other in avoid or not is_known_good(state, state.nodes[other]):
+            continue
+        if other in taken:
+            busy = True
+            continue
+        seated = any(job.state is JobState.RUNNING for job in jobs_seated_on(state, other))
+        choice.append((bool(rack) and state.nodes[other].domain.rack == rack, seated, len(choice), other))
+        if len(choice) == PARTNERS_CONSIDERED:
+            break
+    if not choice:
+        return None, busy
+    ordered = sorted(choice)
+    return ordered[attempt % len(ordered)][3], False

@@ -1,138 +1,253 @@
-"""The ways back: quarantine until the causes are gone, probation with a probe and clean beats, health."""
+"""The ways back: quarantine until the causes are gone, probation with diagnostics and clean beats, health."""
 
 from __future__ import annotations
 
+from controller.core import ladder, offenders, second_pass
 from controller.core.jobs import offer_to_jobs
-from controller.core.membership import jobs_seated_on
-from controller.core.probes import overdue, start_probe, take_result
-from controller.core.state import Probe
+from controller.core.probes import Outcome, partner_for, start_probe
+from controller.core.rules import RUNGS, SecondPass, in_words, next_rung, remember_step
+from controller.core.standing import kept_out, set_state
+from controller.core.state import Course, NodeRecord
 from controller.core.turn import Turn
-from everstep.vocabulary import Action, Decision, Finding, FindingKind, JobState, NodeState, Severity
-from everstep.wire.v1.training import ProbeFinished
+from everstep.vocabulary import Action, Decision, Finding, FindingKind, NodeState, ProbeKind, Severity
+
+__all__ = ["begin_probation", "begin_quarantine", "check_probation", "check_quarantine", "set_state"]
 
 PROBE_PASSED = "passed"
 PROBE_SKIPPED = "skipped"
-PARTNERS_CONSIDERED = 32
-"""How many nodes are looked at for a probe's partner: a bound on the work, whatever the fleet's size."""
+PROBE_WAITS = "waiting"
+"""For a partner, or for a second pass."""
 
 
-def set_state(turn: Turn, node: str, state: NodeState, sentence: str) -> None:
-    """Moves a node to ``state``, for the reason in ``sentence``."""
-    record = turn.state.nodes[node]
-    record.state, record.since, record.sentence, record.trace = state, turn.now, sentence, turn.trace
-    turn.node_changed(node)
+# --- quarantine --------------------------------------------------------------------------------------------------
 
 
 def begin_quarantine(
-    turn: Turn, node: str, sentence: str, causes: tuple[Finding, ...], *, action: Action, wait_s: float = 0.0
+    turn: Turn,
+    node: str,
+    sentence: str,
+    causes: tuple[Finding, ...],
+    *,
+    action: Action,
+    wait_s: float = 0.0,
+    offence: float = offenders.EVICTED,
 ) -> None:
-    """Out of every roster until ``causes`` clear, and ``wait_s`` and the least time have passed."""
+    """Out of every roster until ``causes`` clear, and ``wait_s``, the least time and what offences cost have passed.
+
+    The rules of the causes say what is done to it meanwhile, and what it has to pass before it serves again.
+    """
     record = turn.state.nodes[node]
+    if offence:
+        offenders.offend(turn, node, offence)
+    record.causes, record.cleared, record.action = [], {}, action
+    record.course = Course()
+    for finding in causes:
+        add_cause(turn, node, finding)
     set_state(turn, node, NodeState.QUARANTINED, sentence)
-    record.causes = [finding.key for finding in causes]
-    record.action = action
-    record.returns_at = turn.now + max(wait_s, turn.policy.quarantine_min_s)
-    record.probe, record.overruled = "", ""
+    served = offenders.wait_s(turn, node) if offence >= offenders.EVICTED else 0.0
+    record.returns_at = turn.now + max(wait_s, served, turn.policy.quarantine_min_s)
+    record.probe = ""
     turn.wake(record.returns_at, "node", node)
+    turn.wake(turn.now, "care", node)
+
+
+def add_cause(turn: Turn, node: str, finding: Finding) -> None:
+    """One more thing that must clear. The strongest cure of all causes is the one that is due."""
+    record = turn.state.nodes[node]
+    if finding.key in record.causes:
+        return
+    record.causes.append(finding.key)
+    turn.node_changed(node)
+    rule = turn.policy.rules.rule(finding)
+    rung = next_rung(rule, finding, record.steps.get(rule.id, []), turn.now)
+    record.steps[rule.id] = remember_step(record.steps.get(rule.id, []), rule, rule.ladder[rung], turn.now)
+    course = record.course = record.course or Course()
+    first = not course.rule
+    stronger = not first and RUNGS.index(rule.ladder[rung]) > RUNGS.index(course.ladder[course.rung])
+    if first or (stronger and not course.remedy):
+        course.rule, course.ladder, course.rung, course.settles_at = rule.id, rule.ladder, rung, 0.0
+        record.action = rule.ladder[rung]
+    course.checks = rule.diagnostics if first else tuple(dict.fromkeys([*course.checks, *rule.diagnostics]))
+    course.passes, course.clear_s = max(course.passes, rule.passes), max(course.clear_s, rule.clear_s)
 
 
 def check_quarantine(turn: Turn, node: str) -> None:
-    """Whether the way out is open: causes cleared, time served, nobody's word needed."""
+    """Whether the way out is open: causes clear for long enough, time served, nobody's word needed."""
     record = turn.state.nodes[node]
-    standing = {**record.findings, **record.own}
-    causes = [key for key in record.causes if key in standing]
+    if ladder.check_offences(turn, node):
+        return
+    causes = [key for key in record.causes if _stands(turn, record, key)]
     if causes != record.causes:
         record.causes = causes
         turn.node_changed(node)
-    if causes or record.needs_operator or not record.reachable:
-        return
-    if turn.now < record.returns_at:
+    if causes or record.needs_operator:
+        ladder.go_on(turn, node)
+    elif record.reachable and turn.now < record.returns_at:
         turn.wake(record.returns_at, "node", node)
-        return
-    begin_probation(turn, node, f"what sent {node} into quarantine has cleared")
+    elif record.reachable:
+        begin_probation(turn, node, f"what sent {node} into quarantine has cleared")
+
+
+def _stands(turn: Turn, record: NodeRecord, key: str) -> bool:
+    if key in record.findings or key in record.own:
+        return True
+    due = record.cleared.get(key, 0.0) + (record.course.clear_s if record.course else 0.0)
+    if turn.now < due:
+        turn.wake(due, "care", record.node)
+        return True
+    record.cleared.pop(key, None)
+    return False
+
+
+# --- probation ---------------------------------------------------------------------------------------------------
 
 
 def begin_probation(turn: Turn, node: str, because: str) -> None:
-    """The last stretch: a probe with a healthy partner, and clean heartbeats."""
+    """The last stretch: the diagnostics that its reason calls for, and clean beats. Never against somebody's word."""
     record, live = turn.state.nodes[node], turn.state.live_nodes[node]
-    record.causes, record.action, record.probe, record.returns_at = [], Action.NONE, "", 0.0
+    record.causes, record.cleared, record.action, record.probe, record.returns_at = [], {}, Action.NONE, "", 0.0
+    course = record.course = record.course or Course()
+    if why := kept_out(record, turn.now):
+        set_state(turn, node, NodeState.HELD, f"{because}; {why}")
+        return
     live.pulse.beats = 0
+    course.left, course.alone, course.remedy = list(course.checks) * course.passes, False, ""
     sentence = f"{because}; on probation for {turn.policy.probation_beats} clean beats"
     set_state(turn, node, NodeState.PROBATION, sentence)
     turn.audit("node.probation", sentence, node=node)
-    _next_probe(turn, node)
+    if turn.policy.probe_required:
+        next_check(turn, node)
+    else:
+        record.probe = PROBE_SKIPPED
     check_probation(turn, node)
 
 
-def _next_probe(turn: Turn, node: str) -> None:
+def next_check(turn: Turn, node: str) -> None:
+    """Runs the next diagnostic, where none is under way."""
     record = turn.state.nodes[node]
-    if not turn.policy.probe_required:
-        record.probe = PROBE_SKIPPED
+    course = record.course = record.course or Course()
+    turn.node_changed(node)
+    if course.left and course.left[0] is not ProbeKind.ALL_REDUCE:
+        record.probe = start_probe(turn, (node,), candidate=node, kind=course.left[0])
         return
-    partner = _partner(turn, node)
-    if partner is None:
-        record.probe = PROBE_SKIPPED
+    if course.left:
+        partner, busy = partner_for(turn.state, node, record.probe_failures)
+        if partner is not None:
+            record.probe = start_probe(turn, (partner, node), candidate=node)
+            return
+        if busy:
+            record.probe = PROBE_WAITS
+            turn.wake(turn.now + turn.policy.partner_wait_s, "care", node)
+            return
+        course.left, course.alone = [kind for kind in course.left if kind is not ProbeKind.ALL_REDUCE], True
         turn.audit("probe.skipped", f"no healthy partner to probe {node} with: clean beats must do", node=node)
+        next_check(turn, node)
         return
-    record.probe = start_probe(turn, (partner, node), candidate=node)
+    record.probe = PROBE_SKIPPED if course.alone else PROBE_PASSED
 
 
-def _partner(turn: Turn, node: str) -> str | None:
-    """A healthy node, an idle one before a busy one, another one after each failure."""
-    state = turn.state
-    choice: dict[str, bool] = {}
-    for other, record in list(state.nodes.items())[:PARTNERS_CONSIDERED]:
-        if other != node and record.state is NodeState.HEALTHY and other in state.reachable:
-            choice[other] = any(job.state is JobState.RUNNING for job in jobs_seated_on(state, other))
-    ordered = sorted(choice, key=lambda other: choice[other])
-    return ordered[state.nodes[node].probe_failures % len(ordered)] if ordered else None
+def wants_partner(turn: Turn, node: str) -> bool:
+    """Whether a node on probation waits for a partner, and for nothing else."""
+    record = turn.state.nodes[node]
+    return record.state is NodeState.PROBATION and record.probe == PROBE_WAITS and not second_pass.suspected(turn, node)
 
 
-def probe_reported(turn: Turn, node: str, report: ProbeFinished) -> None:
-    """One side's result; the last one, or the first bad one, decides about the candidate."""
-    _conclude(turn, report.probe, take_result(turn, node, report))
-
-
-def check_probe(turn: Turn, name: str) -> None:
-    """At a probe's deadline."""
-    _conclude(turn, name, overdue(turn, name))
-
-
-def _conclude(turn: Turn, name: str, result: tuple[Probe, str] | None) -> None:
-    if result is None or result[0].candidate is None:
+def examined(turn: Turn, outcome: Outcome) -> None:
+    """A diagnostic of a node on its way back has ended."""
+    node = outcome.probe.candidate
+    if node is None or turn.state.nodes[node].probe != outcome.name:
         return
-    candidate, failure = result[0].candidate, result[1]
-    record = turn.state.nodes[candidate]
-    if record.probe != name or record.state is not NodeState.PROBATION:
+    if turn.state.nodes[node].state is not NodeState.PROBATION:
         return
-    if failure:
-        _probe_failed(turn, candidate, failure)
-        return
-    record.probe, record.probe_failures = PROBE_PASSED, 0
-    turn.node_changed(candidate)
-    check_probation(turn, candidate)
+    if not outcome.failure:
+        passed(turn, node)
+    elif outcome.wrong:
+        _found_wrong(turn, node, outcome)
+    elif len(outcome.probe.nodes) > 1:
+        _ask_others(turn, node, outcome)
+    else:
+        failed(turn, node, outcome.failure)
 
 
-def _probe_failed(turn: Turn, node: str, failure: str) -> None:
-    """Back into quarantine; the probe is tried again, with another partner, after a wait that doubles each time."""
+def passed(turn: Turn, node: str) -> None:
+    """One diagnostic less to go."""
+    record = turn.state.nodes[node]
+    if record.course is not None:
+        record.course.left = record.course.left[1:]
+    next_check(turn, node)
+    if record.probe == PROBE_PASSED:
+        record.probe_failures = 0
+    check_probation(turn, node)
+
+
+def _ask_others(turn: Turn, node: str, outcome: Outcome) -> None:
+    """A pair failed: which of the two it was, partners known to be good will tell."""
+    found = {
+        suspect: Finding(
+            kind=FindingKind.PROBE_FAILED,
+            subject="all-reduce",
+            severity=Severity.CRITICAL,
+            message=outcome.failure,
+            since=turn.now,
+            trace=turn.trace,
+        )
+        for suspect in (node, *(other for other in outcome.probe.nodes if other != node))
+    }
+    if second_pass.open_case(turn, SecondPass.PAIR, found, outcome.failure) is None:
+        failed(turn, node, outcome.failure)
+    else:
+        turn.state.nodes[node].probe = PROBE_WAITS
+        turn.node_changed(node)
+
+
+def failed(turn: Turn, node: str, failure: str, offence: float = offenders.FAILED_PROBE) -> None:
+    """Back into quarantine; the diagnostics begin anew after a wait that doubles each time."""
     record, policy = turn.state.nodes[node], turn.policy
     record.probe_failures += 1
     wait_s = min(policy.probe_retry_max_s, policy.probe_retry_s * 2.0 ** min(record.probe_failures - 1, 30))
     finding = Finding(
         kind=FindingKind.PROBE_FAILED,
-        subject="all-reduce",
+        subject="diagnostics",
         severity=Severity.CRITICAL,
         message=failure,
         since=turn.now,
         trace=turn.trace,
     )
     sentence = f"{failure}; {node} stays out, the next probe is in {wait_s:g} s or more"
-    begin_quarantine(turn, node, sentence, (), action=Action.DRAIN, wait_s=wait_s)
+    course = record.course
+    begin_quarantine(turn, node, sentence, (), action=Action.DRAIN, wait_s=wait_s, offence=offence)
+    if course is not None and record.course is not None:
+        record.course.checks, record.course.passes = course.checks, course.passes
     turn.verdict(node, Decision.QUARANTINE, sentence, action=Action.DRAIN, evidence=(finding,))
 
 
+def _found_wrong(turn: Turn, node: str, outcome: Outcome) -> None:
+    """Work whose result is known came out wrong: no sensor will see that heal."""
+    memory = outcome.probe.kind is ProbeKind.MEMORY
+    finding = Finding(
+        kind=FindingKind.MEMORY_WRONG if memory else FindingKind.COMPUTE_WRONG,
+        subject=str(outcome.probe.kind),
+        severity=Severity.CRITICAL,
+        message=outcome.failure,
+        action=Action.RESET_GPU if memory else Action.REPAIR,
+        since=turn.now,
+        trace=turn.trace,
+    )
+    record = turn.state.nodes[node]
+    record.own[finding.key] = finding
+    relapse(turn, node, finding, f"{outcome.failure}; {node} stays out until it is mended")
+    record.needs_operator = True
+    record.condemned = [gpu.uuid for gpu in record.gpus] or [node]
+
+
+def relapse(turn: Turn, node: str, finding: Finding, sentence: str) -> None:
+    """Ill again on its way back."""
+    begin_quarantine(turn, node, sentence, (finding,), action=finding.action, offence=offenders.RELAPSED)
+    turn.verdict(node, Decision.QUARANTINE, sentence, action=turn.state.nodes[node].action, evidence=(finding,))
+
+
 def check_probation(turn: Turn, node: str) -> None:
-    """Whether the node is healthy: its probe passed, and enough clean beats since."""
+    """Whether the node is healthy: its diagnostics passed, and enough clean beats since it was let out."""
     record = turn.state.nodes[node]
     if record.state is not NodeState.PROBATION or record.probe not in (PROBE_PASSED, PROBE_SKIPPED):
         return
@@ -144,3 +259,12 @@ def check_probation(turn: Turn, node: str) -> None:
     set_state(turn, node, NodeState.HEALTHY, sentence)
     turn.verdict(node, Decision.READMIT, sentence)
     offer_to_jobs(turn, node)
+
+
+def cure_in_words(record: NodeRecord) -> str:
+    """What is due, and what leads back, for sentences about a node that is out."""
+    course = record.course
+    if course is None or not course.ladder:
+        return ""
+    place = f"step {course.rung + 1} of {len(course.ladder)}, {in_words(course.ladder[course.rung])}"
+    return f"{place}; then {', '.join(kind.replace('_', ' ') for kind in course.checks)}"

@@ -1,52 +1,36 @@
-"""From findings to decisions: each kind has its rule, and each decision its sentence."""
+"""From findings to decisions: each kind is judged by its rule, and each decision has its sentence."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from controller.core.eviction import evict, needed_by, serving
+from controller.core import casebook, second_pass
+from controller.core.eviction import evict, freed_scopes, release, serving
 from controller.core.generations import Cause
 from controller.core.losses import node_left_jobs
-from controller.core.quarantine import begin_quarantine, check_quarantine
+from controller.core.outbreaks import correlated
+from controller.core.quarantine import add_cause, check_quarantine, relapse
+from controller.core.rules import Rule, Scope, SecondPass, bad_reports, in_words, next_rung, remember, remember_step
+from controller.core.state import Burst, FleetState, NodeRecord
 from controller.core.turn import Turn
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, GenerationReason, Mode, NodeState, Severity
 
-CONVICTS = frozenset({FindingKind.GPU_LOST, FindingKind.DIGEST_MISMATCH})
-"""Critical findings of these kinds evict whatever cure they name."""
-
-CONVICTS_BY_ACTION = frozenset(
-    {
-        FindingKind.GPU_XID,
-        FindingKind.GPU_RECOVERY_ACTION,
-        FindingKind.GPU_ECC_UNCORRECTABLE,
-        FindingKind.GPU_ROW_REMAP_FAILURE,
-        FindingKind.GPU_RETIRED_PAGES,
-        FindingKind.GPU_TEMPERATURE,
-        FindingKind.GPU_PCIE_LINK,
-        FindingKind.GPU_NVLINK,
-        FindingKind.NETWORK_PORT_DOWN,
-        FindingKind.HOST_MEMORY,
-        FindingKind.HOST_DISK,
-        FindingKind.HOST_KERNEL,
-        FindingKind.HOST_PROCESSES,
-    }
-)
-"""Critical findings of these kinds evict when their cure needs the node (reset and stronger)."""
-
-SELF_HEALING = {
-    FindingKind.SLOT_CORRUPT: "the slot is discarded; another copy is used, or an older version",
-    FindingKind.TRANSFER_CORRUPT: "the copy is refused and made again",
-}
-"""What has been dealt with where it was found; said, and not held against the node."""
-
-CURES_ON_THE_NODE = (Action.RESET_GPU, Action.REBOOT_NODE, Action.DRAIN, Action.REPAIR)
+MOST_COUNTED = 64
+"""Findings of a node whose reports are counted: no node has so many different faults."""
 
 
-def convicts(finding: Finding) -> bool:
-    """Whether the finding is enough to take its node out."""
-    if finding.severity is not Severity.CRITICAL or finding.mode is not Mode.ENFORCE:
+def convicts(state: FleetState, record: NodeRecord, finding: Finding, now: float) -> bool:
+    """Whether the finding, just as it is, keeps a node out that does not serve: its rule would evict for it."""
+    rule = state.policy.rules.rule(finding)
+    if not rule.applies(finding) or rule.mode_of(finding) is not Mode.ENFORCE or rule.heals:
         return False
-    return finding.kind in CONVICTS or (finding.kind in CONVICTS_BY_ACTION and finding.action in CURES_ON_THE_NODE)
+    if rule.n_of[0] > 1 or rule.second_pass is SecondPass.PAIR or now < record.booted_at + rule.boot_grace_s:
+        return False
+    return _rung(record, rule, finding, now) is not Action.RESTART_RANK
+
+
+def _rung(record: NodeRecord, rule: Rule, finding: Finding, now: float) -> Action:
+    return rule.ladder[next_rung(rule, finding, record.steps.get(rule.id, []), now)]
 
 
 # --- the agent's picture -----------------------------------------------------------------------------------------
@@ -91,8 +75,16 @@ def clear_finding(turn: Turn, node: str, key: str) -> None:
 def _cleared(turn: Turn, node: str, finding: Finding) -> None:
     record = turn.state.nodes[node]
     if record.overruled == finding.key:
-        record.overruled = ""
-    turn.audit("finding.cleared", f"{finding.key} on {node} has cleared", node=node)
+        release(turn, node)
+    record.undecided.pop(finding.key, None)
+    if finding.key in record.causes:
+        record.cleared[finding.key] = turn.now
+    rule = turn.policy.rules.rule(finding)
+    if rule.n_of[1] > 1:
+        _count(record, rule, finding, turn.now, bad=False)
+    if _is_written(turn, node, finding, more=False):
+        casebook.enter(record, turn.now, "cleared", finding.key)
+        turn.audit("finding.cleared", f"{finding.key} on {node} has cleared", node=node)
 
 
 def _settle(turn: Turn, node: str) -> None:
@@ -101,89 +93,230 @@ def _settle(turn: Turn, node: str) -> None:
     if record.state is NodeState.QUARANTINED:
         check_quarantine(turn, node)
     elif record.state is NodeState.PROBATION:
-        standing = next((finding for finding in record.findings.values() if convicts(finding)), None)
+        standing = next((f for f in record.findings.values() if convicts(turn.state, record, f, turn.now)), None)
         if standing is not None:
-            _requarantine(turn, node, standing)
+            relapse(turn, node, standing, f"{node} cannot come back: {standing.message}")
 
 
-def _requarantine(turn: Turn, node: str, finding: Finding) -> None:
-    sentence = f"{node} cannot come back: {finding.message}"
-    begin_quarantine(turn, node, sentence, (finding,), action=finding.action)
-    turn.verdict(node, Decision.QUARANTINE, sentence, action=finding.action, evidence=(finding,))
+# --- what is written down ----------------------------------------------------------------------------------------
+
+
+def _judge_if_new(turn: Turn, node: str, before: Finding | None, finding: Finding) -> None:
+    """The same finding is judged once; a graver form of it, or another occurrence, again."""
+    same = before is not None and (before.severity, before.action, before.mode) == (
+        finding.severity,
+        finding.action,
+        finding.mode,
+    )
+    if same and before is not None and not _happened_again(before, finding):
+        return
+    written = _is_written(turn, node, finding, more=True)
+    if written:
+        data = {"severity": str(finding.severity), "rule": finding.rule, "key": finding.key}
+        if finding.since:
+            data["seen_at"] = f"{finding.since:.6f}"
+        trace = finding.trace or turn.trace
+        sentence = f"{finding.message} ({node}){_of_many(turn, node, finding)}"
+        turn.audit("finding", sentence, node=node, trace=trace, data=data)
+        casebook.enter(turn.state.nodes[node], turn.now, "finding", finding.message, data | dict(finding.evidence))
+    judge(turn, node, finding, written=written, again=same)
+
+
+def _happened_again(before: Finding, finding: Finding) -> bool:
+    """Whether a standing finding tells of something new: it began anew, or an XID was counted again."""
+    counted = finding.xid is not None and (finding.value or 0.0) > (before.value or 0.0)
+    return counted or finding.since != before.since
+
+
+def _is_written(turn: Turn, node: str, finding: Finding, *, more: bool) -> bool:
+    """Whether a line of log is spent on it: a kind that flaps on a node is written at the 16th, 32nd, ... time."""
+    bursts = turn.state.live_nodes[node].bursts
+    burst = bursts.setdefault(finding.kind, Burst())
+    if turn.now - burst.at > turn.policy.finding_quiet_s:
+        burst.count = 0
+    burst.at = turn.now
+    burst.count += more
+    return burst.count <= turn.policy.finding_burst or (more and burst.count.bit_count() == 1)
+
+
+def _of_many(turn: Turn, node: str, finding: Finding) -> str:
+    count = turn.state.live_nodes[node].bursts[finding.kind].count
+    return f"; the {count}th {finding.kind} of a burst" if count > turn.policy.finding_burst else ""
 
 
 # --- judging -----------------------------------------------------------------------------------------------------
 
 
-def _judge_if_new(turn: Turn, node: str, before: Finding | None, finding: Finding) -> None:
-    """The same finding is judged once; a graver form of it again."""
-    if before is not None and (before.severity, before.action, before.mode) == (
-        finding.severity,
-        finding.action,
-        finding.mode,
-    ):
+def judge(turn: Turn, node: str, finding: Finding, *, written: bool = True, again: bool = False) -> None:
+    """What is to be done about a finding of a node.
+
+    ``written``: findings of its kind do not flap, so advice on it is worth a line. ``again``: it stood before.
+    """
+    record, rule = turn.state.nodes[node], turn.policy.rules.rule(finding)
+    if rule.heals:
+        if written and not again:
+            _say(turn, node, Decision.NO_ACTION, f"{finding.message}: {rule.heals}", finding)
         return
-    data = {"severity": str(finding.severity), "rule": finding.rule, "key": finding.key}
-    if finding.since:
-        data["seen_at"] = f"{finding.since:.6f}"
-    trace = finding.trace or turn.trace
-    turn.audit("finding", f"{finding.message} ({node})", node=node, trace=trace, data=data)
-    judge(turn, node, finding)
+    count = _count(record, rule, finding, turn.now, bad=True) if rule.n_of[1] > 1 else 1
+    if again and rule.n_of[0] == 1:
+        return
+    if not rule.applies(finding) or count < rule.n_of[0]:
+        if written and not again:
+            _advise(turn, node, finding)
+        return
+    if turn.now < record.booted_at + rule.boot_grace_s:
+        _look_later(turn, node, finding, "boot grace", record.booted_at + rule.boot_grace_s)
+        return
+    _judge_by_rule(turn, node, finding, rule, written=written)
 
 
-def judge(turn: Turn, node: str, finding: Finding) -> None:
-    """What is to be done about a finding of a node."""
-    record = turn.state.nodes[node]
-    if finding.kind in SELF_HEALING:
-        sentence = f"{finding.message}: {SELF_HEALING[finding.kind]}"
-        turn.verdict(node, Decision.NO_ACTION, sentence, evidence=(finding,), trace=finding.trace or turn.trace)
-    elif not convicts(finding):
-        _advise(turn, node, finding)
-    elif record.state is NodeState.QUARANTINED:
-        if finding.key not in record.causes:
-            record.causes.append(finding.key)
-    elif serving(turn, node):
+def _count(record: NodeRecord, rule: Rule, finding: Finding, now: float, *, bad: bool) -> int:
+    """Bad reports under the rule, with this one."""
+    name = f"{rule.id}:{finding.key}" if rule.scope is Scope.SUBJECT else rule.id
+    reports = remember(record.reports.pop(name, []), rule, now, bad=bad)
+    record.reports[name] = reports
+    while len(record.reports) > MOST_COUNTED:
+        del record.reports[next(iter(record.reports))]
+    return bad_reports(reports)
+
+
+def _judge_by_rule(turn: Turn, node: str, finding: Finding, rule: Rule, *, written: bool) -> None:
+    record, mode = turn.state.nodes[node], rule.mode_of(finding)
+    if mode is Mode.OBSERVE:
+        return
+    if record.state is NodeState.QUARANTINED:
+        if mode is Mode.ENFORCE:
+            add_cause(turn, node, finding)
+        return
+    if not serving(turn, node):
+        return
+    if why := correlated(turn, rule, node, finding):
+        _look_later(turn, node, finding, "correlated", turn.now + rule.correlated_s)
+        if written:
+            words = (
+                f"{node}: {finding.message}; not evicted: {why} within {rule.correlated_s:g} s, which is no node's own"
+            )
+            _say(turn, node, Decision.CORRELATED, words, finding)
+        return
+    rung = _rung(record, rule, finding, turn.now)
+    if mode is Mode.RECOMMEND or rung is Action.RESTART_RANK:
+        _recommend(turn, node, finding, rule, rung, written=written)
+    elif rule.second_pass is SecondPass.PAIR:
+        _ask_others(turn, node, finding)
+    else:
         convict(turn, node, finding)
+
+
+def _recommend(turn: Turn, node: str, finding: Finding, rule: Rule, rung: Action, *, written: bool) -> None:
+    """A step of the ladder that a person takes, or that the job takes by itself when a rank fails."""
+    record = turn.state.nodes[node]
+    record.steps[rule.id] = remember_step(record.steps.get(rule.id, []), rule, rung, turn.now)
+    turn.node_changed(node)
+    if written:
+        words = f"{finding.message}; recommended for {node}: {in_words(rung)} ({by_rule(rule, record, finding, rung)})"
+        _say(turn, node, Decision.RECOMMEND, words, finding, rung)
 
 
 def _advise(turn: Turn, node: str, finding: Finding) -> None:
     if finding.severity is not Severity.CRITICAL or finding.mode is Mode.OBSERVE:
         return
     what = "look at it" if finding.action is Action.NONE else finding.action.replace("_", " ")
-    sentence = f"{finding.message}; recommended for {node}: {what}"
-    turn.verdict(
-        node,
-        Decision.RECOMMEND,
-        sentence,
-        action=finding.action,
-        evidence=(finding,),
+    words = f"{finding.message}; recommended for {node}: {what}"
+    _say(turn, node, Decision.RECOMMEND, words, finding, finding.action)
+
+
+def _say(turn: Turn, node: str, decision: Decision, words: str, finding: Finding, action: Action = Action.NONE) -> None:
+    trace = finding.trace or turn.trace
+    turn.verdict(node, decision, words, action=action, evidence=(finding,), trace=trace)
+
+
+def by_rule(rule: Rule, record: NodeRecord, finding: Finding, rung: Action) -> str:
+    """Which rule decides, on how many reports, which step of its ladder it is, and what would clear it."""
+    name = f"{rule.id}:{finding.key}" if rule.scope is Scope.SUBJECT else rule.id
+    count = max(1, bad_reports(record.reports.get(name, [])))
+    window = f" within {rule.window_s:g} s" if rule.n_of[0] > 1 else ""
+    clear = f", clear for {rule.clear_s:g} s" if rule.clear_s else ", clear"
+    place = f"step {rule.ladder.index(rung) + 1} of {len(rule.ladder)} is {in_words(rung)}"
+    return f"rule {rule.id}: report {count} of {rule.n_of[0]}{window}; {place}; over once it is{clear}"
+
+
+# --- convicting --------------------------------------------------------------------------------------------------
+
+
+def convict(turn: Turn, node: str, finding: Finding, because: str = "") -> bool:
+    """Evicts the node when that is allowed; its jobs leave it at the next boundary, while it still computes.
+
+    ``because``: what settled it, after a second pass.
+    """
+    record, rule = turn.state.nodes[node], turn.policy.rules.rule(finding)
+    rung = _rung(record, rule, finding, turn.now)
+    sentence = f"{node}: {because or finding.message} ({by_rule(rule, record, finding, rung)})"
+    if not evict(turn, node, finding, sentence):
+        return False
+    cause = Cause(
+        reason=GenerationReason.NODE_EVICTED,
+        sentence=f"{node} is evicted ({because or finding.message})",
         trace=finding.trace or turn.trace,
+        boundary=finding.kind not in (FindingKind.DIGEST_MISMATCH, FindingKind.COMPUTE_WRONG),
     )
+    node_left_jobs(turn, node, cause)
+    return True
 
 
-def convict(turn: Turn, node: str, finding: Finding) -> None:
-    """Evicts the node when that is allowed; its jobs leave it at the next boundary, while it still computes."""
-    sentence = f"{node}: {finding.message}"
-    if evict(turn, node, finding, sentence):
-        cause = Cause(
-            reason=GenerationReason.NODE_EVICTED,
-            sentence=f"{node} is evicted ({finding.message})",
-            trace=finding.trace or turn.trace,
-            boundary=finding.kind is not FindingKind.DIGEST_MISMATCH,
-        )
-        node_left_jobs(turn, node, cause)
+def _ask_others(turn: Turn, node: str, finding: Finding) -> None:
+    """Blame that takes two: the node and the one it names are tried with partners known to be good."""
+    peer = finding.evidence.get("peer", finding.subject)
+    found = {node: finding}
+    if peer != node and peer in turn.state.nodes and serving(turn, peer):
+        found[peer] = finding
+    if second_pass.open_case(turn, SecondPass.PAIR, found, f"{finding.message} ({node})") is None:
+        _look_later(turn, node, finding, "second pass", turn.now + turn.policy.probe_timeout_s)
+    else:
+        turn.state.nodes[node].undecided[finding.key] = "second pass"
+
+
+# --- looking again -----------------------------------------------------------------------------------------------
+
+
+def _look_later(turn: Turn, node: str, finding: Finding, why: str, due: float) -> None:
+    turn.state.nodes[node].undecided[finding.key] = why
+    turn.node_changed(node)
+    turn.wake(due, "care", node)
+
+
+def look_again(turn: Turn, node: str) -> None:
+    """What could not be decided when it was said, and still stands, is judged now. Who is being tried is left alone."""
+    record = turn.state.nodes[node]
+    if not record.undecided or second_pass.suspected(turn, node):
+        return
+    keys, record.undecided = list(record.undecided), {}
+    turn.node_changed(node)
+    for key in keys:
+        finding = record.findings.get(key) or record.own.get(key)
+        if finding is not None and serving(turn, node):
+            rule = turn.policy.rules.rule(finding)
+            due = record.booted_at + rule.boot_grace_s
+            if turn.now < due:
+                _look_later(turn, node, finding, "boot grace", due)
+            else:
+                _judge_by_rule(turn, node, finding, rule, written=False)
 
 
 def reconsider(turn: Turn) -> None:
-    """Evictions that a job's minimum held up are carried out once it can spare the node; the budget's never are."""
+    """Evictions that were held are judged anew once what held them may do so no more: by what stands now."""
     state = turn.state
-    for node in sorted(state.overruled):
-        record = state.nodes[node]
-        finding = record.findings.get(record.overruled) or record.own.get(record.overruled)
-        if finding is None or not convicts(finding) or not serving(turn, node):
-            record.overruled = ""
-            turn.node_changed(node)
-            state.overruled.discard(node)
-        elif not state.fleet.breaker and not needed_by(state, node):
-            state.overruled.discard(node)
-            convict(turn, node, finding)
+    for scope in freed_scopes(turn):
+        for node in list(state.held.get(scope, ())):
+            record = state.nodes[node]
+            finding = record.findings.get(record.overruled) or record.own.get(record.overruled)
+            rule = None if finding is None else state.policy.rules.rule(finding)
+            if (
+                finding is None
+                or rule is None
+                or rule.mode is not Mode.ENFORCE
+                or not rule.applies(finding)
+                or not serving(turn, node)
+            ):
+                release(turn, node)
+            else:
+                convict(turn, node, finding)

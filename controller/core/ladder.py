@@ -1,0 +1,138 @@
+"""The cures of a node that is out: one after the other, each under caps, each confirmed before the way back opens."""
+
+from __future__ import annotations
+
+from controller.core import casebook, offenders, remedies
+from controller.core.events import ActionReported
+from controller.core.membership import jobs_seated_on
+from controller.core.rules import in_words
+from controller.core.standing import kept_out, set_state
+from controller.core.state import Course, NodeRecord
+from controller.core.turn import Turn
+from everstep.vocabulary import Action, Decision, Mode, NodeState
+
+SEAT_RETRY_S = 1.0
+"""How soon a node that its jobs have not left yet is looked at again."""
+
+
+def go_on(turn: Turn, node: str) -> None:
+    """The causes of a quarantine stand: asks for the cure that is due, where the policy lets it."""
+    record, course = turn.state.nodes[node], turn.state.nodes[node].course
+    if course is None or not course.ladder or turn.policy.remediate is not Mode.ENFORCE or turn.state.store_away:
+        return
+    if why := kept_out(record, turn.now):
+        _hinder(turn, record, course, f"{why}: nothing is done to it by itself")
+    elif course.remedy:
+        _check_reported(turn, node, course)
+    elif course.settles_at and turn.now < course.settles_at:
+        turn.wake(course.settles_at, "care", node)
+    elif course.settles_at:
+        _next_rung(turn, node, course, "was confirmed, and what it should have cured stands")
+    else:
+        _carry_out(turn, node, course)
+
+
+def _check_reported(turn: Turn, node: str, course: Course) -> None:
+    if turn.now < course.remedy_due:
+        turn.wake(course.remedy_due, "care", node)
+        return
+    course.remedy = ""
+    _next_rung(turn, node, course, f"was not reported within {turn.policy.remedy_timeout_s:g} s")
+
+
+def _carry_out(turn: Turn, node: str, course: Course) -> None:
+    record, cure = turn.state.nodes[node], course.ladder[course.rung]
+    place = f"step {course.rung + 1} of {len(course.ladder)} under {course.rule}"
+    if cure is Action.REPAIR:
+        to_repair(turn, node, f"{record.sentence}; repair is {place}")
+    elif cure not in remedies.KINDS:
+        return
+    elif jobs_seated_on(turn.state, node):
+        turn.wake(turn.now + SEAT_RETRY_S, "care", node)
+    elif why := remedies.node_cap(turn, node):
+        to_repair(turn, node, f"{why}, and {', '.join(record.causes)} stands: it needs a person")
+    elif (fleet := remedies.fleet_cap(turn))[0]:
+        _hinder(turn, record, course, f"{in_words(cure)} of {node} waits: {fleet[0]}")
+        turn.wake(fleet[1], "care", node)
+    else:
+        sentence = f"{in_words(cure)} of {node}, {place}: {record.sentence}"
+        course.remedy = remedies.treat(turn, node, cure, sentence)
+        course.remedy_due = turn.now + turn.policy.remedy_timeout_s
+        course.hindered, record.action = "", cure
+        turn.audit("remedy.asked", sentence, node=node, data={"remedy": course.remedy})
+        turn.wake(course.remedy_due, "care", node)
+
+
+def _next_rung(turn: Turn, node: str, course: Course, why: str) -> None:
+    record, cure = turn.state.nodes[node], course.ladder[course.rung]
+    course.settles_at = 0.0
+    turn.node_changed(node)
+    sentence = f"{in_words(cure)} of {node} {why}"
+    turn.audit("remedy.failed", sentence, node=node)
+    casebook.enter(record, turn.now, "action", sentence)
+    if course.rung + 1 >= len(course.ladder):
+        to_repair(turn, node, f"{sentence}: nothing is left to try")
+        return
+    course.rung += 1
+    go_on(turn, node)
+
+
+def reported(turn: Turn, event: ActionReported) -> None:
+    """How an action ended. A confirmed cure opens the way to the diagnostics, a failed one leads to the next."""
+    record = turn.state.nodes.get(event.node)
+    if record is None:
+        turn.ignore("action_reported.unknown")
+        return
+    how = "was carried out" if event.ok else f"failed: {event.detail}"
+    casebook.enter(record, turn.now, "action", f"{event.id} {how}", {"remedy": event.id})
+    turn.node_changed(event.node)
+    course = record.course
+    if course is not None and course.remedy == event.id:
+        course.remedy = ""
+        if event.ok:
+            _confirmed(turn, event.node, course)
+        else:
+            _next_rung(turn, event.node, course, f"failed ({event.detail})")
+        return
+    if not event.ok:
+        turn.audit("remedy.failed", f"{event.id} of {event.node} failed: {event.detail}", node=event.node)
+        if record.cordoned == event.id:
+            record.cordoned = ""
+
+
+def _confirmed(turn: Turn, node: str, course: Course) -> None:
+    """What sensors see clears by their word; what probes and digests found is left to the diagnostics."""
+    record, cure = turn.state.nodes[node], course.ladder[course.rung]
+    course.settles_at = turn.now + turn.policy.remedy_settle_s
+    for key in record.own:
+        record.cleared[key] = turn.now
+    record.own, record.needs_operator = {}, False
+    turn.audit("remedy.confirmed", f"{in_words(cure)} of {node} was carried out", node=node)
+    turn.wake(turn.now, "care", node)
+
+
+def _hinder(turn: Turn, record: NodeRecord, course: Course, sentence: str) -> None:
+    """Says once why nothing is done."""
+    if course.hindered == sentence:
+        return
+    course.hindered = sentence
+    turn.node_changed(record.node)
+    turn.audit("remedy.hindered", sentence, node=record.node)
+
+
+def to_repair(turn: Turn, node: str, sentence: str) -> None:
+    """Out until somebody readmits it; whoever mends it gets everything known against it."""
+    record = turn.state.nodes[node]
+    set_state(turn, node, NodeState.REPAIR, sentence)
+    record.action, record.probe, record.overruled = Action.REPAIR, "", ""
+    evidence = tuple(f for f in (*record.findings.values(), *record.own.values()) if f.key in record.causes)
+    turn.verdict(node, Decision.REPAIR, sentence, action=Action.REPAIR, evidence=evidence)
+    remedies.repair(turn, node, sentence)
+
+
+def check_offences(turn: Turn, node: str) -> bool:
+    """Sends a lemon to repair instead of back; False where the node is none."""
+    if not offenders.is_lemon(turn, node):
+        return False
+    to_repair(turn, node, f"{node} offends again and again: {offenders.in_words(turn, node)}")
+    return True

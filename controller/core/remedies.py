@@ -1,0 +1,93 @@
+"""What is asked of the outside: cordons that follow a node's state, and resets, reboots and repairs under caps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from controller.core import casebook
+from controller.core.effects import Remedy, RemedyKind, RequestRemedy
+from controller.core.evidence import evidence_of, suspect_gpus
+from controller.core.turn import Turn
+from everstep.vocabulary import Action
+
+KINDS = {Action.RESET_GPU: RemedyKind.RESET_GPU, Action.REBOOT_NODE: RemedyKind.REBOOT}
+"""Cures that a machine can be asked to carry out by itself."""
+
+
+def cordon(turn: Turn, node: str, sentence: str) -> None:
+    """Nobody else gives the node work while it is out. Where somebody else has cordoned it, that is left alone."""
+    record = turn.state.nodes[node]
+    if not record.cordoned and not record.foreign:
+        record.cordoned = _request(turn, node, RemedyKind.CORDON, sentence)
+
+
+def uncordon(turn: Turn, node: str, sentence: str) -> None:
+    """Gives back what Everstep took, and only that."""
+    record = turn.state.nodes[node]
+    if record.cordoned:
+        record.cordoned = ""
+        _request(turn, node, RemedyKind.UNCORDON, sentence)
+
+
+def repair(turn: Turn, node: str, sentence: str) -> None:
+    """Hands the node to people, with everything known against it."""
+    _request(turn, node, RemedyKind.REPAIR, sentence)
+
+
+def treat(turn: Turn, node: str, cure: Action, sentence: str) -> str:
+    """Asks for a reset or a reboot, and counts it under both caps. Returns the remedy's id."""
+    record, fleet = turn.state.nodes[node], turn.state.fleet
+    record.remedied = [*_since(record.remedied, turn.now - turn.policy.remedy_node_window_s), turn.now]
+    fleet.remedied = [*_since(fleet.remedied, turn.now - turn.policy.remedy_fleet_window_s), turn.now]
+    return _request(turn, node, KINDS[cure], sentence)
+
+
+def node_cap(turn: Turn, node: str) -> str:
+    """Why the node gets no further automatic remedy, in words; empty while it may."""
+    policy = turn.policy
+    count = len(_since(turn.state.nodes[node].remedied, turn.now - policy.remedy_node_window_s))
+    if count < policy.remedies_per_node:
+        return ""
+    return f"{node} was reset or rebooted {count} times within {policy.remedy_node_window_s / 86400:g} days"
+
+
+def fleet_cap(turn: Turn) -> tuple[str, float]:
+    """Why nobody is treated now, and when the next one may be; ("", 0.0) while the fleet's cap is not reached."""
+    policy = turn.policy
+    recent = _since(turn.state.fleet.remedied, turn.now - policy.remedy_fleet_window_s)
+    if len(recent) < policy.remedies_per_fleet:
+        return "", 0.0
+    words = f"{len(recent)} nodes were reset or rebooted within {policy.remedy_fleet_window_s:g} s"
+    return words, recent[-policy.remedies_per_fleet] + policy.remedy_fleet_window_s
+
+
+def _since(times: Iterable[float], start: float) -> list[float]:
+    return [at for at in times if at > start]
+
+
+def _request(turn: Turn, node: str, kind: RemedyKind, sentence: str) -> str:
+    """Ids hold the controller's life: one whose database is away may give a number that another gives too."""
+    state, record = turn.state, turn.state.nodes[node]
+    state.fleet.remedies += 1
+    turn.fleet_changed()
+    turn.node_changed(node)
+    name = f"remedy-{state.epoch}-{state.fleet.remedies}"
+    standing = (*record.findings.values(), *record.own.values())
+    gpus = (suspect_gpus(record, standing) or record.gpus) if kind is RemedyKind.RESET_GPU else ()
+    casebook.enter(record, turn.now, "action", f"{kind.replace('_', ' ')} asked for: {sentence}", {"remedy": name})
+    turn.emit(
+        RequestRemedy(
+            Remedy(
+                id=name,
+                node=node,
+                kind=kind,
+                sentence=sentence,
+                at=turn.now,
+                verdict=f"{node}-{record.verdicts}" if record.verdicts else "",
+                trace=turn.trace,
+                gpus=tuple(gpu.uuid for gpu in gpus),
+                evidence=evidence_of(state, node, turn.now) if kind is RemedyKind.REPAIR else None,
+            )
+        )
+    )
+    return name

@@ -1,0 +1,34 @@
+"""Where a node stands: every change of its state goes through here, and the scheduler is told of it."""
+
+from __future__ import annotations
+
+from controller.core import remedies
+from controller.core.state import NodeRecord
+from controller.core.turn import Turn
+from everstep.vocabulary import NodeState
+
+OUT = (NodeState.QUARANTINED, NodeState.HELD, NodeState.REPAIR)
+"""States in which nobody else should give the node work either."""
+
+
+def set_state(turn: Turn, node: str, state: NodeState, sentence: str) -> None:
+    """Moves a node to ``state``, for the reason in ``sentence``; cordons it with the scheduler, or gives it back."""
+    record = turn.state.nodes[node]
+    record.state, record.since, record.sentence, record.trace = state, turn.now, sentence, turn.trace
+    turn.node_changed(node)
+    if state in OUT:
+        remedies.cordon(turn, node, sentence)
+    elif state is NodeState.HEALTHY:
+        record.course = None
+        remedies.uncordon(turn, node, sentence)
+
+
+def kept_out(record: NodeRecord, now: float) -> str:
+    """Whose word keeps the node out of service, in a sentence; empty where nobody's does."""
+    if record.foreign:
+        return f"{record.node} is cordoned by {record.foreign}, and stays out until that is lifted"
+    if record.hold:
+        return record.hold
+    if now < record.maintenance_until:
+        return f"{record.node} is in maintenance"
+    return ""
