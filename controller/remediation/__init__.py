@@ -1,1 +1,1 @@
-"""Telling the outside that a node should be drained, repaired or given back. Default: say it in the log only."""
+"""Doing to machines what was decided: draining, rebooting, handing to repair. Default: say it in the log only."""

@@ -1,24 +1,51 @@
-"""The seam to whatever drains and repairs machines."""
+"""The seam to whatever drains, reboots and repairs machines."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
-from everstep.vocabulary import Decision, Verdict
+import msgspec
 
-ACTED_ON = frozenset({Decision.EVICT, Decision.RECOMMEND, Decision.QUARANTINE, Decision.READMIT, Decision.REPAIR})
-"""Decisions that the outside is told of; the others change nothing there."""
+from controller.core.effects import Remedy, RemedyKind
+from everstep.ids import NodeId
+
+MARK = "everstep"
+"""How our own cordons are known again outside: their reason begins with it."""
 
 
-class Remediation(Protocol):
-    """Tells the outside about verdicts.
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """What the outside shows of a node. ``cordoned_by``: who keeps it out of service, ``MARK`` for ourselves, empty
+    for nobody; ``reason`` as it stands there."""
 
-    Called in the event loop's thread after a verdict is durable; must return at once and never raise. Told at most
-    once: what was not delivered when the controller ends is in the audit log, and is not told again.
+    cordoned_by: str = ""
+    reason: str = ""
+
+
+class Remediator(Protocol):
+    """Acts on nodes. Every method may block for some seconds (a thread calls it) and bounds that by itself.
+
+    Raises Unavailable where the outside does not answer (it will be tried again) and Conflict where it will never do
+    as asked (a node it does not know, a cordon that is somebody else's).
     """
 
-    def verdicts(self, verdicts: list[Verdict]) -> None:
-        """New verdicts, in order."""
+    name: str
+    kinds: frozenset[RemedyKind]
+    """What it can do; anything else is given up with a sentence."""
+
+    def apply(self, remedy: Remedy) -> None:
+        """Has ``remedy`` carried out. To ask again for what is done, or under way, changes nothing."""
+
+    def is_done(self, remedy: Remedy) -> bool:
+        """Reads back whether ``remedy`` has come about."""
+
+    def standing(self, nodes: Sequence[NodeId]) -> dict[NodeId, Standing]:
+        """What is shown of each of ``nodes`` that the outside knows; empty where it shows nothing of the kind."""
 
     def close(self) -> None:
-        """No more verdicts come."""
+        """No more calls come."""
+
+
+def reason_of(remedy: Remedy, longest: int = 256) -> str:
+    """What is written beside a cordon, so that people and ``is_done`` know whose it is and why."""
+    return f"{MARK} {remedy.id}: {remedy.sentence}"[:longest]

@@ -1,7 +1,11 @@
-"""Verdicts posted to a URL, one at a time and in order, from a thread of their own.
+"""Remedies posted to a URL of the site's own; what it answers is what is believed.
 
-The body is the verdict in JSON. ``Everstep-Signature`` is ``sha256=`` and the HMAC-SHA256 of the body under the
-webhook's own secret, in hex; ``Everstep-Verdict`` is the verdict's id, by which a receiver drops repeats.
+``POST URL`` has the remedy in JSON. ``Everstep-Remedy`` is its id: a receiver does the same id once, however often it
+is posted. ``Everstep-Signature`` is ``sha256=`` and the HMAC-SHA256, in hex, of ``TIMESTAMP.METHOD.ID.BODY`` under the
+webhook's own secret, ``Everstep-Timestamp`` the seconds in it, so that an old post cannot be played again. The answer,
+also that of ``GET URL?remedy=ID`` by which it is read back, is JSON: ``{"state": "done" | "pending" | "refused",
+"detail": "..."}``. With ``cordons`` set, ``GET URL?nodes=a,b`` answers with an object that has, for each node that is
+kept out of service, ``{"cordoned_by": "...", "reason": "..."}``.
 """
 
 from __future__ import annotations
@@ -9,126 +13,118 @@ from __future__ import annotations
 import hashlib
 import hmac
 import http.client
-import logging
-import queue
-import threading
-from collections.abc import Callable
-from urllib.parse import urlsplit
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+from urllib.parse import urlencode, urlsplit
 
 import msgspec
 
-from controller.remediation.base import ACTED_ON
-from everstep.backoff import Backoff
-from everstep.errors import ConfigurationError
-from everstep.vocabulary import Verdict
+from controller.core.effects import Remedy, RemedyKind
+from controller.remediation.base import Standing
+from everstep.errors import ConfigurationError, Conflict, Unavailable
+from everstep.ids import NodeId
 
-log = logging.getLogger(__name__)
-
-ATTEMPTS = 6
 TIMEOUT_S = 5.0
-CLOSE_S = 0.3
-"""Seconds for the post under way when the controller ends; its thread ends with the process otherwise."""
-BACKLOG = 1000
-"""Verdicts that may wait for a receiver that is away; more are dropped, and counted."""
+LARGEST_ANSWER_BYTES = 1 << 20
+NODES_AT_ONCE = 100
 
 
-def signature(secret: bytes, body: bytes) -> str:
+class Said(msgspec.Struct, frozen=True, kw_only=True):
+    """What the receiver says of a remedy."""
+
+    state: Literal["done", "pending", "refused"]
+    detail: str = ""
+
+
+def signature(secret: bytes, timestamp: str, method: str, subject: str, body: bytes) -> str:
     """The value of ``Everstep-Signature``."""
-    return "sha256=" + hmac.new(secret, body, hashlib.sha256).hexdigest()
+    text = f"{timestamp}.{method}.{subject}.".encode() + body
+    return "sha256=" + hmac.new(secret, text, hashlib.sha256).hexdigest()
 
 
 class Webhook:
-    """Satisfies ``Remediation``.
+    """Satisfies ``Remediator``.
 
     Args:
         url: http or https. Raises ConfigurationError for anything else.
-        failed: called for each verdict that was given up.
-        uniform: draws from [0, 1), for the jitter between attempts.
+        wall: the wall clock, for the signature's time.
+        cordons: whether the receiver can tell who has cordoned a node.
     """
 
-    def __init__(
-        self,
-        url: str,
-        secret: bytes,
-        *,
-        failed: Callable[[], None],
-        uniform: Callable[[], float],
-        backoff: Backoff | None = None,
-    ) -> None:
+    name = "webhook"
+    kinds = frozenset(RemedyKind)
+
+    def __init__(self, url: str, secret: bytes, *, wall: Callable[[], float], cordons: bool = False) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigurationError(f"{url!r} cannot be a webhook: use http://HOST/PATH or https://HOST/PATH")
         self._parts = parts
         self._secret = secret
-        self._failed = failed
-        self._uniform = uniform
-        self._backoff = backoff or Backoff(floor_s=0.1, ceiling_s=30.0)
-        self._queue: queue.Queue[Verdict | None] = queue.Queue(BACKLOG)
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="webhook", daemon=True)
-        self._thread.start()
+        self._wall = wall
+        self._cordons = cordons
 
-    def verdicts(self, verdicts: list[Verdict]) -> None:
-        for verdict in verdicts:
-            if verdict.decision not in ACTED_ON:
-                continue
-            try:
-                self._queue.put_nowait(verdict)
-            except queue.Full:
-                self._give_up(verdict, f"{BACKLOG} verdicts wait already")
+    def apply(self, remedy: Remedy) -> None:
+        self._said("POST", remedy, msgspec.json.encode(remedy))
+
+    def is_done(self, remedy: Remedy) -> bool:
+        return self._said("GET", remedy, b"").state == "done"
+
+    def standing(self, nodes: Sequence[NodeId]) -> dict[NodeId, Standing]:
+        found: dict[NodeId, Standing] = {}
+        for first in range(0, len(nodes) if self._cordons else 0, NODES_AT_ONCE):
+            names = ",".join(nodes[first : first + NODES_AT_ONCE])
+            answer = self._ask("GET", {"nodes": names}, names, b"")
+            found |= _decoded(answer, dict[NodeId, Standing])
+        return found
 
     def close(self) -> None:
-        self._over.set()
+        pass
+
+    def _said(self, method: str, remedy: Remedy, body: bytes) -> Said:
+        query = {} if method == "POST" else {"remedy": remedy.id}
+        said: Said = _decoded(self._ask(method, query, remedy.id, body), Said)
+        if said.state == "refused":
+            raise Conflict(f"the webhook refuses: {said.detail or 'no reason given'}")
+        return said
+
+    def _ask(self, method: str, query: dict[str, str], subject: str, body: bytes) -> bytes:
         try:
-            self._queue.put_nowait(None)
-        except queue.Full:
-            pass  # the thread looks at ``_over`` before each attempt
-        self._thread.join(CLOSE_S)
+            status, answer = self._exchange(method, query, subject, body)
+        except (OSError, http.client.HTTPException) as error:
+            raise Unavailable(f"the webhook did not answer: {type(error).__name__}: {error}") from error
+        if status < 300:
+            return answer
+        text = f"the webhook answered {status}: {answer[:200].decode(errors='replace')}"
+        if 400 <= status < 500 and status not in (408, 425, 429):
+            raise Conflict(text)
+        raise Unavailable(text)
 
-    def _run(self) -> None:
-        while (verdict := self._queue.get()) is not None and not self._over.is_set():
-            self._deliver(verdict)
-
-    def _deliver(self, verdict: Verdict) -> None:
-        body = msgspec.json.encode(verdict)
-        trouble = ""
-        for attempt in range(ATTEMPTS):
-            try:
-                status = self._post(verdict, body)
-            except (OSError, http.client.HTTPException) as error:
-                trouble = f"{type(error).__name__}: {error}"
-            else:
-                if status < 300:
-                    return
-                trouble = f"it answered {status}"
-                if 400 <= status < 500 and status not in (408, 429):
-                    break  # it will not think otherwise the next time
-            if self._over.wait(self._backoff.delay_s(attempt, self._uniform())):
-                break
-        self._give_up(verdict, trouble)
-
-    def _post(self, verdict: Verdict, body: bytes) -> int:
+    def _exchange(self, method: str, query: dict[str, str], subject: str, body: bytes) -> tuple[int, bytes]:
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(str(self._parts.hostname), self._parts.port, timeout=TIMEOUT_S)
         try:
-            headers = {
-                "Content-Type": "application/json",
-                "Everstep-Verdict": verdict.id,
-                "Everstep-Signature": signature(self._secret, body),
-            }
-            path = (self._parts.path or "/") + (f"?{self._parts.query}" if self._parts.query else "")
-            connection.request("POST", path, body, headers)
-            return connection.getresponse().status
+            connection.request(method, self._path(query), body or None, self._headers(method, subject, body))
+            response = connection.getresponse()
+            return response.status, response.read(LARGEST_ANSWER_BYTES)
         finally:
             connection.close()
 
-    def _give_up(self, verdict: Verdict, why: str) -> None:
-        self._failed()
-        log.error(
-            "the webhook was not told of verdict %s (%s of node %s): %s",
-            verdict.id,
-            verdict.decision,
-            verdict.node,
-            why,
-            extra={"node": verdict.node, "trace": verdict.trace},
-        )
+    def _path(self, query: dict[str, str]) -> str:
+        asked = "&".join(filter(None, (self._parts.query, urlencode(query))))
+        return (self._parts.path or "/") + (f"?{asked}" if asked else "")
+
+    def _headers(self, method: str, subject: str, body: bytes) -> dict[str, str]:
+        timestamp = str(int(self._wall()))
+        return {
+            "Content-Type": "application/json",
+            "Everstep-Remedy": subject,
+            "Everstep-Timestamp": timestamp,
+            "Everstep-Signature": signature(self._secret, timestamp, method, subject, body),
+        }
+
+
+def _decoded(answer: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(answer, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Unavailable(f"the webhook's answer is not understood: {error}") from error

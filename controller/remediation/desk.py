@@ -1,0 +1,195 @@
+"""Remedies on their way: each is asked for, read back, and its outcome told to the core; across crashes, once.
+
+A remedy is stored in the transaction that decided it. Before it is first asked for it is stored as begun, so that the
+next life of a controller, finding it begun, reads back before it asks again. Remedies of one node follow one another;
+different nodes do not wait for each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from controller.core.effects import Remedy, RemedyKind
+from controller.core.events import ActionReported
+from controller.remediation.base import Remediator
+from controller.store.records import RemedyRow, RemedyState
+from controller.transaction import Transaction
+from everstep.backoff import Backoff
+from everstep.errors import Conflict, EverstepError, Unavailable
+
+log = logging.getLogger(__name__)
+
+THREADS = 8
+"""Calls to the outside at once."""
+PATIENCE_S = {
+    RemedyKind.CORDON: 300.0,
+    RemedyKind.UNCORDON: 300.0,
+    RemedyKind.RESET_GPU: 900.0,
+    RemedyKind.REBOOT: 3600.0,
+    RemedyKind.REPAIR: 300.0,
+}
+"""Seconds until a remedy that was not confirmed is given up. A reboot waits for the node to be idle, and for its
+firmware's memory test."""
+ASK_AGAIN = Backoff(floor_s=0.5, ceiling_s=30.0)
+"""Between two attempts, and between two looks at whether it is done."""
+
+Submit = Callable[[Callable[[Transaction, float], None]], Awaitable[None]]
+"""``FleetLoop.submit``."""
+
+
+class RemedyDesk:
+    """Carries remedies out. Every method belongs to the event loop's thread.
+
+    Args:
+        submit: runs a stimulus in a transaction; durable on return. Raises Unavailable while the database is away.
+        now: wall seconds, as decisions are dated.
+        uniform: draws from [0, 1), for the jitter between attempts.
+        failed: called for each remedy that is given up.
+        rows: what was stored and has not ended.
+    """
+
+    def __init__(
+        self,
+        remediator: Remediator,
+        *,
+        submit: Submit,
+        now: Callable[[], float],
+        uniform: Callable[[], float],
+        failed: Callable[[], None] = lambda: None,
+        rows: Iterable[RemedyRow] = (),
+        backoff: Backoff = ASK_AGAIN,
+    ) -> None:
+        self._remediator = remediator
+        self._submit = submit
+        self._now = now
+        self._uniform = uniform
+        self._failed = failed
+        self._backoff = backoff
+        self._queues: dict[str, deque[RemedyRow]] = {}
+        self._workers: dict[str, asyncio.Task[None]] = {}
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="remedy")
+        self._left = sorted(rows, key=lambda row: row.requested_at)
+
+    def start(self) -> None:
+        """Goes on with what an earlier life left."""
+        self.requested(self._left)
+        self._left = []
+
+    def requested(self, rows: Iterable[RemedyRow]) -> None:
+        """Remedies that have just become durable, in order."""
+        for row in rows:
+            self._queues.setdefault(row.node, deque()).append(row)
+            if row.node not in self._workers:
+                self._workers[row.node] = asyncio.get_running_loop().create_task(self._work(row.node))
+
+    def open(self) -> int:
+        """Remedies that have not ended."""
+        return sum(len(queue) for queue in self._queues.values())
+
+    async def stop(self) -> None:
+        """Leaves what is under way to the next life."""
+        workers = list(self._workers.values())
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._remediator.close()
+
+    # --- one node ------------------------------------------------------------------------------------------------
+
+    async def _work(self, node: str) -> None:
+        queue = self._queues[node]
+        try:
+            while queue:
+                await self._carry_out(queue[0], superseded=self._is_superseded(queue))
+                queue.popleft()
+        finally:
+            del self._queues[node], self._workers[node]
+
+    @staticmethod
+    def _is_superseded(queue: deque[RemedyRow]) -> bool:
+        return len(queue) > 1 and queue[0].state is RemedyState.WANTED
+
+    async def _carry_out(self, row: RemedyRow, *, superseded: bool) -> None:
+        if superseded:
+            await self._end(row, RemedyState.SUPERSEDED, "a later one replaced it before it was begun")
+            return
+        remedy = msgspec.json.decode(row.doc, type=Remedy)
+        begun_before = row.state is RemedyState.BEGUN
+        if not begun_before:
+            row = msgspec.structs.replace(row, state=RemedyState.BEGUN)
+            await self._write(row)
+        trouble = await self._pursue(remedy, look_first=begun_before)
+        if trouble:
+            self._failed()
+            log.error(
+                "%s of node %s was given up: %s",
+                remedy.kind,
+                remedy.node,
+                trouble,
+                extra={"node": remedy.node, "trace": remedy.trace},
+            )
+        await self._end(row, RemedyState.FAILED if trouble else RemedyState.CONFIRMED, trouble)
+
+    async def _pursue(self, remedy: Remedy, *, look_first: bool) -> str:
+        """Asks until it is done; why it was given up, or nothing."""
+        if remedy.kind not in self._remediator.kinds:
+            return f"{self._remediator.name} cannot {remedy.kind.replace('_', ' ')}"
+        until = self._now() + PATIENCE_S[remedy.kind]
+        ask, attempt, trouble = not look_first, 0, "it was not confirmed"
+        while True:
+            try:
+                if ask:
+                    await self._in_thread(self._remediator.apply, remedy)
+                    ask = False
+                if await self._in_thread(self._remediator.is_done, remedy):
+                    return ""
+                ask, look_first = look_first, False  # an earlier life may have died before it asked
+            except Conflict as error:
+                return str(error)
+            except Unavailable as error:
+                trouble = str(error)
+            if self._now() >= until:
+                return f"{trouble} within {PATIENCE_S[remedy.kind]:g} s"
+            await asyncio.sleep(self._backoff.delay_s(attempt, self._uniform()))
+            attempt += 1
+
+    async def _in_thread(self, call: Callable[[Remedy], Any], remedy: Remedy) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call, remedy)
+
+    async def _end(self, row: RemedyRow, state: RemedyState, detail: str) -> None:
+        ended = msgspec.structs.replace(row, state=state, detail=detail[:1024], ended_at=self._now())
+        report = None
+        if state is not RemedyState.SUPERSEDED:
+            trace = msgspec.json.decode(row.doc, type=Remedy).trace
+            ok = state is RemedyState.CONFIRMED
+            report = ActionReported(id=row.id, node=row.node, ok=ok, detail=detail[:1024], trace=trace)
+        await self._write(ended, report)
+
+    async def _write(self, row: RemedyRow, report: ActionReported | None = None) -> None:
+        """Makes a remedy's new state durable, with what the core makes of it; waits while the database is away."""
+
+        def stimulus(tx: Transaction, now: float) -> None:
+            tx.remedy(row)
+            if report is not None:
+                tx.handle(report, now)
+
+        attempt = 0
+        while True:
+            try:
+                await self._submit(stimulus)
+                return
+            except Unavailable as error:
+                delay_s = max(error.retry_after_s, self._backoff.delay_s(attempt, self._uniform()))
+                await asyncio.sleep(min(delay_s, self._backoff.ceiling_s))
+                attempt += 1
+            except EverstepError as error:  # the node is gone from the records: there is nobody to tell
+                log.warning("the outcome of remedy %s was not taken up: %s", row.id, error)
+                return

@@ -1,0 +1,226 @@
+"""Kubernetes: nodes are cordoned, tainted and, where asked, emptied; every step leaves an event at the node.
+
+Our cordon is known by the annotation ``everstep.dev/cordon``, which holds the remedy's id and reason: one without it is
+somebody else's and stays. A reboot is asked for by the annotation ``everstep.dev/reboot``, which a site's own reboot
+controller acts on, and is done when the node's boot id has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from controller.core.effects import Remedy, RemedyKind
+from controller.remediation.base import MARK, Standing, reason_of
+from everstep.errors import ConfigurationError, Conflict, Unavailable
+from everstep.ids import NodeId
+
+TIMEOUT_S = 10.0
+CORDON, REBOOT, REPAIR = "everstep.dev/cordon", "everstep.dev/reboot", "everstep.dev/repair"
+TAINT = {"key": "everstep.dev/quarantined", "value": "true", "effect": "NoSchedule"}
+NODES_A_PAGE = 500
+
+
+def connect(kubeconfig: str = "") -> Any:
+    """The official client's ``CoreV1Api``: by ``kubeconfig``, or as the pod that this runs in.
+
+    Raises ConfigurationError where the client is not installed or finds no cluster.
+    """
+    try:
+        from kubernetes import client, config  # takes most of a second: only who uses Kubernetes pays for it
+    except ModuleNotFoundError:
+        raise ConfigurationError(
+            "remediation by Kubernetes needs its client: `pip install everstep[kubernetes]`"
+        ) from None
+    try:
+        if kubeconfig:
+            config.load_kube_config(kubeconfig)  # type: ignore[no-untyped-call]
+        else:
+            config.load_incluster_config()  # type: ignore[no-untyped-call]
+    except (config.ConfigException, OSError) as error:
+        raise ConfigurationError(f"no Kubernetes cluster is configured: {error}") from error
+    return client.CoreV1Api()
+
+
+class Kubernetes:
+    """Satisfies ``Remediator``. A node's name is its name in the cluster.
+
+    Args:
+        api: a ``CoreV1Api`` (``connect``).
+        evict: whether a cordon also evicts the node's pods (not those of daemon sets), by the eviction API, so that
+            disruption budgets hold.
+        namespace: where events are written.
+    """
+
+    name = "kubernetes"
+    kinds = frozenset({RemedyKind.CORDON, RemedyKind.UNCORDON, RemedyKind.REBOOT, RemedyKind.REPAIR})
+
+    def __init__(self, api: Any, *, evict: bool = False, namespace: str = "default") -> None:
+        self._api = api
+        self._evict = evict
+        self._namespace = namespace
+
+    def apply(self, remedy: Remedy) -> None:
+        node = self._read(remedy.node)
+        self._check_ours(node, remedy)
+        change = self._change(node, remedy)
+        if change is not None:
+            self._call(self._api.patch_node, remedy.node, change)
+            self._tell(node, remedy)
+        if remedy.kind is RemedyKind.CORDON and self._evict:
+            self._empty(remedy.node)
+
+    def _change(self, node: Any, remedy: Remedy) -> dict[str, Any] | None:
+        """The patch that brings ``remedy`` about; None where nothing is to be changed."""
+        notes, taints = _annotations(node), _taints(node)
+        others = [taint for taint in taints if taint["key"] != TAINT["key"]]
+        match remedy.kind:
+            case RemedyKind.CORDON | RemedyKind.REPAIR:
+                if CORDON in notes and remedy.kind is RemedyKind.CORDON:
+                    return None
+                mine: dict[str, str | None] = {CORDON: notes.get(CORDON, reason_of(remedy))}
+                if remedy.kind is RemedyKind.REPAIR:
+                    mine[REPAIR] = reason_of(remedy)
+                return _patch(mine, unschedulable=True, taints=[*others, TAINT])
+            case RemedyKind.UNCORDON:
+                return _patch({CORDON: None, REPAIR: None, REBOOT: None}, unschedulable=False, taints=others)
+            case RemedyKind.REBOOT:
+                if notes.get(REBOOT, "").startswith(remedy.id + " "):
+                    return None
+                return {"metadata": {"annotations": {REBOOT: f"{remedy.id} {_boot_id(node)}"}}}
+            case _:
+                raise Conflict(f"kubernetes cannot {remedy.kind}")
+
+    def is_done(self, remedy: Remedy) -> bool:
+        node = self._read(remedy.node)
+        notes, is_out = _annotations(node), bool(node.spec.unschedulable)
+        match remedy.kind:
+            case RemedyKind.CORDON:
+                return is_out and not (self._evict and self._pods(remedy.node))
+            case RemedyKind.REPAIR:
+                return is_out and REPAIR in notes
+            case RemedyKind.UNCORDON:
+                return not is_out and CORDON not in notes
+            case RemedyKind.REBOOT:
+                asked, _, booted = notes.get(REBOOT, "").partition(" ")
+                return asked == remedy.id and booted != _boot_id(node)
+            case _:
+                return False
+
+    @staticmethod
+    def _check_ours(node: Any, remedy: Remedy) -> None:
+        if node.spec.unschedulable and CORDON not in _annotations(node):
+            raise Conflict(f"{remedy.node} is cordoned by somebody else")
+
+    def standing(self, nodes: Sequence[NodeId]) -> dict[NodeId, Standing]:
+        wanted, found, more = set(nodes), dict[NodeId, Standing](), None
+        while True:
+            page = self._call(self._api.list_node, limit=NODES_A_PAGE, _continue=more)
+            for node in page.items:
+                if node.metadata.name in wanted:
+                    found[node.metadata.name] = _standing(node)
+            more = page.metadata._continue
+            if not more:
+                return found
+
+    def close(self) -> None:
+        self._api.api_client.close()
+
+    # --- pods and events -------------------------------------------------------------------------------------------
+
+    def _pods(self, node: NodeId) -> list[Any]:
+        """Pods on the node that an eviction is to move: neither a daemon set's, nor over."""
+        listed = self._call(self._api.list_pod_for_all_namespaces, field_selector=f"spec.nodeName={node}")
+        return [
+            pod
+            for pod in listed.items
+            if pod.status.phase not in ("Succeeded", "Failed")
+            and not any(owner.kind == "DaemonSet" for owner in pod.metadata.owner_references or ())
+        ]
+
+    def _empty(self, node: NodeId) -> None:
+        for pod in self._pods(node):
+            if pod.metadata.deletion_timestamp is None:
+                body = {
+                    "apiVersion": "policy/v1",
+                    "kind": "Eviction",
+                    "metadata": {"name": pod.metadata.name, "namespace": pod.metadata.namespace},
+                }
+                self._call(
+                    self._api.create_namespaced_pod_eviction, pod.metadata.name, pod.metadata.namespace, body, gone=True
+                )
+
+    def _tell(self, node: Any, remedy: Remedy) -> None:
+        """An event at the node; its name is the remedy's, so that it is there once."""
+        at = datetime.fromtimestamp(remedy.at, UTC).isoformat().replace("+00:00", "Z")
+        event = {
+            "metadata": {"name": f"{MARK}.{remedy.id}".lower().replace("_", "-"), "namespace": self._namespace},
+            "involvedObject": {"kind": "Node", "name": remedy.node, "uid": node.metadata.uid},
+            "reason": "Everstep" + remedy.kind.title().replace("_", ""),
+            "message": remedy.sentence[:1024],
+            "type": "Normal" if remedy.kind is RemedyKind.UNCORDON else "Warning",
+            "source": {"component": MARK},
+            "firstTimestamp": at,
+            "lastTimestamp": at,
+            "count": 1,
+        }
+        self._call(self._api.create_namespaced_event, self._namespace, event, gone=True)
+
+    def _read(self, node: NodeId) -> Any:
+        return self._call(self._api.read_node, node)
+
+    def _call(self, ask: Callable[..., Any], *arguments: Any, gone: bool = False, **options: Any) -> Any:
+        """One request. ``gone``: that what it is about is there already, or no longer, is as good as done."""
+        from kubernetes.client.exceptions import ApiException
+        from urllib3.exceptions import HTTPError
+
+        try:
+            return ask(*arguments, **options, _request_timeout=TIMEOUT_S)
+        except ApiException as error:
+            if gone and error.status in (404, 409):
+                return None
+            if error.status and 400 <= error.status < 500 and error.status not in (408, 409, 429):
+                raise Conflict(f"kubernetes refuses: {error.status} {error.reason}") from error
+            raise Unavailable(f"kubernetes: {error.status} {error.reason}") from error
+        except (HTTPError, OSError) as error:
+            raise Unavailable(f"kubernetes did not answer: {type(error).__name__}") from error
+
+
+def _annotations(node: Any) -> dict[str, str]:
+    return dict(node.metadata.annotations or {})
+
+
+def _taints(node: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            name: value
+            for name, value in (
+                ("key", one.key),
+                ("value", one.value),
+                ("effect", one.effect),
+                ("timeAdded", one.time_added),
+            )
+            if value is not None
+        }
+        for one in node.spec.taints or ()
+    ]
+
+
+def _boot_id(node: Any) -> str:
+    return str(node.status.node_info.boot_id)
+
+
+def _patch(annotations: dict[str, str | None], *, unschedulable: bool, taints: list[dict[str, Any]]) -> dict[str, Any]:
+    """A merge patch: an annotation of None goes, taints are replaced as a whole."""
+    return {
+        "metadata": {"annotations": annotations},
+        "spec": {"unschedulable": unschedulable, "taints": taints},
+    }
+
+
+def _standing(node: Any) -> Standing:
+    if not node.spec.unschedulable:
+        return Standing()
+    ours = _annotations(node).get(CORDON)
+    return Standing(cordoned_by=MARK if ours is not None else "kubernetes", reason=ours or "cordoned")

@@ -1,0 +1,49 @@
+"""What the scheduler shows of nodes, looked at now and then; the core hears of every change."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from controller.core.events import NodeObserved
+from controller.core.state import FleetState
+from controller.remediation.base import MARK, Remediator, Standing
+from everstep.errors import EverstepError
+
+log = logging.getLogger(__name__)
+
+OBSERVE_S = 15.0
+"""Seconds between two looks: how long a person's cordon may go unnoticed."""
+
+Tell = Callable[[NodeObserved], Awaitable[None]]
+"""Hands an event to the loop."""
+
+
+class Observer:
+    """Asks the remediator for the standing of all nodes and tells what differs from the records."""
+
+    def __init__(self, remediator: Remediator, state: FleetState, tell: Tell) -> None:
+        self._remediator = remediator
+        self._state = state
+        self._tell = tell
+
+    async def run(self, every_s: float = OBSERVE_S) -> None:
+        """Looks until cancelled."""
+        while True:
+            try:
+                await self.look()
+            except EverstepError as error:  # it, or the database, is away: what changed is seen at the next look
+                log.warning("what %s shows of the nodes could not be taken up: %s", self._remediator.name, error)
+            await asyncio.sleep(every_s)
+
+    async def look(self) -> None:
+        """One look. Raises what the remediator, or the loop, raises."""
+        nodes = list(self._state.nodes)
+        shown = await asyncio.to_thread(self._remediator.standing, nodes)
+        for node in nodes:
+            seen = shown.get(node, Standing())
+            foreign = "" if seen.cordoned_by == MARK else seen.cordoned_by
+            record = self._state.nodes.get(node)
+            if record is not None and foreign != record.foreign:
+                await self._tell(NodeObserved(node=node, cordoned_by=foreign, reason=seen.reason[:1024]))

@@ -1,0 +1,79 @@
+"""Everything that a leading controller does towards the outside: remedies, a look at the scheduler, alerts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterable
+
+from controller.config import ControllerSettings, read_password
+from controller.core.events import NodeObserved
+from controller.core.state import FleetState
+from controller.loop import FleetLoop
+from controller.remediation.alerting import Alerting
+from controller.remediation.base import Remediator
+from controller.remediation.desk import RemedyDesk
+from controller.remediation.observer import Observer
+from controller.store.records import RemedyRow
+from controller.transaction import Transaction, new_trace
+
+
+class Outside:
+    """Made for one time of leading. Every method belongs to the event loop's thread.
+
+    Args:
+        rows: remedies that an earlier life left.
+        failed: called for each remedy that is given up, and each post of alerts that failed.
+
+    Raises ConfigurationError for settings that cannot be.
+    """
+
+    def __init__(
+        self,
+        settings: ControllerSettings,
+        remediator: Remediator,
+        *,
+        loop: FleetLoop,
+        state: FleetState,
+        rows: Iterable[RemedyRow],
+        failed: Callable[[], None],
+    ) -> None:
+        self._loop = loop
+        self.desk = RemedyDesk(
+            remediator, submit=loop.submit, now=loop.now, uniform=random.random, failed=failed, rows=rows
+        )
+        self._observer = Observer(remediator, state, self._tell)
+        self._alerting = None
+        if settings.alert_url:
+            self._alerting = Alerting(
+                settings.alert_url,
+                token=read_password(settings.alert_token_file) if settings.alert_token_file else "",
+                controller=f"{'https' if settings.tls_certificate else 'http'}://{settings.name}",
+                state=state,
+                now=loop.now,
+                failed=failed,
+            )
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def _tell(self, event: NodeObserved) -> None:
+        def stimulus(tx: Transaction, now: float) -> None:
+            tx.handle(
+                NodeObserved(node=event.node, cordoned_by=event.cordoned_by, reason=event.reason, trace=trace), now
+            )
+
+        trace = new_trace()
+        await self._loop.submit(stimulus)
+
+    def start(self) -> None:
+        """Call once the loop runs."""
+        self.desk.start()
+        self._tasks = [asyncio.create_task(self._observer.run(), name="observer")]
+        if self._alerting is not None:
+            self._tasks.append(asyncio.create_task(self._alerting.run(), name="alerting"))
+
+    async def stop(self) -> None:
+        """Leaves what is under way to the next life."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.desk.stop()

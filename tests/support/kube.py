@@ -1,0 +1,146 @@
+"""The part of a Kubernetes API server that remediation talks to: the shapes and codes of its API, kept in memory.
+
+No API server can be had where these tests run, so its answers are written after its reference (core/v1, policy/v1):
+``Node``, ``NodeList`` in pages, merge patches, ``Event``, ``PodList`` by field selector, ``Eviction``, ``Status``.
+"""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from kubernetes import client
+
+
+class Cluster:
+    """A cluster of ``nodes``; ``calls`` are (method, path, body) of what was changed."""
+
+    def __init__(self, *nodes: str) -> None:
+        self.nodes = {name: _node(name) for name in nodes}
+        self.pods: dict[str, dict[str, Any]] = {}
+        self.events: dict[str, dict[str, Any]] = {}
+        self.calls: list[tuple[str, str, Any]] = []
+        self.away = False
+        cluster = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def _serve(self) -> None:
+                length = int(self.headers.get("Content-Length") or 0)
+                body = json.loads(self.rfile.read(length)) if length else None
+                status, answer = cluster._answer(self.command, self.path, body)
+                data = json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            do_GET = do_POST = do_PATCH = _serve  # noqa: N815 - the library's names
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
+        self._thread.start()
+
+    def api(self) -> client.CoreV1Api:
+        """The official client, connected."""
+        configuration = client.Configuration()
+        configuration.host = f"http://127.0.0.1:{self._server.server_address[1]}"
+        configuration.retries = False
+        return client.CoreV1Api(client.ApiClient(configuration))
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def add_pod(self, name: str, node: str, owner: str = "ReplicaSet") -> None:
+        self.pods[name] = {
+            "metadata": {
+                "name": name,
+                "namespace": "train",
+                "ownerReferences": [{"apiVersion": "apps/v1", "kind": owner, "name": "o", "uid": "u"}],
+            },
+            "spec": {"nodeName": node, "containers": [{"name": "c"}]},
+            "status": {"phase": "Running"},
+        }
+
+    def boot(self, node: str, boot_id: str) -> None:
+        self.nodes[node]["status"]["nodeInfo"]["bootID"] = boot_id
+
+    # --- answers ---------------------------------------------------------------------------------------------------
+
+    def _answer(self, method: str, url: str, body: Any) -> tuple[int, Any]:
+        parts = urlsplit(url)
+        query = {name: values[0] for name, values in parse_qs(parts.query).items()}
+        place = parts.path.removeprefix("/api/v1/").split("/")
+        if self.away:
+            return _status(503, "ServiceUnavailable")
+        if method != "GET":
+            self.calls.append((method, parts.path, body))
+        if place[0] == "nodes":
+            return self._nodes(method, place[1:], query, body)
+        if place == ["pods"]:
+            node = query["fieldSelector"].removeprefix("spec.nodeName=")
+            pods = [pod for pod in self.pods.values() if pod["spec"]["nodeName"] == node]
+            return 200, {"apiVersion": "v1", "kind": "PodList", "metadata": {}, "items": pods}
+        if place[0] == "namespaces" and place[2] == "events":
+            name = body["metadata"]["name"]
+            if name in self.events:
+                return _status(409, "AlreadyExists")
+            self.events[name] = body
+            return 201, body
+        if place[0] == "namespaces" and place[-1] == "eviction":
+            if self.pods.pop(place[3], None) is None:
+                return _status(404, "NotFound")
+            return 201, {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": body["metadata"]}
+        return _status(404, "NotFound")
+
+    def _nodes(self, method: str, rest: list[str], query: dict[str, str], body: Any) -> tuple[int, Any]:
+        if not rest:
+            names, first = list(self.nodes), int(query.get("continue", "0"))
+            end = first + 2  # pages of two, however many are asked for: a client must follow them
+            more = {"continue": str(end)} if end < len(names) else {}
+            items = [self.nodes[name] for name in names[first:end]]
+            return 200, {"apiVersion": "v1", "kind": "NodeList", "metadata": more, "items": items}
+        node = self.nodes.get(rest[0])
+        if node is None:
+            return _status(404, "NotFound")
+        if method == "PATCH":
+            _merge(node, body)
+        return 200, node
+
+
+def _node(name: str) -> dict[str, Any]:
+    info = dict.fromkeys(
+        ("architecture", "containerRuntimeVersion", "kernelVersion", "kubeProxyVersion", "kubeletVersion", "machineID")
+        + ("operatingSystem", "osImage", "systemUUID"),
+        "x",
+    )
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": name, "uid": f"uid-{name}", "annotations": {"site": "a"}},
+        "spec": {"taints": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]},
+        "status": {"nodeInfo": {**info, "bootID": "boot-1"}},
+    }
+
+
+def _merge(into: dict[str, Any], patch: dict[str, Any]) -> None:
+    """RFC 7386."""
+    for name, value in patch.items():
+        if value is None:
+            into.pop(name, None)
+        elif isinstance(value, dict):
+            _merge(into.setdefault(name, {}), value)
+        else:
+            into[name] = value
+
+
+def _status(code: int, reason: str) -> tuple[int, Any]:
+    return code, {"apiVersion": "v1", "kind": "Status", "status": "Failure", "reason": reason, "code": code}

@@ -1,0 +1,151 @@
+"""A real Slurm on loopback: munged, slurmctld and one slurmd, all ours, gone when the test is."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from tests.support.processes import ended
+
+NODE = "n1"
+DEADLINE_S = 40.0
+
+
+def missing() -> str:
+    """Why there can be no Slurm here; empty where there can."""
+    absent = [name for name in ("munged", "slurmctld", "slurmd", "scontrol") if shutil.which(name) is None]
+    if absent:
+        return f"{', '.join(absent)} not installed (Debian: slurm-wlm)"
+    return "" if os.getuid() == 0 else "slurmd needs root"
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _configuration(directory: Path) -> str:
+    return f"""
+ClusterName=everstep
+SlurmctldHost=localhost(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={directory}/munge.socket
+CryptoType=crypto/munge
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SchedulerType=sched/builtin
+SelectType=select/cons_tres
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+SlurmctldPort={_free_port()}
+SlurmdPort={_free_port()}
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmdPidFile={directory}/slurmd.pid
+SlurmctldLogFile={directory}/slurmctld.log
+SlurmdLogFile={directory}/slurmd.log
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/spool
+RebootProgram={directory}/reboot
+ReturnToService=1
+SlurmdTimeout=30
+ResumeTimeout=60
+NodeName={NODE} NodeAddr=127.0.0.1 NodeHostname={socket.gethostname()} CPUs=1 State=UNKNOWN
+PartitionName=all Nodes={NODE} Default=YES State=UP
+"""
+
+
+class Cluster:
+    """A running cluster. ``configuration`` is what SLURM_CONF names."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.configuration = directory / "slurm.conf"
+        self.environment = {**os.environ, "SLURM_CONF": str(self.configuration), "LC_ALL": "C"}
+        self._slurmd = ExitStack()
+
+    def scontrol(self, *arguments: str) -> str:
+        done = subprocess.run(
+            ["scontrol", *arguments], env=self.environment, capture_output=True, text=True, timeout=10, check=False
+        )
+        return done.stdout + done.stderr
+
+    def boot(self) -> None:
+        """The node comes up, as after a boot."""
+        self._slurmd.close()
+        command = ["slurmd", "-D", "-b", "-N", NODE, "-f", str(self.configuration)]
+        self._slurmd.enter_context(ended(command, self.environment))
+
+    def reboots(self) -> int:
+        """How often the node was told to reboot."""
+        told = self.directory / "reboots"
+        return len(told.read_text().splitlines()) if told.exists() else 0
+
+    def end(self) -> None:
+        self._slurmd.close()
+
+    def wait_for(self, *states: str) -> None:
+        """Until the node shows one of ``states``."""
+        end = time.perf_counter() + DEADLINE_S
+        while not any(f"State={state}" in self.scontrol("show", "node", NODE) for state in states):
+            if time.perf_counter() > end:
+                raise AssertionError(f"{self.scontrol('show', 'node', NODE)}\n{self.logs()}")
+            time.sleep(0.05)
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text()[-3000:] for path in self.directory.glob("*.log"))
+
+
+@contextmanager
+def cluster(directory: Path) -> Iterator[Cluster]:
+    """Starts it in ``directory`` (short: a unix socket's path is in it), idle when it is handed over."""
+    made = Cluster(directory)
+    for name in ("state", "spool"):
+        (directory / name).mkdir()
+    (directory / "munge.key").write_bytes(secrets.token_bytes(128))
+    (directory / "munge.key").chmod(0o600)
+    (directory / "reboot").write_text(f"#!/bin/sh\necho rebooted >> {directory}/reboots\n")
+    (directory / "reboot").chmod(0o700)
+    made.configuration.write_text(_configuration(directory))
+    (directory / "cgroup.conf").write_text("CgroupAutomount=no\n")
+    with ExitStack() as stack:
+        stack.enter_context(
+            ended(
+                [
+                    "munged",
+                    "--foreground",
+                    "--force",
+                    f"--key-file={directory}/munge.key",
+                    f"--socket={directory}/munge.socket",
+                    f"--pid-file={directory}/munged.pid",
+                    f"--log-file={directory}/munged.log",
+                    f"--seed-file={directory}/munged.seed",
+                ],
+                made.environment,
+            )
+        )
+        _until((directory / "munge.socket").exists, made)
+        stack.enter_context(ended(["slurmctld", "-D", "-f", str(made.configuration)], made.environment))
+        stack.callback(made.end)
+        made.boot()
+        made.wait_for("IDLE")
+        yield made
+
+
+def _until(happens: object, made: Cluster) -> None:
+    assert callable(happens)
+    end = time.perf_counter() + DEADLINE_S
+    while not happens():
+        if time.perf_counter() > end:
+            raise AssertionError(made.logs())
+        time.sleep(0.02)

@@ -1,0 +1,175 @@
+"""Remedies on their way: stored before they are begun, read back, told once, across crashes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from controller.core.effects import Remedy, RemedyKind
+from controller.core.events import ActionReported
+from controller.remediation.base import Standing
+from controller.remediation.desk import PATIENCE_S, RemedyDesk
+from controller.store.records import RemedyRow, RemedyState
+from everstep.backoff import Backoff
+from everstep.errors import Conflict, Unavailable
+
+AT_ONCE = Backoff(floor_s=0.0, ceiling_s=0.0)
+
+
+class Machine:
+    """A remediator over machines in memory. ``pending``: how often it is asked before a remedy shows; ``refuses``."""
+
+    name = "machine"
+
+    def __init__(self, pending: int = 0, refuses: bool = False, away: int = 0) -> None:
+        self.kinds = frozenset({RemedyKind.CORDON, RemedyKind.UNCORDON, RemedyKind.REBOOT})
+        self.pending, self.refuses, self.away = pending, refuses, away
+        self.applied: list[str] = []
+
+    def apply(self, remedy: Remedy) -> None:
+        if self.away > 0:
+            self.away -= 1
+            raise Unavailable("it does not answer")
+        if self.refuses:
+            raise Conflict("it will not")
+        self.applied.append(remedy.id)
+
+    def is_done(self, remedy: Remedy) -> bool:
+        self.pending -= remedy.id in self.applied
+        return remedy.id in self.applied and self.pending < 0
+
+    def standing(self, nodes: Sequence[str]) -> dict[str, Standing]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+class Book:
+    """Stands for the loop's transactions: keeps what was written, in order, and what the core was told."""
+
+    def __init__(self, away: int = 0) -> None:
+        self.written: list[RemedyRow] = []
+        self.told: list[ActionReported] = []
+        self.away = away
+        self.now = 1000.0
+
+    async def submit(self, stimulus: Callable[[Any, float], None]) -> None:
+        if self.away > 0:
+            self.away -= 1
+            raise Unavailable("the database is away", 0.0)
+        stimulus(self, self.now)
+
+    def remedy(self, row: RemedyRow) -> None:
+        self.written.append(row)
+
+    def handle(self, event: ActionReported, _now: float) -> None:
+        self.told.append(event)
+
+    def states(self, remedy: str) -> list[str]:
+        return [row.state.value for row in self.written if row.id == remedy]
+
+
+def wanted(number: int, kind: RemedyKind = RemedyKind.CORDON, node: str = "n1", **more: Any) -> RemedyRow:
+    remedy = Remedy(id=f"{node}-a{number}", node=node, kind=kind, sentence="it fell off the bus", at=1.0, trace="t")
+    row = RemedyRow(
+        id=remedy.id,
+        node=node,
+        kind=kind,
+        state=RemedyState.WANTED,
+        requested_at=float(number),
+        doc=msgspec.json.encode(remedy).decode(),
+    )
+    return msgspec.structs.replace(row, **more)
+
+
+def run(machine: Machine, book: Book, *rows: RemedyRow, left: Sequence[RemedyRow] = ()) -> None:
+    """Everything to its end."""
+
+    async def to_the_end() -> None:
+        desk = RemedyDesk(
+            machine, submit=book.submit, now=lambda: book.now, uniform=lambda: 0.0, rows=left, backoff=AT_ONCE
+        )
+        desk.start()
+        desk.requested(rows)
+        async with asyncio.timeout(10):
+            while desk.open():
+                await asyncio.sleep(0)
+        await desk.stop()
+
+    asyncio.run(to_the_end())
+
+
+def test_a_remedy_is_begun_in_the_records_before_it_is_asked_for() -> None:
+    machine, book = Machine(pending=3), Book()
+    seen: list[list[str]] = []
+    ask = machine.apply
+    machine.apply = lambda remedy: (seen.append(book.states(remedy.id)), ask(remedy))[1]  # type: ignore[method-assign]
+    run(machine, book, wanted(1))
+    assert seen == [["begun"]]
+    assert book.states("n1-a1") == ["begun", "confirmed"]
+    assert [(told.id, told.ok, told.trace) for told in book.told] == [("n1-a1", True, "t")]
+
+
+def test_what_was_begun_in_an_earlier_life_is_read_back_before_it_is_asked_for_again() -> None:
+    machine, book = Machine(), Book()
+    machine.applied = ["n1-a1"]
+    run(machine, book, left=[wanted(1, RemedyKind.REBOOT, state=RemedyState.BEGUN)])
+    assert machine.applied == ["n1-a1"]
+    assert book.states("n1-a1") == ["confirmed"]
+
+
+def test_what_an_earlier_life_stored_as_begun_and_never_asked_for_is_asked_for_once() -> None:
+    machine, book = Machine(pending=2), Book()
+    run(machine, book, left=[wanted(1, RemedyKind.REBOOT, state=RemedyState.BEGUN)])
+    assert machine.applied == ["n1-a1"]
+    assert book.states("n1-a1") == ["confirmed"]
+
+
+def test_an_outside_that_is_away_is_asked_again_and_one_that_refuses_is_not() -> None:
+    machine, book = Machine(away=4), Book()
+    run(machine, book, wanted(1))
+    assert (machine.applied, book.states("n1-a1")) == (["n1-a1"], ["begun", "confirmed"])
+    refusing, other = Machine(refuses=True), Book()
+    run(refusing, other, wanted(1))
+    assert other.states("n1-a1") == ["begun", "failed"]
+    assert [(told.ok, told.detail) for told in other.told] == [(False, "it will not")]
+
+
+def test_what_is_never_confirmed_is_given_up_when_patience_is_over() -> None:
+    machine, book = Machine(pending=10**9), Book()
+    done = machine.is_done
+
+    def later(remedy: Remedy) -> bool:
+        book.now += PATIENCE_S[remedy.kind]
+        return done(remedy)
+
+    machine.is_done = later  # type: ignore[method-assign]
+    run(machine, book, wanted(1))
+    assert book.told[0].detail == "it was not confirmed within 300 s"
+
+
+def test_what_the_outside_cannot_do_is_told_with_its_name() -> None:
+    book = Book()
+    run(Machine(), book, wanted(1, RemedyKind.RESET_GPU))
+    assert book.told[0].detail == "machine cannot reset gpu"
+
+
+def test_remedies_of_a_node_follow_one_another_and_one_that_was_not_begun_gives_way() -> None:
+    machine, book = Machine(), Book()
+    run(machine, book, wanted(1), wanted(2, RemedyKind.UNCORDON), wanted(3), wanted(1, node="n2"))
+    assert book.states("n1-a1") == ["superseded"]
+    assert book.states("n1-a2") == ["superseded"]
+    assert book.states("n1-a3") == ["begun", "confirmed"]
+    assert book.states("n2-a1") == ["begun", "confirmed"]
+    assert {told.id for told in book.told} == {"n1-a3", "n2-a1"}
+
+
+def test_nothing_is_begun_while_the_database_is_away() -> None:
+    machine, book = Machine(), Book(away=5)
+    run(machine, book, wanted(1))
+    assert machine.applied == ["n1-a1"]
+    assert book.states("n1-a1") == ["begun", "confirmed"]
