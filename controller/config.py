@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from controller.core.policy import CorePolicy
+from controller.rulebook import with_rules
 from everstep.errors import ConfigurationError
 from everstep.ids import split_address
 from everstep.tokens import check_secret, split_secrets
@@ -114,6 +115,8 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     day."""
     journal_days: float = 8.0
     """Days the journal goes back: a week, and the one that is being written."""
+    policy_dir: str = ""
+    """A directory with the site's own rules on findings (``*.toml``), over the shipped ones key by key. Empty: none."""
     policy: CorePolicy = CorePolicy()
     """How decisions are made."""
 
@@ -234,7 +237,8 @@ def load_settings(
         settings = msgspec.convert({**values, "policy": policy}, ControllerSettings, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"a setting is wrong: {error}") from error
-    return settings.validate()
+    site = Path(settings.policy_dir) if settings.policy_dir else None
+    return msgspec.structs.replace(settings, policy=with_rules(settings.policy, site)).validate()
 
 
 def _from_environment(environment: Mapping[str, str], prefix: str, kind: type[msgspec.Struct]) -> dict[str, str]:

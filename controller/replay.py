@@ -20,6 +20,7 @@ from controller.core.events import Event, HeartbeatChanged, ReportArrived
 from controller.core.policy import CorePolicy
 from controller.core.state import FleetState
 from controller.journal import Entry, read_segment, segments
+from controller.rulebook import with_rules
 from everstep import __version__
 from everstep.errors import EverstepError, MalformedMessage, NotFound
 from everstep.vocabulary import Decision, Verdict
@@ -72,7 +73,7 @@ def replay(segment: Path, policy: CorePolicy | None = None) -> Recording:
             f"understand: replay it with that release ({error})"
         ) from error
     if policy is not None:
-        state.policy = policy.validate()
+        state.policy = with_rules(policy).validate()
     return Recording(version=beginning.version, begins_at=beginning.at, steps=_steps(state, entries))
 
 

@@ -44,7 +44,7 @@ def wait_s(turn: Turn, node: str) -> float:
     score, policy = score_now(turn, node), turn.policy
     if score <= EVICTED:
         return 0.0
-    return min(policy.offender_wait_max_s, policy.offender_wait_s * 2.0 ** min(score - 2.0, 30.0))
+    return min(policy.offender_wait_max_s, policy.offender_wait_s * math.pow(2.0, min(score - 2.0, 30.0)))
 
 
 def is_lemon(turn: Turn, node: str) -> bool:

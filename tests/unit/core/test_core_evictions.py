@@ -115,9 +115,9 @@ def test_the_window_frees_the_budget_only_before_the_breaker_latched() -> None:
     fleet.raise_finding("n1", xid())
     fleet.advance(61.0, *[f"n{i}" for i in range(1, 7)])
     assert decisions(fleet.raise_finding("n2", xid())) == [("n2", "evict")]
-    assert decisions(fleet.raise_finding("n3", xid())) == [("n3", "hold_by_budget")]
+    assert decisions(fleet.raise_finding("n3", xid(62))) == [("n3", "hold_by_budget")]
     fleet.advance(61.0, *[f"n{i}" for i in range(1, 7)])
-    assert decisions(fleet.raise_finding("n4", xid())) == [("n4", "hold_by_budget")]
+    assert decisions(fleet.raise_finding("n4", xid(62))) == [("n4", "hold_by_budget")]
 
 
 def test_a_reset_breaker_replays_nothing() -> None:
@@ -162,16 +162,21 @@ def test_a_failed_probe_means_quarantine_and_another_partner_later() -> None:
     fleet = _quarantined()
     fleet.clear_finding("n2", xid().key)
     fleet.advance(2.5, "n1", "n2", "n3", "n4")
-    assert decisions(fleet.probe_result("n1", False, "time-out")) == [("n2", "quarantine")]
-    effects = fleet.advance(2.5, "n1", "n2", "n3", "n4")
-    assert set(sent(effects, RunProbe)) == {"n3", "n2"}
+    effects = fleet.probe_result("n1", False, "time-out")
+    assert decisions(effects) == []
+    assert {body.nodes for body in sent(effects, RunProbe).values()} == {("n3", "n2"), ("n4", "n1")}
+    fleet.probe_result("n4")
+    fleet.probe_result("n1")
+    assert decisions(fleet.probe_result("n3", False, "time-out")) == [("n2", "quarantine")]
 
 
 def test_a_probe_without_an_answer_fails() -> None:
     fleet = _quarantined()
     fleet.clear_finding("n2", xid().key)
     fleet.advance(2.5, "n1", "n2", "n3", "n4")
-    assert ("n2", "quarantine") in decisions(fleet.advance(31.0, "n1", "n2", "n3", "n4"))
+    said = decisions(fleet.advance(62.0, "n1", "n2", "n3", "n4"))
+    assert ("n2", "quarantine") in said
+    assert not [node for node, decision in said if decision == "evict"]
 
 
 def test_a_finding_on_probation_sends_the_node_back() -> None:
