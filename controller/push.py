@@ -1,4 +1,4 @@
-"""Directives on their way to nodes: what is committed, not yet acknowledged, and who waits for it.
+"""Directives on their way to nodes: what is committed, not yet acknowledged, and who is there to take it.
 
 Everything here mirrors committed rows of the outbox table; nothing is offered before its transaction is durable.
 Runs in the event loop's thread only.
@@ -7,8 +7,10 @@ Runs in the event loop's thread only.
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -16,30 +18,78 @@ from controller.store.records import OutboxRow
 
 SPAN = 1_000_000_000
 """Directives a node may be sent in one life of a controller: at a hundred a second, four months without a pause."""
+DEFLATED_FROM_BYTES = 16 << 10
+"""Bodies from here on are deflated: a generation of 10,000 ranks shrinks from half a megabyte to a fifteenth, and goes
+to 1,250 nodes."""
+
+
+class Body:
+    """A directive's body in JSON: encoded once, and deflated once, for all nodes that it goes to.
+
+    Args:
+        text: the JSON.
+        stored: what stands for it in the outbox table; the text itself where nothing shorter does.
+    """
+
+    __slots__ = ("_deflated", "json", "stored", "text")
+
+    def __init__(self, text: str, stored: str = "") -> None:
+        self.text = text
+        self.stored = stored or text
+        self.json = text.encode()
+        self._deflated: bytes | None = None
+
+    @property
+    def is_large(self) -> bool:
+        return len(self.json) >= DEFLATED_FROM_BYTES
+
+    @property
+    def deflated(self) -> bytes:
+        """The JSON as RFC 1950 deflates it; level 1, for the first receiver waits for it."""
+        if self._deflated is None:
+            self._deflated = zlib.compress(self.json, 1)
+        return self._deflated
 
 
 class Encoded(msgspec.Struct, frozen=True):
-    """``Directive`` with its body as it lies in the outbox: encoded once, sent to any number of nodes."""
+    """``Directive`` over an encoded body."""
 
     seq: int
     body: msgspec.Raw
 
 
 class Outgoing(msgspec.Struct, frozen=True, kw_only=True):
-    """A directive for a node. ``body`` is JSON.
+    """A directive for a node.
 
     ``durable``: stored until acknowledged. ``topic``: a newer one of the same topic makes this one pointless.
     """
 
     node: str
     seq: int
-    body: str
+    body: Body
     durable: bool = True
     topic: str = ""
 
+    def encoded(self) -> Encoded:
+        """For an answer that carries it."""
+        return Encoded(self.seq, msgspec.Raw(self.body.json))
+
+
+class Receiver(Protocol):
+    """A node's session. ``incarnation``: the life of the node that it belongs to."""
+
+    @property
+    def incarnation(self) -> int: ...
+
+    def push(self, directives: Sequence[Outgoing]) -> None:
+        """Sends what was just committed, in order. Never raises and never waits."""
+
+    def dismiss(self) -> None:
+        """Ends the session: another one, or another life of the node, took its place."""
+
 
 class Outbox:
-    """Every node's queue of directives, and the long polls that wait on them.
+    """Every node's queue of directives, and the sessions and long polls that take them.
 
     Args:
         epoch: which life of a controller this is. Numbers begin at ``epoch * SPAN``, so they grow across lives
@@ -51,10 +101,15 @@ class Outbox:
         self._first = epoch * SPAN
         self._newest: dict[str, int] = {}
         self._queues: dict[str, deque[Outgoing]] = defaultdict(deque)
+        self._receivers: dict[str, Receiver] = {}
         self._waiting: dict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self._pruned: dict[str, int] = {}
         self.closed = False
-        self.deliver(Outgoing(node=row.node, seq=row.seq, body=row.body) for row in rows)
+        bodies: dict[str, Body] = {}
+        for row in rows:
+            if row.body not in bodies:
+                bodies[row.body] = Body(row.body)
+            self._queues[row.node].append(Outgoing(node=row.node, seq=row.seq, body=bodies[row.body]))
 
     def number(self, node: str) -> int:
         """Takes the node's next number."""
@@ -71,15 +126,45 @@ class Outbox:
         return queue[0].seq if queue else self.next_number(node)
 
     def deliver(self, outgoing: Iterable[Outgoing]) -> None:
-        """Queues what is committed (in order of its numbers per node) and wakes whoever waits for it."""
-        touched: set[str] = set()
+        """Queues what is committed (in order of its numbers per node) and hands it to whoever is there for it."""
+        fresh: dict[str, list[Outgoing]] = {}
         for one in outgoing:
             if one.topic:
                 self._drop(one.node, one.topic)
             self._queues[one.node].append(one)
-            touched.add(one.node)
-        for node in touched:
-            self.wake(node)
+            fresh.setdefault(one.node, []).append(one)
+        for node, directives in fresh.items():
+            receiver = self._receivers.get(node)
+            if receiver is not None:
+                receiver.push(directives)
+            elif node in self._waiting:
+                self.wake(node)
+
+    def attach(self, node: str, receiver: Receiver) -> tuple[Outgoing, ...]:
+        """From now on ``receiver`` is handed the node's directives, and whoever was is dismissed. Returns those that
+        wait already."""
+        before = self._receivers.get(node)
+        self._receivers[node] = receiver
+        if before is not None and before is not receiver:
+            before.dismiss()
+        return self.pending(node)
+
+    def detach(self, node: str, receiver: Receiver) -> None:
+        """Ends that, if it is still ``receiver`` that takes them."""
+        if self._receivers.get(node) is receiver:
+            del self._receivers[node]
+
+    def dismiss(self, node: str, incarnation: int) -> None:
+        """The node lives as ``incarnation`` from now on: who takes directives for another life of it is dismissed."""
+        receiver = self._receivers.get(node)
+        if receiver is not None and receiver.incarnation != incarnation:
+            del self._receivers[node]
+            receiver.dismiss()
+        self.wake(node)
+
+    def has_receiver(self, node: str) -> bool:
+        """Whether the node has a session."""
+        return node in self._receivers
 
     def _drop(self, node: str, topic: str) -> None:
         queue = self._queues[node]
@@ -91,8 +176,11 @@ class Outbox:
         queue = self._queues.get(node)
         if not queue or queue[0].seq > through:
             return
+        through = min(through, queue[-1].seq)
         while queue and queue[0].seq <= through:
             queue.popleft()
+        if not queue:
+            del self._queues[node]
         self._pruned[node] = through
 
     def take_pruned(self) -> dict[str, int]:
@@ -105,10 +193,9 @@ class Outbox:
         queue = self._queues.get(node)
         return queue is not None and len(queue) > 0 and queue[-1].seq > after
 
-    def pending(self, node: str, after: int = 0) -> tuple[Encoded, ...]:
+    def pending(self, node: str, after: int = 0) -> tuple[Outgoing, ...]:
         """What the node has not acknowledged, beyond ``after``, in order."""
-        queue = self._queues.get(node, ())
-        return tuple(Encoded(one.seq, msgspec.Raw(one.body.encode())) for one in queue if one.seq > after)
+        return tuple(one for one in self._queues.get(node, ()) if one.seq > after)
 
     def depth(self, node: str) -> int:
         """Directives the node has not acknowledged."""
@@ -119,12 +206,12 @@ class Outbox:
         return sum(len(queue) for queue in self._queues.values())
 
     def waiting(self, node: str) -> bool:
-        """Whether a long poll of the node is held."""
-        return bool(self._waiting.get(node))
+        """Whether the node has a session, or a long poll that is held."""
+        return node in self._receivers or bool(self._waiting.get(node))
 
     def connected(self) -> int:
-        """Nodes with a long poll held."""
-        return sum(1 for waiters in self._waiting.values() if waiters)
+        """Nodes with a session, or a long poll held."""
+        return len(self._receivers) + sum(1 for waiters in self._waiting.values() if waiters)
 
     def wait(self, node: str) -> asyncio.Future[None]:
         """A future that is done when something comes for the node, or this outbox closes. Give it to ``leave``."""
@@ -141,8 +228,10 @@ class Outbox:
             del self._waiting[node]
 
     def close(self) -> None:
-        """Ends every wait, now and from now on: the controller is going."""
+        """Ends every session and every wait, now and from now on: the controller is going."""
         self.closed = True
+        for receiver in list(self._receivers.values()):
+            receiver.dismiss()
         for node in list(self._waiting):
             self.wake(node)
 

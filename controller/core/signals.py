@@ -20,8 +20,9 @@ def send_generation(turn: Turn, job: JobRecord, before: Iterable[str]) -> None:
     """The current generation to its roster, to those who leave it, and to spares."""
     if job.generation is None:
         return
+    body = NewGeneration(spec=job.generation)  # one object for all: it is encoded once
     for node in audience(job, before):
-        turn.send(node, NewGeneration(spec=job.generation))
+        turn.send(node, body)
 
 
 def send_kill(turn: Turn, job: JobRecord, member: Member, generation: int, reason: str, trace: str) -> None:
@@ -39,5 +40,6 @@ def send_kill(turn: Turn, job: JobRecord, member: Member, generation: int, reaso
 
 def send_stop(turn: Turn, job: JobRecord, ok: bool, reason: str) -> None:
     """The job's end, to everybody concerned."""
+    body = StopJob(job=job.job, ok=ok, reason=reason[:4096])
     for node in audience(job, seats_of(job.leaving)):
-        turn.send(node, StopJob(job=job.job, ok=ok, reason=reason[:4096]))
+        turn.send(node, body)

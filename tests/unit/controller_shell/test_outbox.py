@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import asyncio
 
-from controller.push import SPAN, Outbox, Outgoing
+from controller.push import SPAN, Body, Outbox, Outgoing
 from controller.store.records import OutboxRow
 
 
 def outgoing(outbox: Outbox, node: str, body: str = "{}", *, topic: str = "") -> Outgoing:
-    return Outgoing(node=node, seq=outbox.number(node), body=body, durable=not topic, topic=topic)
+    return Outgoing(node=node, seq=outbox.number(node), body=Body(body), durable=not topic, topic=topic)
 
 
 def seqs(outbox: Outbox, node: str, after: int = 0) -> list[int]:

@@ -1,0 +1,1 @@
+"""Parts of ``bench.fleet_load``: a crowd of lean agents, the controller under measurement, and the trials."""

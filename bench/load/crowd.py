@@ -1,0 +1,307 @@
+"""A process full of lean agents: ``python -m bench.load.crowd``, orders as lines of JSON in, an answer to each out.
+
+One thread around one epoll. Beats are due at fixed times, spread evenly over the interval; how late the crowd itself is
+with them is measured too, so that the controller is not blamed for it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import select
+import sys
+import time
+from array import array
+from collections import Counter, deque
+from pathlib import Path
+from typing import Any
+
+from bench.load import messages
+from bench.load.agent import Agent, Seats, read_generation
+from bench.load.statistics import summary
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep.tokens import TokenRole, mint
+from everstep.vocabulary import Severity
+from everstep.wire.v1.training import FindingRaised
+
+LONGEST_POLL_S = 0.002
+"""How late a beat may be for want of looking at the clock."""
+
+
+class Crowd:
+    """The agents of one process, and what came of them.
+
+    Args:
+        order: the first order: where the controller is, and which part of the fleet this is.
+    """
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        host, _, port = order["address"].rpartition(":")
+        self._address = (host, int(port))
+        self._spread = bool(order["spread"])
+        self._jobs = int(order["jobs"])
+        secret = Path(order["secret_file"]).read_bytes().strip()
+        self.agents = [self._agent(index, secret) for index in range(order["first"], order["last"])]
+        self._by_fd: dict[int, Agent] = {}
+        self._epoll = select.epoll()
+        self._epoll.register(sys.stdin.fileno(), select.EPOLLIN)
+        self._seats: dict[bytes, Seats | None] = {}
+        self._opening: deque[Agent] = deque()
+        self._window = 0
+        self._interval_s = 0.0
+        self._began_at = 0.0
+        self._due = 0
+        self._loss = 0.0
+        self._jitter_s = 0.0
+        self._late: list[tuple[float, Agent]] = []
+        self._storms: list[_Storm] = []
+        self._random = random.Random(order["first"])
+        self.phases: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
+        self.entered_by: dict[tuple[str, int], list[float]] = {}
+        self.latencies = array("d")
+        self.report_latencies = array("d")
+        self.lateness = array("d")
+        self.skipped = 0
+        self.sent = 0
+
+    def _agent(self, index: int, secret: bytes) -> Agent:
+        name = messages.node_name(index)
+        token = mint(secret, TokenRole.AGENT, name)
+        return Agent(index, messages.job_of(index, self._jobs), messages.upgrade(index, token), self)
+
+    # --- what agents tell ----------------------------------------------------------------------------------------
+
+    def answered(self, agent: Agent, latency_s: float) -> None:
+        self.latencies.append(latency_s)
+
+    def progressed(self, agent: Agent, phase: str) -> None:
+        self.phases[phase] += 1
+        if phase == "registered":
+            agent.show()
+        elif phase == "shown":
+            self._open_more()
+        elif phase == "reported":
+            self.report_latencies.append(time.perf_counter() - agent.report_sent_at)
+
+    def entered(self, agent: Agent, seats: Seats, at: float) -> None:
+        seen = self.entered_by.setdefault((seats.job, seats.number), [])
+        seen.append(at)
+        first = seats.first_rank.get(agent.name)
+        if seats.number == 1 and first is not None:
+            agent.report(*messages.resumed(seats.job, seats.number, first))
+
+    def refused(self, refusal: str) -> None:
+        self.refusals[refusal] += 1
+
+    def ended(self, agent: Agent) -> None:
+        """It was told not to hold its session, and waits for nothing."""
+        self._forget(agent)
+        self.phases["hung up"] += 1
+
+    def seats_of(self, body: bytes, deflated: bool) -> Seats | None:
+        """All nodes of a generation are sent the same: it is read once."""
+        if body not in self._seats:
+            if len(self._seats) > 64:
+                self._seats.clear()
+            self._seats[body] = read_generation(body, deflated)
+        return self._seats[body]
+
+    # --- connections ---------------------------------------------------------------------------------------------
+
+    def _connect(self, agent: Agent) -> None:
+        index = agent.index
+        own = f"127.{1 + (index >> 16)}.{index >> 8 & 255}.{index & 255}"
+        agent.connect(self._address, own if self._spread else "")
+        assert agent.sock is not None
+        descriptor = agent.sock.fileno()
+        self._by_fd[descriptor] = agent
+        self._epoll.register(descriptor, select.EPOLLIN)
+
+    def _forget(self, agent: Agent) -> None:
+        if agent.sock is not None:
+            del self._by_fd[agent.sock.fileno()]
+            agent.close()
+
+    def _broken(self, agent: Agent, error: OSError) -> None:
+        self.refusals[f"connection: {error}"] += 1
+        self._forget(agent)
+
+    def _open_more(self) -> None:
+        if self._opening:
+            agent = self._opening.popleft()
+            self._connect(agent)
+            agent.introduce()
+
+    # --- time ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until its standard input ends."""
+        while True:
+            timeout = self._do_what_is_due()
+            for descriptor, _ in self._epoll.poll(timeout, 4096):
+                if descriptor == sys.stdin.fileno():
+                    line = sys.stdin.buffer.readline()
+                    if not line:
+                        return
+                    self._obey(json.loads(line))
+                elif (agent := self._by_fd.get(descriptor)) is not None:
+                    self._read(agent)
+
+    def _read(self, agent: Agent) -> None:
+        try:
+            agent.readable()
+        except OSError as error:
+            self._broken(agent, error)
+
+    def _do_what_is_due(self) -> float:
+        """Returns how long nothing more is due, seconds."""
+        now = time.perf_counter()
+        for storm in self._storms:
+            storm.blow(now)
+        if not self._interval_s:
+            return LONGEST_POLL_S if self._storms else 1.0
+        spacing_s = self._interval_s / len(self.agents)
+        while (due_at := self._began_at + self._due * spacing_s) <= now:
+            agent = self.agents[self._due % len(self.agents)]
+            self._due += 1
+            self._beat_or_not(agent, due_at, now)
+        for place in [p for p, (at, _) in enumerate(self._late) if at <= now][::-1]:
+            self._beat(self._late.pop(place)[1])
+        return min(LONGEST_POLL_S, due_at - now)
+
+    def _beat_or_not(self, agent: Agent, due_at: float, now: float) -> None:
+        self.lateness.append(now - due_at)
+        if self._loss and self._random.random() < self._loss:
+            self.skipped += 1
+        elif self._jitter_s:
+            self._late.append((due_at + self._random.random() * self._jitter_s, agent))
+        else:
+            self._beat(agent)
+
+    def _beat(self, agent: Agent) -> None:
+        if agent.beat_sent_at:  # as the real agent, which waits for its answer
+            self.skipped += 1
+            return
+        try:
+            if agent.sock is None:
+                self._connect(agent)
+            agent.beat()
+            self.sent += 1
+        except OSError as error:
+            self._broken(agent, error)
+
+    # --- orders --------------------------------------------------------------------------------------------------
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        answer = getattr(self, "do_" + order.pop("do"))(**order)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+    def do_open(self, window: int) -> None:
+        """Opens all sessions and registers, ``window`` at a time."""
+        self._opening.extend(self.agents)
+        for _ in range(window):
+            self._open_more()
+
+    def do_join(self, nodes_of_a_job: int) -> int:
+        """Launchers of all nodes that have a job offer them. Returns how many."""
+        joining = [agent for agent in self.agents if agent.job]
+        for agent in joining:
+            agent.report(messages.launcher_joined(agent.job, nodes_of_a_job, 29500))
+        return len(joining)
+
+    def do_beat(self, interval_s: float, loss: float = 0.0, jitter_s: float = 0.0) -> None:
+        """Begins to beat, each agent at its own time; or, with 0, ends it."""
+        self._interval_s, self._loss, self._jitter_s = interval_s, loss, jitter_s
+        self._began_at, self._due, self._late = time.perf_counter(), 0, []
+
+    def do_status(self) -> dict[str, Any]:
+        """How far everything has come."""
+        return {
+            "phases": self.phases,
+            "refusals": self.refusals,
+            "connected": len(self._by_fd),
+            "in_generation": sum(1 for agent in self.agents if agent.generation),
+            "unreported": sum(agent.unreported() for agent in self.agents),
+            "sent": self.sent,
+            "skipped": self.skipped,
+        }
+
+    def do_sample(self) -> dict[str, Any]:
+        """What was measured since the last sample."""
+        answer = {
+            "beats": summary(self.latencies),
+            "reports": summary(self.report_latencies),
+            "lateness": summary(self.lateness),
+            "unanswered": sum(1 for agent in self.agents if agent.beat_sent_at),
+        }
+        self.latencies, self.report_latencies, self.lateness = array("d"), array("d"), array("d")
+        return answer
+
+    def do_lose_rank(self, job: str) -> dict[str, Any] | None:
+        """One agent of the job reports the loss of its first rank. Returns when, and in which generation; None where
+        none of the job's agents is in this crowd."""
+        agent = next((one for one in self.agents if one.job == job and one.first_rank is not None), None)
+        if agent is None:
+            return None
+        generation, at = agent.generation, time.perf_counter()
+        agent.report(messages.rank_lost(job, generation, agent.first_rank))
+        return {"at": at, "generation": generation}
+
+    def do_entered(self, job: str, generation: int) -> dict[str, Any]:
+        """How many agents have heard of a generation, and when the last did."""
+        seen = self.entered_by.get((job, generation), [])
+        return {"count": len(seen), "last": max(seen, default=0.0)}
+
+    def do_fail(self, count: int, number: int) -> dict[str, float]:
+        """``count`` nodes, spread over the crowd, report a GPU that fell off its bus. Returns when each did, wall."""
+        failing = self.agents[:: max(1, len(self.agents) // count)][:count]
+        finding = messages.xid(number, Severity.CRITICAL)
+        told = {}
+        for agent in failing:
+            told[agent.name] = SYSTEM_CLOCK.wall()
+            if agent.sock is None:
+                self._connect(agent)
+            agent.report(FindingRaised(finding=finding, job=agent.job or None))
+        return told
+
+    def do_storm(self, nodes: int, per_s: float, seconds: float) -> None:
+        """The last ``nodes`` agents report XIDs without end."""
+        self._storms = [_Storm(agent, per_s, seconds) for agent in self.agents[len(self.agents) - nodes :]]
+
+    def do_calm(self) -> dict[str, int]:
+        """Reports that the storms made so far, and those not acknowledged yet."""
+        return {
+            "made": sum(storm.made for storm in self._storms),
+            "open": sum(storm.agent.unreported() for storm in self._storms),
+        }
+
+
+class _Storm:
+    """One node's kernel log gone mad: 29 XIDs over eight GPUs, again and again."""
+
+    def __init__(self, agent: Agent, per_s: float, seconds: float) -> None:
+        self.agent = agent
+        self.made = 0
+        self._per_s = per_s
+        self._most = round(per_s * seconds)
+        self._began_at = time.perf_counter()
+
+    def blow(self, now: float) -> None:
+        due = min(self._most, int((now - self._began_at) * self._per_s))
+        while self.made < due:
+            finding = messages.xid(10 + self.made % 29, Severity.WARNING, self.made % messages.RANKS)
+            self.agent.report(FindingRaised(finding=finding))
+            self.made += 1
+
+
+def main() -> None:
+    crowd = Crowd(json.loads(sys.stdin.buffer.readline()))
+    sys.stdout.write("null\n")
+    sys.stdout.flush()
+    crowd.run()
+
+
+if __name__ == "__main__":
+    main()

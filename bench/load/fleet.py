@@ -1,0 +1,200 @@
+"""The controller under measurement, as the process that operators run, and the crowds that make up its fleet."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.load import messages
+from bench.load.statistics import Distribution
+from everstep.tokens import TokenRole, mint
+
+AGENTS_PER_CROWD = 14_000
+"""Below the limit of 20,000 files that a process has here."""
+TICKS = os.sysconf("SC_CLK_TCK")
+POLL_S = 0.05
+
+
+class Controller:
+    """``everstep-controller serve`` with an empty database; ended by ``end``.
+
+    Args:
+        settings: lines of TOML, for what has no option of its own.
+    """
+
+    def __init__(self, directory: Path, database: str, settings: str) -> None:
+        self.directory = directory
+        self.secret_file, ready, file = directory / "secret", directory / "ready.json", directory / "settings.toml"
+        self.secret_file.touch(mode=0o600)
+        self.secret_file.write_text(secrets.token_hex(32))
+        file.write_text(settings)
+        command = [sys.executable, "-m", "controller.main", "serve", "--listen", "127.0.0.1:0", "--settings", str(file)]
+        command += ["--database", database or f"sqlite:///{directory / 'controller.db'}"]
+        command += ["--secret-file", str(self.secret_file), "--ready-file", str(ready), "--die-with-parent"]
+        with (directory / "controller.log").open("wb") as log:
+            self.process = subprocess.Popen(command, stderr=log)
+        while not ready.exists():
+            if self.process.poll() is not None:
+                raise SystemExit(self.log())
+            time.sleep(0.01)
+        self.address = str(json.loads(ready.read_text())["address"])
+        token = mint(self.secret_file.read_bytes().strip(), TokenRole.OPERATOR, "bench")
+        self.headers = {"Authorization": f"Bearer {token}"}
+
+    def log(self) -> str:
+        return (self.directory / "controller.log").read_text()[-4000:]
+
+    def get(self, path: str) -> Any:
+        request = urllib.request.Request(f"http://{self.address}{path}", headers=self.headers)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's series."""
+        request = urllib.request.Request(f"http://{self.address}/metrics", headers=self.headers)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        series = [line for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
+        return sum(float(line.rpartition(" ")[2]) for line in series)
+
+    def cpu_s(self) -> float:
+        """Processor time of all its threads so far."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / TICKS
+
+    def resident_bytes(self) -> int:
+        for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+        raise SystemExit(f"the controller is gone:\n{self.log()}")
+
+    def pause(self, seconds: float) -> None:
+        """Stops the whole process for a while, as a host that swaps or migrates does."""
+        self.process.send_signal(signal.SIGSTOP)
+        time.sleep(seconds)
+        self.process.send_signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class CrowdProcess:
+    """One process of agents."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        command = [sys.executable, "-m", "bench.load.crowd"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.tell(order)
+
+    def begin(self, order: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("a crowd of agents died")
+        return json.loads(line)
+
+    def tell(self, order: dict[str, Any]) -> Any:
+        self.begin(order)
+        return self.answer()
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(20)
+
+
+class Fleet:
+    """All crowds together: ``nodes`` agents, of which ``jobs`` jobs have 1,250 each (or all, in a smaller fleet).
+
+    Args:
+        spread: whether every agent has an address of its own; for fleets that hang up between beats.
+    """
+
+    def __init__(self, controller: Controller, nodes: int, *, jobs: int, spread: bool = False) -> None:
+        self.controller = controller
+        self.nodes = nodes
+        self.jobs = jobs
+        self.nodes_of_a_job = min(nodes, messages.NODES_OF_A_JOB)
+        crowds = -(-nodes // AGENTS_PER_CROWD)
+        bounds = [nodes * place // crowds for place in range(crowds + 1)]
+        self.crowds = [
+            CrowdProcess(
+                {
+                    "address": controller.address,
+                    "secret_file": str(controller.secret_file),
+                    "spread": spread,
+                    "jobs": jobs,
+                    "first": first,
+                    "last": last,
+                }
+            )
+            for first, last in itertools.pairwise(bounds)
+        ]
+
+    def all(self, do: str, **order: Any) -> list[Any]:
+        """Every crowd's answer to an order that all carry out at once."""
+        for crowd in self.crowds:
+            crowd.begin({"do": do, **order})
+        return [crowd.answer() for crowd in self.crowds]
+
+    def status(self) -> dict[str, Any]:
+        """The crowds' counts, added up."""
+        total: dict[str, Any] = {"phases": Counter(), "refusals": Counter()}
+        for one in self.all("status"):
+            for name, value in one.items():
+                if isinstance(value, dict):
+                    total[name].update(value)
+                else:
+                    total[name] = total.get(name, 0) + value
+        return total
+
+    def until(self, what: str, done: Callable[[dict[str, Any]], bool], deadline_s: float) -> dict[str, Any]:
+        """Waits for the crowds to come so far."""
+        end = time.perf_counter() + deadline_s
+        while not done(status := self.status()):
+            if time.perf_counter() > end or self.controller.process.poll() is not None:
+                raise SystemExit(f"{what}: only {status} after {deadline_s:g} s\n{self.controller.log()}")
+            time.sleep(POLL_S)
+        return status
+
+    def open(self) -> None:
+        """Registers everybody."""
+        self.all("open", window=max(8, 128 // len(self.crowds)))
+        self.until("registering", lambda status: status["phases"]["shown"] >= self.nodes, 60 + self.nodes / 200)
+
+    def join(self) -> None:
+        """Forms the jobs and brings them to step."""
+        joining = sum(self.all("join", nodes_of_a_job=self.nodes_of_a_job))
+        deadline_s = 60 + joining / 100
+        self.until("forming", lambda status: status["in_generation"] >= joining, deadline_s)
+        self.until("resuming", lambda status: status["unreported"] == 0, deadline_s)
+
+    def sample(self) -> dict[str, Distribution]:
+        """What the crowds measured since the last sample."""
+        samples = self.all("sample")
+        return {name: Distribution([one[name] for one in samples]) for name in ("beats", "reports", "lateness")}
+
+    def end(self) -> None:
+        for crowd in self.crowds:
+            crowd.end()

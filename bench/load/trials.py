@@ -1,0 +1,188 @@
+"""What is measured: one function a trial, each returning the rows of its table."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from typing import Any
+
+from bench.load.events import Follower
+from bench.load.fleet import POLL_S, Fleet
+from bench.load.statistics import Distribution
+from bench.table import Row
+
+MIB = 1 << 20
+FULL_NODES, FULL_INTERVAL_S = 12_500, 1.0
+"""100,000 GPUs at the rate for which the fleet's figures are set."""
+FALLEN_OFF_THE_BUS = 79
+
+
+def begin(fleet: Fleet, interval_s: float, **chaos: float) -> None:
+    """Starts the beats and lets one interval pass, in which everything is warmed up."""
+    fleet.all("beat", interval_s=interval_s, **chaos)
+    time.sleep(max(2.0, 1.2 * interval_s))
+    fleet.sample()
+
+
+# --- load --------------------------------------------------------------------------------------------------------
+
+
+def steady(fleet: Fleet, seconds: float, interval_s: float) -> list[Row]:
+    """Everybody beats, nothing happens."""
+    controller = fleet.controller
+    writes = controller.metric("everstep_controller_commit_seconds_count")
+    beats, cpu_s, started = fleet.status()["sent"], controller.cpu_s(), time.perf_counter()
+    time.sleep(seconds)
+    took_s = time.perf_counter() - started
+    cpu_s, beats = controller.cpu_s() - cpu_s, fleet.status()["sent"] - beats
+    sample = fleet.sample()
+    writes = controller.metric("everstep_controller_commit_seconds_count") - writes
+    judged = (fleet.nodes, interval_s) == (FULL_NODES, FULL_INTERVAL_S)
+    each = f"{fleet.nodes} nodes every {interval_s:g} s"
+    late = f"the agents' own lateness: {_ms(sample['lateness'], 0.99):.1f} ms at the 99th percentile"
+    return [
+        Row(f"controller CPU, {each}", cpu_s / took_s, "cores", *_marks(judged, 0.6, 0.3)),
+        Row("controller CPU per heartbeat", cpu_s / max(1, beats) * 1e6, "us", 48.0, 24.0),
+        Row("ingest latency, median", _ms(sample["beats"], 0.5), "ms"),
+        Row("ingest latency, 99th percentile", _ms(sample["beats"], 0.99), "ms", *_marks(judged, 50.0, 20.0), late),
+        Row("ingest latency, largest", sample["beats"].largest * 1e3, "ms"),
+        Row("resident memory", controller.resident_bytes() / MIB, "MiB", *_marks(judged, 600.0, 300.0)),
+        Row("transactions meanwhile", writes, "", against="beats that change nothing cost none"),
+    ]
+
+
+def _marks(judged: bool, floor: float, aim: float) -> tuple[float | None, float | None]:
+    return (floor, aim) if judged else (None, None)
+
+
+def _ms(distribution: Distribution, share: float) -> float:
+    return distribution.quantile(share) * 1e3
+
+
+# --- failures ----------------------------------------------------------------------------------------------------
+
+
+def one_failure(fleet: Fleet, rounds: int) -> list[Row]:
+    """A rank is lost, again and again: until the next generation is at every node of its job."""
+    took = [_lose_a_rank(fleet, f"job-{number % fleet.jobs:03d}") for number in range(rounds)]
+    name = f"rank lost, to the push at all {fleet.nodes_of_a_job} nodes of its job"
+    return [
+        Row(f"{name}, median of {rounds}", statistics.median(took) * 1e3, "ms", 250.0, 100.0),
+        Row(f"{name}, slowest", max(took) * 1e3, "ms"),
+    ]
+
+
+def _lose_a_rank(fleet: Fleet, job: str) -> float:
+    """Seconds from the report to the last push."""
+    told = next(answer for crowd in fleet.crowds if (answer := crowd.tell({"do": "lose_rank", "job": job})))
+    generation = int(told["generation"]) + 1
+    end = time.perf_counter() + 60
+    heard: list[dict[str, float]] = []
+    while sum(one["count"] for one in heard) < fleet.nodes_of_a_job:
+        if time.perf_counter() > end:
+            raise SystemExit(f"{job} never heard of generation {generation}: {heard}\n{fleet.controller.log()}")
+        time.sleep(POLL_S)
+        heard = fleet.all("entered", job=job, generation=generation)
+    time.sleep(0.2)  # whatever the failure brought with it has passed before the next
+    return float(max(one["last"] for one in heard)) - float(told["at"])
+
+
+def mass_failure(fleet: Fleet, follower: Follower, count: int) -> list[Row]:
+    """Many nodes report a lost GPU at once: until there is a verdict on every one of them."""
+    since = len(follower.seen)
+    told: dict[str, float] = {}
+    share = -(-count // len(fleet.crowds))
+    for one in fleet.all("fail", count=share, number=FALLEN_OFF_THE_BUS):
+        told |= one
+    end = time.perf_counter() + 120
+    while len(decided := follower.first_verdicts(set(told), since)) < len(told):
+        if time.perf_counter() > end:
+            break
+        time.sleep(POLL_S)
+    took = sorted(event.at - told[node] for node, event in decided.items())
+    words = ", ".join(f"{number} {kind}" for kind, number in Counter(e.kind for e in decided.values()).most_common())
+    name = f"{len(told)} of {fleet.nodes} nodes failing at once"
+    ninety = took[int(0.9 * len(told)) - 1] if len(took) >= 0.9 * len(told) else None
+    return [
+        Row(f"{name}: decided, 90th percentile", ninety, "s", 2.0, 1.0, "NVSentinel: 419 s"),
+        Row(f"{name}: decided, all", took[-1] if len(took) == len(told) else None, "s", against=words),
+    ]
+
+
+# --- storms ------------------------------------------------------------------------------------------------------
+
+
+def storm(fleet: Fleet, nodes: int, per_s: float, seconds: float, calm: Distribution) -> list[Row]:
+    """Some nodes report XIDs without end: nothing is lost, and others do not notice."""
+    before = fleet.controller.metric("everstep_controller_reports_total")
+    fleet.sample()
+    fleet.crowds[-1].tell({"do": "storm", "nodes": nodes, "per_s": per_s, "seconds": seconds})
+    time.sleep(seconds)
+    sample = fleet.sample()
+    end = time.perf_counter() + 30
+    while (rest := fleet.crowds[-1].tell({"do": "calm"}))["open"] and time.perf_counter() < end:
+        time.sleep(POLL_S)
+    taken = fleet.controller.metric("everstep_controller_reports_total") - before
+    name = f"{nodes} node{'s' if nodes > 1 else ''} at {per_s:g} XIDs/s"
+    ratio = sample["beats"].quantile(0.99) / max(1e-9, calm.quantile(0.99))
+    against = f"{_ms(sample['beats'], 0.99):.1f} ms at the 99th percentile, unloaded {_ms(calm, 0.99):.1f} ms"
+    return [
+        Row(f"{name}: lost of {rest['made']}", rest["made"] - taken, "reports", 0.0, 0.0),
+        Row(f"{name}: others' latency against unloaded", ratio, "x", 2.0, 1.1, against),
+        Row(f"{name}: report to its acknowledgement, 99th percentile", _ms(sample["reports"], 0.99), "ms"),
+    ]
+
+
+def calm(fleet: Fleet, seconds: float) -> Distribution:
+    """Latencies of beats while nothing happens."""
+    fleet.sample()
+    time.sleep(seconds)
+    return fleet.sample()["beats"]
+
+
+def false_evictions(
+    fleet: Fleet, follower: Follower, seconds: float, interval_s: float, chaos: dict[str, Any]
+) -> list[Row]:
+    """Beats lost and late, the controller stopped for a while: nobody is taken for lost, nobody is evicted."""
+    fleet.all("beat", interval_s=interval_s, loss=chaos["loss"], jitter_s=chaos["jitter_s"])
+    since, started = len(follower.seen), time.perf_counter()
+    time.sleep(seconds / 2)
+    if chaos["pause_s"]:
+        fleet.controller.pause(chaos["pause_s"])
+    time.sleep(max(0.0, started + seconds - time.perf_counter()))
+    kinds = follower.kinds(since)
+    wrong = sum(kinds[kind] for kind in ("verdict.evict", "node.lost", "job.paused"))
+    words = (
+        f"{chaos['loss']:.0%} of beats lost, {chaos['jitter_s'] * 1e3:g} ms jitter, a pause of {chaos['pause_s']:g} s "
+        f"in {seconds:g} s; suspected for a moment: {kinds['node.suspect']}"
+    )
+    return [Row(f"false evictions and losses among {fleet.nodes} nodes", float(wrong), "nodes", 0.0, 0.0, words)]
+
+
+def lateness(fleet: Fleet, follower: Follower, seconds: float, interval_s: float) -> list[Row]:
+    """A fleet of more nodes than the process may have connections: how many hang up, and whether any is suspected."""
+    kinds, status = follower.kinds(), fleet.status()
+    wrong = float(kinds["node.suspect"] + kinds["node.lost"])
+    held = f"{status['connected']} sessions held, {status['phases']['hung up']} hung up between beats"
+    return [
+        Row(f"nodes that seemed late in {seconds:g} s", wrong, "nodes", 0.0, 0.0, held),
+        *_giant_memory(fleet),
+        *idle_failure(fleet, follower),
+    ]
+
+
+def _giant_memory(fleet: Fleet) -> list[Row]:
+    gib = fleet.controller.resident_bytes() / (1 << 30)
+    return [Row(f"resident memory with {fleet.nodes} nodes", gib, "GiB", 3.0, 3.0)]
+
+
+def idle_failure(fleet: Fleet, follower: Follower) -> list[Row]:
+    """One failure in a fleet that hangs up between beats: until the verdict on it."""
+    since = len(follower.seen)
+    told: dict[str, float] = fleet.crowds[-1].tell({"do": "fail", "count": 1, "number": FALLEN_OFF_THE_BUS})
+    end = time.perf_counter() + 60
+    while not (decided := follower.first_verdicts(set(told), since)) and time.perf_counter() < end:
+        time.sleep(POLL_S)
+    took = next((event.at - told[node] for node, event in decided.items()), None)
+    return [Row(f"one failure among {fleet.nodes} nodes: decided", took, "s", 2.0, 1.0)]

@@ -1,0 +1,252 @@
+"""What an agent may ask and what follows from it, whatever way it came: by HTTP or in a session.
+
+A fleet of 12,500 nodes beats 12,500 times a second; a beat that says nothing new costs one ``touch``, no transaction
+and no task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from controller.api import asgi
+from controller.api.descriptors import Descriptors
+from controller.core import events as ev
+from controller.core import fleet
+from controller.core.jobs import ENDED
+from controller.intake import Urgency
+from controller.loop import FleetLoop
+from controller.metrics import Metrics
+from controller.push import Encoded
+from controller.transaction import Transaction, new_trace
+from everstep.clock import Clock
+from everstep.errors import EverstepError, MalformedMessage, NotFound, StaleGeneration, Unavailable
+from everstep.wire.v1.agent import Heartbeat, Register, Registered, Reports
+from everstep.wire.v1.training import AnyReport
+from everstep.wire.version import SPOKEN, negotiate
+
+log = logging.getLogger(__name__)
+
+_REGISTER = msgspec.json.Decoder(Register)
+
+
+class BeatAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """``HeartbeatAnswer`` over encoded directives."""
+
+    server_at: float
+    resend: bool = False
+    directives: tuple[Encoded, ...] = ()
+    hold: bool = True
+
+
+class _Offer(msgspec.Struct):
+    """What every protocol version's Register has in common."""
+
+    protocols: tuple[int, ...]
+
+
+_OFFER = msgspec.json.Decoder(_Offer)
+
+
+class AgentDesk:
+    """Takes what agents say. Every method raises what the agent is to be told.
+
+    Args:
+        name: how this controller calls itself to agents.
+        heartbeat_interval_s: how often agents are told to beat.
+        marks: (node, incarnation) to the newest report number that was taken, as stored.
+        poisoned: (node, incarnation, number) of reports that an earlier life of the controller did not survive.
+    """
+
+    def __init__(
+        self,
+        *,
+        loop: FleetLoop,
+        metrics: Metrics,
+        clock: Clock,
+        descriptors: Descriptors,
+        name: str,
+        heartbeat_interval_s: float,
+        marks: dict[tuple[str, int], int],
+        poisoned: frozenset[tuple[str, int, int]],
+    ) -> None:
+        self.outbox = loop.outbox
+        self.metrics = metrics
+        self.descriptors = descriptors
+        self.wall: Callable[[], float] = clock.wall
+        self._loop = loop
+        self._state = loop.state
+        self._now = loop.now
+        self._name = name
+        self._heartbeat_interval_s = heartbeat_interval_s
+        self._marks = {node: (incarnation, through) for (node, incarnation), through in sorted(marks.items())}
+        self._poisoned = poisoned
+
+    def check_life(self, node: str, incarnation: int) -> None:
+        """Raises NotFound where the node (or this life of it) must register first, StaleGeneration where it is over."""
+        record = self._state.nodes.get(node)
+        if record is None:
+            raise NotFound(f"node {node} is not known here: register first")
+        if incarnation < record.incarnation:
+            raise StaleGeneration(
+                f"incarnation {incarnation} of node {node} is over: {record.incarnation} registered since"
+            )
+        if incarnation > record.incarnation:
+            raise NotFound(f"incarnation {incarnation} of node {node} is not known here: register first")
+
+    def hold(self, node: str) -> bool:
+        """Whether the node's session is to stay open between beats; see ``HeartbeatAnswer``."""
+        if not self.descriptors.scarce:
+            return True
+        return not self.descriptors.exhausted and self._is_wanted(node)
+
+    def _is_wanted(self, node: str) -> bool:
+        """Whether a job that is not over has a launcher on the node: it may be sent directives at any moment."""
+        live = self._state.live_nodes.get(node)
+        jobs = self._state.jobs
+        return live is not None and any(jobs[name].state not in ENDED for name in live.jobs)
+
+    # --- register ------------------------------------------------------------------------------------------------
+
+    def register(self, node: str, register: Register) -> asyncio.Future[Registered]:
+        """Begins a life of the node, or introduces it again in the same one."""
+        if register.node != node:
+            raise MalformedMessage(f"the body speaks of node {register.node}, the path of {node}")
+        protocol = negotiate(register.protocols)
+        return self._loop.enqueue(lambda tx, now: self._begin_life(register, protocol, tx, now))
+
+    def _begin_life(self, register: Register, protocol: int, tx: Transaction, now: float) -> Registered:
+        """Answers with the number of the first directive of this life. In a new life older ones are void."""
+        tx.forgettable = True  # another controller would ask the node to register
+        node, outbox = register.node, self.outbox
+        known = self._state.nodes.get(node)
+        fresh = known is None or known.incarnation != register.incarnation
+        first = outbox.next_number(node) if fresh else outbox.oldest(node)
+        tx.handle(ev.AgentRegistered(register=register, trace=new_trace()), now)
+        if fresh:
+            outbox.acknowledge(node, first - 1)
+            outbox.dismiss(node, register.incarnation)
+        log.info(
+            "node %s registers: incarnation %d, agent %s, %d GPUs",
+            node,
+            register.incarnation,
+            register.agent_version,
+            len(register.gpus),
+            extra={"node": node},
+        )
+        return Registered(
+            protocol=protocol,
+            heartbeat_interval_s=self._heartbeat_interval_s,
+            next_directive=first,
+            controller=self._name,
+            server_at=self.wall(),
+            hold=self.hold(node),
+        )
+
+    # --- heartbeat -----------------------------------------------------------------------------------------------
+
+    def beat(self, node: str, beat: Heartbeat) -> asyncio.Future[bool] | bool:
+        """Takes a beat, now or in a transaction. True: its node's findings are to be sent again."""
+        self._loop.check_leading()
+        heard = fleet.Heard.NEWS
+        if beat.findings is None:
+            heard = fleet.touch(self._state, node, beat.incarnation, self._now(), beat.ranks)
+        if heard is not fleet.Heard.QUIET:
+            self.check_life(node, beat.incarnation)
+        if beat.directives_through:
+            self.outbox.acknowledge(node, beat.directives_through)
+        if heard is not fleet.Heard.NEWS:
+            return heard is fleet.Heard.UNKNOWN
+        try:
+            return self._loop.enqueue(lambda tx, now: self._changed(node, beat, tx, now), Urgency.ROUTINE)
+        except Unavailable:
+            fleet.touch(self._state, node, beat.incarnation, self._now())  # it was heard all the same
+            raise
+
+    @staticmethod
+    def _changed(node: str, beat: Heartbeat, tx: Transaction, now: float) -> bool:
+        tx.forgettable = True  # another controller would ask for the whole picture
+        event = ev.HeartbeatChanged(
+            node=node, incarnation=beat.incarnation, findings=beat.findings, ranks=beat.ranks, trace=new_trace()
+        )
+        tx.handle(event, now)
+        return False
+
+    # --- reports -------------------------------------------------------------------------------------------------
+
+    def reports(self, node: str, reports: Reports) -> asyncio.Future[int]:
+        """Takes reports; the number of the newest that is durable."""
+        return self._loop.enqueue(lambda tx, now: self._take_reports(node, reports, tx, now))
+
+    def _take_reports(self, node: str, reports: Reports, tx: Transaction, now: float) -> int:
+        """Runs every report that was not taken before; returns the newest number taken."""
+        incarnation = reports.incarnation
+        self.check_life(node, incarnation)
+        life, before = self._marks.get(node, (incarnation, 0))
+        before = through = before if life == incarnation else 0
+        taken = 0
+        for report in reports.reports:
+            if report.number > through:
+                through = report.number
+                if (node, incarnation, report.number) in self._poisoned:
+                    continue
+                taken += 1
+                self._take_report(node, incarnation, report.number, report.body, tx, now)
+        self.metrics.reports_taken(taken, len(reports.reports) - taken)
+        if through > before:
+            tx.mark(node, incarnation, through)
+            self._marks[node] = (incarnation, through)
+        return through
+
+    def _take_report(
+        self, node: str, incarnation: int, number: int, body: AnyReport, tx: Transaction, now: float
+    ) -> None:
+        event = ev.ReportArrived(
+            node=node,
+            incarnation=incarnation,
+            number=number,
+            body=body,
+            entropy=secrets.token_hex(32),
+            trace=new_trace(),
+        )
+        try:
+            tx.handle(event, now)
+        except EverstepError as error:  # about a job that is gone, say: taken, so that the others are not held up
+            self.metrics.refused("agents/reports/one", error.code)
+            log.warning("report %d (%s) refused: %s", number, type(body).__name__, error, extra={"node": node})
+
+    # --- connections ---------------------------------------------------------------------------------------------
+
+    def disconnected(self, node: str, incarnation: int) -> None:
+        """The node's connection ended without our doing, and it has no other."""
+        event = ev.NodeDisconnected(node=node, incarnation=incarnation, trace=new_trace())
+        try:
+            told = self._loop.enqueue(lambda tx, now: tx.handle(event, now))
+        except EverstepError as error:  # nobody is left to tell
+            log.info("the end of a connection of node %s was not taken up: %s", node, error, extra={"node": node})
+        else:
+            told.add_done_callback(_heed)
+
+
+def _heed(future: asyncio.Future[Any]) -> None:
+    """Nobody waits for it: a refusal (the controller is stopping) is no error of ours."""
+    if not future.cancelled():
+        future.exception()
+
+
+def decode_register(body: bytes) -> Register:
+    """Raises VersionMismatch for a message of a protocol that is not spoken here, else MalformedMessage."""
+    try:
+        return asgi.decode(_REGISTER, body)
+    except MalformedMessage:
+        try:
+            offer = _OFFER.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            offer = _Offer(protocols=SPOKEN)
+        negotiate(offer.protocols)
+        raise

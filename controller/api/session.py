@@ -1,0 +1,365 @@
+"""An agent's session: frames on the connection that it upgraded (``everstep.wire.v1.session`` has the rules).
+
+A beat that says nothing new is taken and answered inside ``data_received``. What needs a transaction is queued, and
+answered by the callback of its future: beats and registrations in one lane, reports in another, each in order and one
+at a time. A session costs one object and no task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from controller.api import asgi
+from controller.api.auth import Gate
+from controller.api.desk import AgentDesk, BeatAnswer, decode_register
+from controller.push import Encoded, Outgoing
+from everstep.errors import (
+    AuthenticationError,
+    EverstepError,
+    MalformedMessage,
+    RateLimited,
+    StaleGeneration,
+    TooLarge,
+    Unavailable,
+)
+from everstep.tokens import Identity
+from everstep.wire.v1.agent import MAX_BODY_BYTES, Heartbeat, Registered, Reports, ReportsAnswer
+from everstep.wire.v1.session import NUMBER_BYTES, PREFIX_BYTES, Acknowledge, Frame, Refused, encode_frame
+
+log = logging.getLogger(__name__)
+
+MOST_PARKED = 16
+"""Frames of one session that may wait for those before them; with more, or more bytes, it is not read from."""
+MOST_PARKED_BYTES = 256 << 10
+STALLED_S = 20.0
+"""Seconds that an agent may leave its pushes unread before it is cut off; it comes back and is sent them again."""
+MOST_UNREAD_BYTES = 32 << 20
+"""Bytes of pushes unread after which it is cut off at once: two generations of a million GPUs."""
+
+_HEAD = PREFIX_BYTES + 1
+_HEARTBEAT = msgspec.json.Decoder(Heartbeat)
+_REPORTS = msgspec.json.Decoder(Reports)
+_ACKNOWLEDGE = msgspec.json.Decoder(Acknowledge)
+_REPORTS_LANE = (Frame.REPORTS,)
+_BEATS_LANE = (Frame.HEARTBEAT, Frame.REGISTER)
+
+
+class _Directives(msgspec.Struct, frozen=True):
+    """``DirectivesAnswer`` over encoded directives."""
+
+    directives: tuple[Encoded, ...]
+
+
+class Session(asyncio.Protocol):
+    """One agent's. Made for a connection whose upgrade was accepted.
+
+    Args:
+        identity: the agent's, as the gate admitted it; every frame is counted as its own, until it is revoked.
+        on_end: told when the connection has ended.
+
+    Attributes:
+        incarnation: the life that its first frame speaks for; 0 until then.
+    """
+
+    __slots__ = (
+        "_attached",
+        "_beats_busy",
+        "_buffer",
+        "_closed",
+        "_desk",
+        "_gate",
+        "_held",
+        "_identity",
+        "_node",
+        "_on_end",
+        "_parked",
+        "_reports_busy",
+        "_stalled",
+        "_transport",
+        "incarnation",
+    )
+
+    def __init__(
+        self,
+        desk: AgentDesk,
+        gate: Gate,
+        identity: Identity,
+        transport: asyncio.Transport,
+        on_end: Callable[[Session], None],
+    ) -> None:
+        self.incarnation = 0
+        self._desk = desk
+        self._gate = gate
+        self._identity = identity
+        self._node = identity.subject
+        self._transport = transport
+        self._on_end = on_end
+        self._buffer: bytearray | None = None
+        self._parked: list[tuple[Frame, bytes]] | None = None
+        self._stalled: asyncio.TimerHandle | None = None
+        self._attached = False
+        self._held = True
+        self._closed = False
+        self._beats_busy = False
+        self._reports_busy = False
+
+    # --- the connection ------------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        if self._buffer is not None:
+            self._buffer += data
+            if len(self._buffer) < _needed(self._buffer):
+                return
+            data, self._buffer = bytes(self._buffer), None
+        at, end = 0, len(data)
+        while end - at >= _HEAD and not self._closed:
+            body_at = at + _HEAD
+            after = at + PREFIX_BYTES + int.from_bytes(data[at : at + PREFIX_BYTES], "big")
+            if not body_at <= after <= body_at + MAX_BODY_BYTES:
+                self._hang_up(0, TooLarge(f"a frame is longer than {MAX_BODY_BYTES} bytes, or has no kind: hanging up"))
+                return
+            if after > end:
+                break
+            self._frame(data[at + PREFIX_BYTES], data[body_at:after])
+            at = after
+        if at < end and not self._closed:
+            self._buffer = bytearray(data[at:])
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._closed = True
+        self._buffer = self._parked = None
+        self._forget_stall()
+        self._on_end(self)
+        attached, self._attached = self._attached, False
+        outbox = self._desk.outbox
+        if attached:
+            outbox.detach(self._node, self)
+            if self._held and not outbox.closed and not outbox.waiting(self._node):
+                self._desk.disconnected(self._node, self.incarnation)
+
+    def eof_received(self) -> None:
+        """The agent has closed its end: so do we."""
+
+    def pause_writing(self) -> None:
+        self._stalled = asyncio.get_running_loop().call_later(STALLED_S, self._cut)
+
+    def resume_writing(self) -> None:
+        self._forget_stall()
+
+    def shutdown(self) -> None:
+        """The server stops: an orderly end, which says nothing about the node."""
+        self.dismiss()
+
+    def dismiss(self) -> None:
+        """Ends the session: another one, or another life of the node, took its place."""
+        if self._attached:
+            self._attached = False
+            self._desk.outbox.detach(self._node, self)
+        self._close()
+
+    def _close(self) -> None:
+        self._closed = True
+        self._transport.close()
+
+    def _cut(self) -> None:
+        """The agent does not read. What it was sent waits until it comes back."""
+        self._desk.metrics.sessions_cut.inc()
+        log.warning("node %s does not read what it is sent: its session is cut off", self._node)
+        self._closed = True
+        self._transport.abort()
+
+    def _forget_stall(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+    # --- frames in -----------------------------------------------------------------------------------------------
+
+    def _frame(self, kind: int, body: bytes) -> None:
+        try:
+            self._gate.again(self._identity)
+            if kind == Frame.HEARTBEAT and not self._beats_busy:
+                self._beat(body)
+            elif kind == Frame.ACKNOWLEDGE:
+                self._acknowledge(body)
+            elif kind in (Frame.HEARTBEAT, Frame.REGISTER, Frame.REPORTS):
+                self._in_turn(Frame(kind), body)
+            else:
+                self._hang_up(0, MalformedMessage(f"a frame of kind {kind} is not known here: hanging up"))
+        except AuthenticationError as error:
+            self._hang_up(kind, error)
+        except EverstepError as error:
+            self._refuse(kind, error)
+
+    def _in_turn(self, kind: Frame, body: bytes) -> None:
+        if self._reports_busy if kind is Frame.REPORTS else self._beats_busy:
+            self._park(kind, body)
+        elif kind is Frame.REPORTS:
+            self._reports(body)
+        elif kind is Frame.REGISTER:
+            self._register(body)
+        else:
+            self._beat(body)
+
+    def _park(self, kind: Frame, body: bytes) -> None:
+        if self._parked is None:
+            self._parked = []
+        self._parked.append((kind, body))
+        if len(self._parked) >= MOST_PARKED or sum(len(one) for _, one in self._parked) > MOST_PARKED_BYTES:
+            self._transport.pause_reading()
+
+    def _next(self, lane: tuple[Frame, ...]) -> None:
+        """The frame before is answered: takes those of its lane that wait, until one of them waits for the loop."""
+        while self._parked and not (self._reports_busy if lane is _REPORTS_LANE else self._beats_busy):
+            found = next((place for place, (kind, _) in enumerate(self._parked) if kind in lane), None)
+            if found is None:
+                return
+            kind, body = self._parked.pop(found)
+            if not self._parked:
+                self._parked = None
+                self._transport.resume_reading()
+            try:
+                self._in_turn(kind, body)
+            except EverstepError as error:
+                self._refuse(kind, error)
+
+    def _beat(self, body: bytes) -> None:
+        beat = asgi.decode(_HEARTBEAT, body)
+        self._check_own(beat.incarnation)
+        outcome = self._desk.beat(self._node, beat)
+        if isinstance(outcome, bool):
+            self._answer_beat(beat.incarnation, resend=outcome)
+        else:
+            self._beats_busy = True
+            outcome.add_done_callback(lambda done: self._beat_done(beat.incarnation, done))
+
+    def _beat_done(self, incarnation: int, done: asyncio.Future[bool]) -> None:
+        self._beats_busy = False
+        if self._result(Frame.HEARTBEAT, done):
+            self._answer_beat(incarnation, resend=done.result())
+        self._next(_BEATS_LANE)
+
+    def _answer_beat(self, incarnation: int, *, resend: bool) -> None:
+        desk = self._desk
+        desk.metrics.beats += 1
+        waited = () if self._attached else self._attach(incarnation)
+        self._held = desk.hold(self._node)
+        answer = BeatAnswer(desk.wall(), resend, tuple(one.encoded() for one in waited), self._held)
+        self._send(Frame.HEARTBEAT_ANSWER, asgi.encode(answer))
+
+    def _register(self, body: bytes) -> None:
+        register = decode_register(body)
+        self._check_own(register.incarnation)
+        done = self._desk.register(self._node, register)
+        self.incarnation = register.incarnation
+        self._beats_busy = True
+        done.add_done_callback(self._registered)
+
+    def _registered(self, done: asyncio.Future[Registered]) -> None:
+        self._beats_busy = False
+        if self._result(Frame.REGISTER, done):
+            registered = done.result()
+            self._held = registered.hold
+            self._send(Frame.REGISTERED, asgi.encode(registered))
+            if not self._attached:
+                self.push(self._attach(self.incarnation))
+        elif not self._attached:
+            self.incarnation = 0
+        self._next(_BEATS_LANE)
+
+    def _reports(self, body: bytes) -> None:
+        done = self._desk.reports(self._node, asgi.decode(_REPORTS, body))
+        self._reports_busy = True
+        done.add_done_callback(self._reports_done)
+
+    def _reports_done(self, done: asyncio.Future[int]) -> None:
+        self._reports_busy = False
+        if self._result(Frame.REPORTS, done):
+            self._send(Frame.REPORTS_ANSWER, asgi.encode(ReportsAnswer(through=done.result())))
+        self._next(_REPORTS_LANE)
+
+    def _acknowledge(self, body: bytes) -> None:
+        acknowledge = asgi.decode(_ACKNOWLEDGE, body)
+        if self._attached:  # else it speaks for a life that may be over
+            self._desk.outbox.acknowledge(self._node, acknowledge.through)
+
+    def _check_own(self, incarnation: int) -> None:
+        """Raises StaleGeneration for another life than the session's own."""
+        if incarnation != self.incarnation and self.incarnation:
+            raise StaleGeneration(
+                f"this session belongs to incarnation {self.incarnation} of node {self._node}, "
+                f"not to {incarnation}: open another"
+            )
+
+    def _attach(self, incarnation: int) -> tuple[Outgoing, ...]:
+        """The first frame was accepted: from now on directives are pushed here. Returns those that wait already."""
+        if self._closed:
+            return ()
+        self.incarnation = incarnation
+        self._attached = True
+        return self._desk.outbox.attach(self._node, self)
+
+    # --- frames out ----------------------------------------------------------------------------------------------
+
+    def push(self, directives: Sequence[Outgoing]) -> None:
+        """Sends directives, in order. Never raises and never waits."""
+        small: list[Outgoing] = []
+        for one in directives:
+            if one.body.is_large:
+                self._push_small(small)
+                small = []
+                self._push_large(one)
+            else:
+                small.append(one)
+        self._push_small(small)
+        if self._transport.get_write_buffer_size() > MOST_UNREAD_BYTES and not self._closed:
+            self._cut()
+
+    def _push_small(self, directives: list[Outgoing]) -> None:
+        if directives:
+            self._send(Frame.PUSH, asgi.encode(_Directives(tuple(one.encoded() for one in directives))))
+
+    def _push_large(self, one: Outgoing) -> None:
+        """The number, and the deflated body that all receivers share: it is not copied."""
+        if not self._closed:
+            deflated = one.body.deflated
+            length = (1 + NUMBER_BYTES + len(deflated)).to_bytes(PREFIX_BYTES, "big")
+            head = length + bytes((Frame.DEFLATED_PUSH,)) + one.seq.to_bytes(NUMBER_BYTES, "big")
+            self._transport.writelines((head, deflated))
+
+    def _send(self, kind: Frame, body: bytes) -> None:
+        if not self._closed:
+            self._transport.write(encode_frame(kind, body))
+
+    def _result(self, kind: Frame, done: asyncio.Future[Any]) -> bool:
+        """Whether it went well; else the agent is told why not."""
+        error = done.exception()
+        if error is None:
+            return True
+        if not isinstance(error, EverstepError):
+            raise error
+        self._refuse(kind, error)
+        return False
+
+    def _refuse(self, kind: int, error: EverstepError) -> None:
+        self._desk.metrics.refused("session", error.code)
+        retry_after_s = error.retry_after_s if isinstance(error, Unavailable | RateLimited) else None
+        refused = Refused(of=kind, code=error.code, message=str(error)[:4096], retry_after_s=retry_after_s)
+        self._send(Frame.REFUSED, asgi.encode(refused))
+
+    def _hang_up(self, kind: int, error: EverstepError) -> None:
+        """What came cannot be told apart from what follows it (kind 0), or nothing more may come."""
+        self._refuse(kind, error)
+        self._close()
+
+
+def _needed(buffer: bytearray) -> int:
+    """Bytes that ``buffer`` must have to hold its first frame, as far as that is known."""
+    if len(buffer) < _HEAD:
+        return _HEAD
+    return PREFIX_BYTES + min(int.from_bytes(buffer[:PREFIX_BYTES], "big"), 1 + MAX_BODY_BYTES)

@@ -1,0 +1,236 @@
+"""An agent's session for tests: a blocking client of real frames, and a served controller inside the test's process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import msgspec
+
+from controller.api.front import Front
+from controller.app import Controller
+from everstep.tokens import TokenRole
+from everstep.wire.v1.agent import (
+    DirectivesAnswer,
+    Heartbeat,
+    HeartbeatAnswer,
+    Numbered,
+    Registered,
+    Reports,
+    ReportsAnswer,
+)
+from everstep.wire.v1.directives import AnyDirective, Directive
+from everstep.wire.v1.session import NUMBER_BYTES, PREFIX_BYTES, UPGRADE, Acknowledge, Frame, Refused, encode_frame
+from everstep.wire.v1.training import AnyReport
+from tests.support.controllers import InProcess, bearer, registration
+
+T = TypeVar("T")
+
+ANSWERS: dict[Frame, type[Any]] = {
+    Frame.REGISTERED: Registered,
+    Frame.HEARTBEAT_ANSWER: HeartbeatAnswer,
+    Frame.REPORTS_ANSWER: ReportsAnswer,
+    Frame.PUSH: DirectivesAnswer,
+    Frame.REFUSED: Refused,
+}
+
+
+def upgrade(node: str, headers: dict[str, str], wanted: str = UPGRADE) -> bytes:
+    """The request that opens a session."""
+    lines = [f"GET /v1/agents/{node}/session HTTP/1.1", "Host: test", "Connection: Upgrade", f"Upgrade: {wanted}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join((*lines, "", "")).encode()
+
+
+class Line:
+    """A connection to a controller."""
+
+    def __init__(self, address: str, timeout_s: float = 10.0) -> None:
+        host, _, port = address.rpartition(":")
+        self.sock = socket.create_connection((host, int(port)), timeout_s)
+        self._read = b""
+
+    def send(self, data: bytes) -> None:
+        self.sock.sendall(data)
+
+    def head(self) -> tuple[int, bytes]:
+        """Status and head of an HTTP answer; what follows stays to be read."""
+        while b"\r\n\r\n" not in self._read:
+            self._more()
+        head, _, self._read = self._read.partition(b"\r\n\r\n")
+        return int(head.split(b" ")[1]), head
+
+    def take(self, count: int) -> bytes:
+        while len(self._read) < count:
+            self._more()
+        data, self._read = self._read[:count], self._read[count:]
+        return data
+
+    def ended(self) -> bool:
+        """Whether the other end closed, with nothing unread before that."""
+        try:
+            return self._read == b"" and self.sock.recv(1) == b""
+        except ConnectionResetError:
+            return True
+
+    def _more(self) -> None:
+        data = self.sock.recv(1 << 20)
+        if not data:
+            raise EOFError
+        self._read += data
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+class AgentSession(Line):
+    """One node's session, open from the start. Answers come decoded, in the order in which they are sent."""
+
+    def __init__(self, address: str, node: str, incarnation: int = 1) -> None:
+        super().__init__(address)
+        self.node = node
+        self.incarnation = incarnation
+        self.pushed: list[Directive] = []
+        self._seq = 0
+        self._number = 0
+        self.send(upgrade(node, bearer(TokenRole.AGENT, node)))
+        status, head = self.head()
+        assert status == 101, head
+
+    def say(self, kind: Frame, message: Any) -> None:
+        self.send(encode_frame(kind, msgspec.json.encode(message)))
+
+    def next_frame(self) -> tuple[Frame, Any]:
+        """The next frame of any kind, decoded; pushed directives are kept in ``pushed`` too."""
+        length = int.from_bytes(self.take(PREFIX_BYTES), "big")
+        kind, body = Frame(self.take(1)[0]), self.take(length - 1)
+        if kind is Frame.DEFLATED_PUSH:
+            seq, text = int.from_bytes(body[:NUMBER_BYTES], "big"), zlib.decompress(body[NUMBER_BYTES:])
+            message = DirectivesAnswer(
+                directives=(Directive(seq=seq, body=msgspec.json.decode(text, type=AnyDirective)),)
+            )
+        else:
+            message = msgspec.json.decode(body, type=ANSWERS[kind])
+        if isinstance(message, DirectivesAnswer):
+            self.pushed += message.directives
+        return kind, message
+
+    def answer(self, kind: type[T]) -> T:
+        """The next frame that is no push. Raises AssertionError where it is another."""
+        while True:
+            _, message = self.next_frame()
+            if not isinstance(message, DirectivesAnswer):
+                assert isinstance(message, kind), message
+                return message
+
+    def directive(self, kind: type[T]) -> T:
+        """The body of the next directive of this kind, pushed now or before."""
+        while not any(isinstance(one.body, kind) for one in self.pushed):
+            self.next_frame()
+        found = next(one for one in self.pushed if isinstance(one.body, kind))
+        self.pushed.remove(found)
+        assert isinstance(found.body, kind)
+        return found.body
+
+    def register(self, **fields: Any) -> Registered:
+        self.say(Frame.REGISTER, registration(self.node, self.incarnation, **fields))
+        return self.answer(Registered)
+
+    def beat(self, **fields: Any) -> HeartbeatAnswer:
+        self._seq += 1
+        self.say(Frame.HEARTBEAT, Heartbeat(incarnation=self.incarnation, seq=self._seq, sent_at=0.0, **fields))
+        answer = self.answer(HeartbeatAnswer)
+        self.pushed += answer.directives
+        return answer
+
+    def report(self, *bodies: AnyReport) -> ReportsAnswer:
+        self.say_reports(*bodies)
+        return self.answer(ReportsAnswer)
+
+    def say_reports(self, *bodies: AnyReport) -> None:
+        numbered = tuple(Numbered(number=self._number + 1 + i, body=body) for i, body in enumerate(bodies))
+        self._number += len(bodies)
+        self.say(Frame.REPORTS, Reports(incarnation=self.incarnation, reports=numbered))
+
+    def acknowledge(self, through: int) -> None:
+        self.say(Frame.ACKNOWLEDGE, Acknowledge(through=through))
+
+
+class Served:
+    """A controller on a real port, on an event loop in a thread of its own."""
+
+    def __init__(self, application: InProcess) -> None:
+        self.address = ""
+        self.controller: Controller
+        self._application = application
+        self._loop = asyncio.new_event_loop()
+        self._connections: set[Any] = set()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="served controller")
+
+    def start(self) -> None:
+        self._thread.start()
+        self.run(self._serve())
+
+    async def _serve(self) -> None:
+        self.controller = controller = await self._application.start()
+        server = await asyncio.get_running_loop().create_server(
+            lambda: Front(lambda: controller, controller.agents.descriptors, self._connections, asyncio.Protocol),
+            "127.0.0.1",
+            0,
+        )
+        host, port = server.sockets[0].getsockname()
+        self.address = f"{host}:{port}"
+        self._server = server
+
+    def run(self, coroutine: Any) -> Any:
+        """The coroutine's result, run on the controller's loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
+
+    def on_loop(self, call: Callable[[], T]) -> T:
+        """What ``call`` returns on the controller's loop."""
+
+        async def inside() -> T:
+            return call()
+
+        result: T = self.run(inside())
+        return result
+
+    def until(self, condition: Callable[[], bool], deadline_s: float = 10.0) -> None:
+        """Waits on the controller's loop for a condition."""
+
+        async def wait() -> None:
+            async with asyncio.timeout(deadline_s):
+                while not condition():
+                    await asyncio.sleep(0.005)
+
+        self.run(wait())
+
+    async def _stop(self) -> None:
+        self._server.close()
+        for connection in list(self._connections):
+            connection.shutdown()
+        await self.controller.stop()
+
+    def stop(self) -> None:
+        try:
+            self.run(self._stop())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(10)
+            self._loop.close()
+
+
+@contextmanager
+def served(application: InProcess) -> Iterator[Served]:
+    """A served controller, stopped at the end."""
+    server = Served(application)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
