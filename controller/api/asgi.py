@@ -35,8 +35,8 @@ class ClientGone(Exception):  # not an error of ours: nobody is left to answer
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     """The request's body.
 
-    Raises WrongMediaType for one that says it is no JSON, TooLarge as soon as it is over ``limit`` bytes, ClientGone when
-    it breaks off.
+    Raises WrongMediaType for one that says it is no JSON, TooLarge as soon as it is over ``limit`` bytes, ClientGone
+    when it breaks off.
     """
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit() and (len(value) > _LENGTH_DIGITS or int(value) > limit):

@@ -189,7 +189,8 @@ def _check(access: Access, identity: Identity, node: str, job: str) -> None:
     """Raises PermissionDenied where the identity may not."""
     role, subject = identity.role, identity.subject
     if role not in MAY[access]:
-        raise PermissionDenied(f"a {role} token is not for this: it needs that of {access}")
+        article = "an" if role in (TokenRole.AGENT, TokenRole.OPERATOR) else "a"
+        raise PermissionDenied(f"{article} {role} token is not for this: it needs that of {access}")
     if role is TokenRole.AGENT and subject != node:
         raise PermissionDenied(f"this token belongs to node {subject} and cannot speak for node {node}")
     if role is TokenRole.TRAINER and subject != job:

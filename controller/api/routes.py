@@ -17,10 +17,10 @@ class Access(StrEnum):
     """Whose token a route needs."""
 
     AGENT = "the node's agent"
-    READ = "viewer or operator"
-    JOB = "viewer, operator, or the job's trainers"
-    CHANGE = "operator"
-    JOIN = "a join token"
+    READ = "a viewer or an operator"
+    JOB = "a viewer, an operator, or the job's trainers"
+    CHANGE = "an operator"
+    JOIN = "a node that joins"
     OPEN = "nobody"
 
 
