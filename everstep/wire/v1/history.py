@@ -1,0 +1,158 @@
+"""What operators read of the past and of the rules: findings, verdicts, checkpoints, remedies, budget, policy.
+
+Lists are in pages, newest first. ``next`` is what to give as ``?cursor=`` for the page after; empty on the last one.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from everstep.ids import JobId, NodeId, TraceId, Version
+from everstep.vocabulary import Finding, Verdict
+from everstep.wire.v1.base import Message
+from everstep.wire.v1.training import ShortText
+
+Reason = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+
+
+class SeenFinding(Message, frozen=True, kw_only=True):
+    """A finding of a node, standing or past. ``id`` numbers what was seen; times are wall seconds."""
+
+    id: int
+    node: NodeId
+    finding: Finding
+    at: float
+    cleared_at: float | None = None
+
+
+class FindingList(Message, frozen=True, kw_only=True):
+    findings: tuple[SeenFinding, ...]
+    next: str = ""
+
+
+class VerdictList(Message, frozen=True, kw_only=True):
+    verdicts: tuple[Verdict, ...]
+    next: str = ""
+
+
+class Checkpoint(Message, frozen=True, kw_only=True):
+    """A version that was committed (durable in as many places as its job asks for), and perhaps verified (clean)."""
+
+    job: JobId
+    version: Version
+    committed_at: float
+    verified_at: float | None = None
+    bytes: int = 0
+    ranks: int = 0
+
+
+class CheckpointList(Message, frozen=True, kw_only=True):
+    checkpoints: tuple[Checkpoint, ...]
+    next: str = ""
+
+
+class RemedyStatus(Message, frozen=True, kw_only=True):
+    """An action on a node that was asked of the outside, and what came of it. ``state``: wanted, begun, confirmed (read
+    back), failed or superseded (a later one came before it was begun)."""
+
+    id: str
+    node: NodeId
+    kind: str
+    state: Literal["wanted", "begun", "confirmed", "failed", "superseded"]
+    sentence: ShortText
+    requested_at: float
+    ended_at: float | None = None
+    detail: str = ""
+    verdict: str = ""
+    trace: TraceId = ""
+
+
+class RemedyList(Message, frozen=True, kw_only=True):
+    remedies: tuple[RemedyStatus, ...]
+    next: str = ""
+
+
+class BudgetScope(Message, frozen=True, kw_only=True):
+    """The budget of the ``kind`` fleet, rack or job of that ``name``: evictions in the window, and when the oldest of
+    them leaves it (0.0: none is in it)."""
+
+    kind: str
+    name: str
+    limit: int
+    used: int
+    left: int
+    nodes: int
+    frees_at: float = 0.0
+
+
+class HeldEviction(Message, frozen=True, kw_only=True):
+    """A node that is convicted and stays, and what holds its eviction."""
+
+    node: NodeId
+    finding: str
+    held_by: str
+
+
+class BudgetStatus(Message, frozen=True, kw_only=True):
+    """What may still be evicted. ``breaker``: why nobody is until an operator resets it; empty while evictions are
+    allowed."""
+
+    window_s: float
+    breaker: str = ""
+    breaker_at: float = 0.0
+    scopes: tuple[BudgetScope, ...] = ()
+    held: tuple[HeldEviction, ...] = ()
+
+
+class PolicyDocument(Message, frozen=True, kw_only=True):
+    """The policy in force. ``knobs`` as in docs/operations.md, ``rules`` on findings as in the policy files."""
+
+    knobs: dict[str, Any]
+    rules: tuple[dict[str, Any], ...]
+
+
+class PolicyChange(Message, frozen=True, kw_only=True):
+    """A change to try: knobs by name, and rules that replace, key by key, those of the same kind and name."""
+
+    knobs: Annotated[dict[str, float | int | bool | str | list[float | int] | None], msgspec.Meta(max_length=200)] = {}
+    rules: Annotated[tuple[dict[str, Any], ...], msgspec.Meta(max_length=200)] = ()
+
+
+class PolicyChecked(Message, frozen=True, kw_only=True):
+    """Whether the change could be put in force; ``complaint`` says why not, and how to mend it."""
+
+    ok: bool
+    complaint: str = ""
+    changes: dict[str, str] = {}
+
+
+class TryPolicy(Message, frozen=True, kw_only=True):
+    """A change, and how far back to try it on what was recorded."""
+
+    change: PolicyChange
+    hours: Annotated[float, msgspec.Meta(gt=0, le=24 * 31)] = 168.0
+
+
+class Tried(Message, frozen=True, kw_only=True):
+    """What the change would have done with the recorded past. ``also``: evictions that did not happen and would have;
+    ``not_then``: those that happened and would not have. ``since``: where the record begins."""
+
+    since: float
+    events: int
+    evictions: int
+    also: tuple[Verdict, ...] = ()
+    not_then: tuple[str, ...] = ()
+    sentence: ShortText = ""
+
+
+class Maintenance(Message, frozen=True, kw_only=True):
+    """A window for people to work on a node, or on all nodes of a rack.
+
+    They leave their jobs at a boundary and come back by probation at ``until`` (wall seconds)."""
+
+    until: Annotated[float, msgspec.Meta(gt=0)]
+    reason: Reason
+    node: NodeId | None = None
+    rack: Annotated[str, msgspec.Meta(min_length=1, max_length=64)] | None = None
