@@ -11,20 +11,20 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed
-import xxhash
 
 from agent.probes.arithmetic import row, store_address
+from agent.probes.checks import Doing, ProbeFault, Rows, WrongResult, compute, memory, synchronize
 from agent.probes.frames import MAX_FRAME_BYTES, Ask, Stage
 from everstep.errors import ConfigurationError
 from everstep.framing import FrameDecoder, encode_frame
 from everstep.lineage import die_with_parent
 from everstep.system_clock import SYSTEM_CLOCK
+from everstep.vocabulary import ProbeKind
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import ProbeFinished
 
@@ -32,28 +32,28 @@ dist: Any = torch.distributed
 """Its stubs do not export what its documentation does."""
 
 LISTEN_BACKLOG = 64
-MATMUL_SIZE_CPU = 512
-MATMUL_SIZE_CUDA = 8192
-MATMUL_SEED = 20_240_607
 LEAST_TIMEOUT_S = 0.1
-
-Rows = tuple[tuple[int, float, float], ...]
-Doing = Callable[[str], None]
-
-
-class ProbeFault(Exception):
-    """A probe found something wrong; the message says what."""
 
 
 def run_probe(ask: Ask, doing: Doing) -> ProbeFinished:
     """Takes part; a failure is an answer too."""
     probe = ask.probe
     try:
-        rows = compute(probe, doing) if len(probe.nodes) == 1 else all_reduce(ask, doing)
-        return ProbeFinished(probe=probe.probe, ok=True, rows=rows)
+        return ProbeFinished(probe=probe.probe, ok=True, rows=_work(ask, doing))
     except (ProbeFault, ConfigurationError, ValueError, OSError, RuntimeError) as error:
         # torch reports a peer that vanished, a time-out or a CUDA fault as RuntimeError or one of its children.
-        return ProbeFinished(probe=probe.probe, ok=False, detail=f"{type(error).__name__}: {error}"[:2000])
+        detail = f"{type(error).__name__}: {error}"[:2000]
+        return ProbeFinished(probe=probe.probe, ok=False, detail=detail, wrong=isinstance(error, WrongResult))
+
+
+def _work(ask: Ask, doing: Doing) -> Rows:
+    """What the probe's kind asks for. A controller from before there were kinds means a product by one node."""
+    probe = ask.probe
+    if probe.kind is ProbeKind.MEMORY:
+        return memory(probe, doing)
+    if probe.kind is ProbeKind.COMPUTE or len(probe.nodes) == 1:
+        return compute(probe, doing)
+    return all_reduce(ask, doing)
 
 
 # --- between nodes ---
@@ -143,66 +143,16 @@ def _times(group: Any, probe: RunProbe, size: int, rank: int, device: torch.devi
     times = []
     for attempt in range(probe.repeats + 1):
         tensor.fill_(float(rank + 1))
-        _synchronize(device)
+        synchronize(device)
         begun = time.perf_counter()
         group.allreduce([tensor]).wait()
-        _synchronize(device)
+        synchronize(device)
         if attempt:  # the first one opens connections
             times.append(time.perf_counter() - begun)
         wrong = int((tensor != members * (members + 1) / 2).sum())
         if wrong:
-            raise ProbeFault(f"the sum of {size} bytes is wrong in {wrong} of {tensor.numel()} places")
+            raise WrongResult(f"the sum of {size} bytes is wrong in {wrong} of {tensor.numel()} places")
     return times
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-# --- one node ---
-
-
-def compute(probe: RunProbe, doing: Doing) -> Rows:
-    """The same product again and again, on every GPU (or the CPU): equal inputs must give equal bytes.
-
-    Rows: bytes of the product, median seconds, and 0 for the bandwidth. Raises ProbeFault for unequal digests.
-    """
-    count = torch.cuda.device_count()
-    devices = [torch.device("cuda", index) for index in range(count)] or [torch.device("cpu")]
-    digests: dict[str, int] = {}
-    rows = []
-    for device in devices:
-        doing(f"matrix products on {device}")
-        seen, times, size = _products(device, max(2, probe.repeats))
-        if len(seen) > 1:
-            raise ProbeFault(
-                f"{device} computes differently from one time to the next: {len(seen)} results of one product"
-            )
-        digests[str(device)] = seen.pop()
-        rows.append(row(1, size, times))
-    if len(set(digests.values())) > 1:
-        raise ProbeFault(f"GPUs of this node disagree about one product: {_groups(digests)}")
-    return tuple(rows)
-
-
-def _products(device: torch.device, repeats: int) -> tuple[set[int], list[float], int]:
-    size = MATMUL_SIZE_CUDA if device.type == "cuda" else MATMUL_SIZE_CPU
-    generator = torch.Generator().manual_seed(MATMUL_SEED)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    left, right = (torch.randn(size, size, generator=generator).to(device, dtype) for _ in range(2))
-    digests, times, product = set(), [], left
-    for _ in range(repeats):
-        begun = time.perf_counter()
-        product = left @ right
-        _synchronize(device)
-        times.append(time.perf_counter() - begun)
-        digests.add(xxhash.xxh3_64_intdigest(product.cpu().view(torch.uint8).numpy().data))
-    return digests, times, product.numel() * product.element_size()
-
-
-def _groups(digests: dict[str, int]) -> str:
-    return ", ".join(f"{device}: {digest:016x}" for device, digest in digests.items())
 
 
 # --- the process ---

@@ -161,7 +161,7 @@ def examined(turn: Turn, outcome: Outcome) -> None:
         return
     if not outcome.failure:
         passed(turn, node)
-    elif outcome.wrong:
+    elif outcome.wrong and len(outcome.probe.nodes) == 1:
         _found_wrong(turn, node, outcome)
     elif len(outcome.probe.nodes) > 1:
         _ask_others(turn, node, outcome)
