@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from controller.core.correlation import count, expect, mind
+from controller.core.holds import enter_maintenance, window_of
 from controller.core.liveness import drop_launchers, expect_launchers, heard, watch
 from controller.core.quarantine import begin_quarantine
 from controller.core.state import FleetState, NodeLive, NodeRecord, Pulse
@@ -41,12 +43,16 @@ def register(turn: Turn, words: Register) -> None:
         return
     node, reborn = words.node, words.incarnation > record.incarnation
     rebooted = bool(record.boot_id and words.boot_id and words.boot_id != record.boot_id)
+    count(turn.state, node, -1)
     _note(turn, record, words)
+    count(turn.state, node, 1)
+    mind(turn)
     if reborn:
         turn.audit("node.registered", f"the agent of {node} began a new life", node=node)
-        turn.state.live_nodes[node].pulse.beats = 0
+        turn.state.live_nodes[node].pulse = Pulse(heard_at=turn.now)
         expect_launchers(turn, node)
     _note_repair(turn, record)
+    _note_maintenance(turn, record)
     heard(turn, node)
     if rebooted:
         drop_launchers(turn, node, f"{node} was rebooted", confirmed=True)
@@ -61,24 +67,36 @@ def _new_node(turn: Turn, words: Register) -> None:
     record.trace = turn.trace
     turn.state.nodes[node] = record
     turn.state.live_nodes[node] = NodeLive(pulse=Pulse(heard_at=turn.now))
-    turn.state.reachable.add(node)
     _note(turn, record, words)
+    expect(turn.state, node)
+    mind(turn)
     turn.audit("node.registered", f"{node} joined the fleet", node=node)
     watch(turn, node)
-    sick = next((finding for finding in words.findings if convicts(finding)), None)
+    _note_maintenance(turn, record)
+    sick = next((one for one in words.findings if convicts(turn.state, record, one, turn.now)), None)
     if sick is not None:
         sentence = f"{node} came with {sick.message}: it must get well before it serves"
-        begin_quarantine(turn, node, sentence, (sick,), action=Action.strongest(Action.DRAIN, sick.action))
+        cure = Action.strongest(Action.DRAIN, sick.action)
+        begin_quarantine(turn, node, sentence, (sick,), action=cure, offence=0.0)
         turn.verdict(node, Decision.QUARANTINE, sentence, action=record.action, evidence=(sick,))
     take_picture(turn, node, words.findings)
 
 
 def _note(turn: Turn, record: NodeRecord, words: Register) -> None:
+    if not record.booted_at or words.boot_id != record.boot_id:
+        record.booted_at = turn.now
     record.incarnation, record.vault, record.domain = words.incarnation, words.vault, words.domain
     record.gpus, record.agent_version = words.gpus, words.agent_version
     record.driver_version, record.boot_id = words.driver_version, words.boot_id
     record.registered_at = turn.now
     turn.node_changed(record.node)
+
+
+def _note_maintenance(turn: Turn, record: NodeRecord) -> None:
+    """A node that comes up in a window is in it."""
+    window = window_of(turn.state, record, turn.now)
+    if window is not None and window.until > record.maintenance_until:
+        enter_maintenance(turn, record.node, window)
 
 
 def _note_repair(turn: Turn, record: NodeRecord) -> None:
@@ -88,5 +106,5 @@ def _note_repair(turn: Turn, record: NodeRecord) -> None:
         return
     if not uuids or record.condemned == [record.node] or uuids & set(record.condemned):
         return
-    record.needs_operator, record.condemned, record.own = False, [], {}
+    record.needs_operator, record.condemned, record.own, record.offences = False, [], {}, 0.0
     turn.audit("node.repaired", f"{record.node} has other GPUs than those that computed wrongly", node=record.node)

@@ -1,52 +1,50 @@
-"""A node leaves the fleet: only on evidence, under a budget, and never below what a job needs."""
+"""A node leaves the fleet: only on evidence, under a budget, and never below what a job needs.
+
+What is held is kept with what holds it: the breaker (scope ``fleet``), a ``rack:``'s or ``job:``'s budget, the minimum of
+a job (``needed:``), or a database that is away (``store``). When that changes, the findings that stand then are judged
+again; those that cleared meanwhile are not, and no event of before is replayed.
+"""
 
 from __future__ import annotations
 
-from controller.core.membership import jobs_seated_on, next_seats
+from controller.core.budget import FLEET, fleet_scope, recent_evictions, scopes_of
+from controller.core.degraded import STORE
+from controller.core.membership import jobs_seated_on, least_nodes, next_seats
 from controller.core.quarantine import begin_quarantine
-from controller.core.state import FleetState
+from controller.core.state import Eviction, FleetState, JobRecord
 from controller.core.turn import Turn
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, JobState, NodeState
 
-
-def budget(state: FleetState) -> int:
-    """Evictions that the window allows: by count and by share, and always one."""
-    policy = state.policy
-    return max(1, min(policy.eviction_count, int(policy.eviction_share * len(state.nodes))))
-
-
-def budget_left(state: FleetState, now: float) -> int:
-    """Evictions that the budget still allows at ``now``; none while the breaker is latched."""
-    if state.fleet.breaker:
-        return 0
-    recent = sum(1 for at in state.fleet.evictions if at > now - state.policy.eviction_window_s)
-    return max(0, budget(state) - recent)
+NEEDED = "needed:"
+EVICTIONS_KEPT = 64
+"""Of one node, for its history."""
+SHORT_S = 0.25
+"""Seconds that a job which could spare no node is taken to spare none: of hundreds convicted at once, few ask anew."""
+AGAIN_S = 5.0
+"""Seconds after which a job that needed its nodes is asked anew, whatever did or did not happen meanwhile."""
 
 
 def evict(turn: Turn, node: str, finding: Finding, sentence: str) -> bool:
-    """Sends a serving node into quarantine, when minimum and budget allow; the verdict says which it was.
+    """Sends a serving node into quarantine, when budgets and its jobs' minima allow; the verdict says which it was.
 
     A node that computed wrongly stays there until somebody vouches for it: no sensor will see it heal. The caller
     regroups the jobs that have seats on it.
     """
     trace = finding.trace or turn.trace
-    needed = needed_by(turn.state, node)
-    held = needed or _over_budget(turn)
-    if held:
-        if needed:
-            turn.state.nodes[node].overruled = finding.key
-            turn.state.overruled.add(node)
-        words = f"{sentence}; not evicted: {held}"
-        turn.verdict(node, Decision.HOLD_BY_BUDGET, words, action=finding.action, evidence=(finding,), trace=trace)
+    scope, why = what_holds(turn, node)
+    if scope:
+        if _hold(turn, node, finding, scope):
+            words = f"{sentence}; not evicted: {why}"
+            turn.verdict(node, Decision.HOLD_BY_BUDGET, words, action=finding.action, evidence=(finding,), trace=trace)
         return False
     record = turn.state.nodes[node]
-    turn.state.fleet.evictions.append(turn.now)
-    turn.fleet_changed()
+    release(turn, node)
+    _note_eviction(turn, node)
     words, needs_operator = f"{sentence}; evicted", finding.kind is FindingKind.DIGEST_MISMATCH
     if needs_operator:
         words += ", until an operator readmits it or the hardware is replaced"
-    begin_quarantine(turn, node, words, (finding,), action=_cure(finding), wait_s=_offender_wait_s(turn, node))
-    record.evictions.append(turn.now)
+    begin_quarantine(turn, node, words, (finding,), action=_cure(finding))
+    record.evictions = [*record.evictions[1 - EVICTIONS_KEPT :], turn.now]
     record.needs_operator = needs_operator
     if needs_operator:
         record.condemned = [gpu.uuid for gpu in record.gpus] or [node]
@@ -58,28 +56,62 @@ def _cure(finding: Finding) -> Action:
     return Action.strongest(Action.DRAIN if finding.action is Action.NONE else finding.action)
 
 
-def needed_by(state: FleetState, node: str) -> str:
-    """Which job would fall below its minimum without the node, in words; empty where every job can spare it."""
+def _note_eviction(turn: Turn, node: str) -> None:
+    state, rack = turn.state, turn.state.nodes[node].domain.rack
+    jobs = tuple(job.job for job in jobs_seated_on(state, node) if job.state is JobState.RUNNING)
+    state.fleet.evicted = [*recent_evictions(state, turn.now), Eviction(at=turn.now, node=node, rack=rack, jobs=jobs)]
+    turn.fleet_changed()
+
+
+def serving(turn: Turn, node: str) -> bool:
+    """Whether the node counts among those that can be evicted."""
+    return turn.state.nodes[node].state in (NodeState.HEALTHY, NodeState.SUSPECT)
+
+
+# --- what speaks against it --------------------------------------------------------------------------------------
+
+
+def what_holds(turn: Turn, node: str) -> tuple[str, str]:
+    """The scope that holds the node's eviction now, and why in words; both empty where it may be carried out.
+
+    The cheap and frequent reasons come first. Latches the breaker where the fleet's budget would be exceeded.
+    """
+    state = turn.state
+    if state.fleet.breaker:
+        return FLEET, state.fleet.breaker
+    if state.store_away:
+        return STORE, f"the database is away ({state.store_away}), so the eviction could be forgotten"
+    for scope in scopes_of(state, node, turn.now):
+        if not scope.left:
+            if scope.kind == FLEET:
+                return FLEET, _latch(turn)
+            turn.wake(scope.frees_at, "held", scope.id)
+            words = _evictions(scope.limit)
+            return (
+                scope.id,
+                f"{scope.in_words()} has used its budget of {words} in {state.policy.eviction_window_s:g} s",
+            )
     for job in jobs_seated_on(state, node):
-        if job.state is not JobState.RUNNING:
-            continue
-        left = next_seats(state, job, without={node})
-        if len(left) < job.spec.min_nodes:
-            return f"job {job.job} needs {job.spec.min_nodes} nodes and {len(left)} would be left"
-    return ""
+        if job.state is JobState.RUNNING and (why := _shortage(state, job, node, turn.now)):
+            return f"{NEEDED}{job.job}", why
+    return "", ""
 
 
-def _over_budget(turn: Turn) -> str:
-    fleet, policy = turn.state.fleet, turn.policy
-    fleet.evictions = [at for at in fleet.evictions if at > turn.now - policy.eviction_window_s]
-    if fleet.breaker:
-        return fleet.breaker
-    allowed = budget(turn.state)
-    if len(fleet.evictions) < allowed:
-        return ""
+def _shortage(state: FleetState, job: JobRecord, node: str, now: float) -> str:
+    until, why = state.short.get(job.job, (0.0, ""))
+    if now >= until:
+        why = _below_minimum(state, job, node)
+        state.short[job.job] = (now + SHORT_S, why)
+        if not why:
+            del state.short[job.job]
+    return why
+
+
+def _latch(turn: Turn) -> str:
+    fleet, policy, scope = turn.state.fleet, turn.policy, fleet_scope(turn.state, turn.now)
     fleet.breaker = (
-        f"the budget of {allowed} eviction{'s' if allowed > 1 else ''} in {policy.eviction_window_s:g} s is used up "
-        f"(at most {policy.eviction_count}, and {policy.eviction_share:.0%} of {len(turn.state.nodes)} nodes); "
+        f"the fleet's budget of {_evictions(scope.limit)} in {policy.eviction_window_s:g} s is used up "
+        f"(at most {policy.eviction_count}, and {policy.eviction_share:.0%} of {scope.of} nodes); "
         "no node is evicted until an operator resets the breaker"
     )
     fleet.breaker_at = turn.now
@@ -88,15 +120,98 @@ def _over_budget(turn: Turn) -> str:
     return fleet.breaker
 
 
-def _offender_wait_s(turn: Turn, node: str) -> float:
-    record, policy = turn.state.nodes[node], turn.policy
-    record.evictions = [at for at in record.evictions if at > turn.now - policy.offender_window_s]
-    before = len(record.evictions)
-    if before == 0:
-        return 0.0
-    return min(policy.offender_wait_max_s, policy.offender_wait_s * 2.0 ** min(before - 1, 30))
+def _evictions(count: int) -> str:
+    return "1 eviction" if count == 1 else f"{count} evictions"
 
 
-def serving(turn: Turn, node: str) -> bool:
-    """Whether the node counts among those that can be evicted."""
-    return turn.state.nodes[node].state in (NodeState.HEALTHY, NodeState.SUSPECT)
+def needed_by(state: FleetState, node: str) -> str:
+    """Which job would fall below its minimum without the node, in words; empty where every job can spare it."""
+    running = (job for job in jobs_seated_on(state, node) if job.state is JobState.RUNNING)
+    return next((why for job in running if (why := _below_minimum(state, job, node))), "")
+
+
+def _below_minimum(state: FleetState, job: JobRecord, node: str) -> str:
+    left, least = len(next_seats(state, job, without={node})), least_nodes(job)
+    return f"job {job.job} needs {least} nodes and {left} would be left" if left < least else ""
+
+
+# --- what is held ------------------------------------------------------------------------------------------------
+
+
+def _hold(turn: Turn, node: str, finding: Finding, scope: str) -> bool:
+    """Keeps the eviction for later; whether that is news: the same finding held by the same is said once."""
+    record = turn.state.nodes[node]
+    if (record.overruled, record.held_by) == (finding.key, scope):
+        return False
+    release(turn, node)
+    record.overruled, record.held_by = finding.key, scope
+    if scope not in turn.state.held and scope.startswith(NEEDED):
+        turn.wake(turn.now + AGAIN_S, "held", scope)
+    turn.state.held.setdefault(scope, {})[node] = None
+    turn.node_changed(node)
+    return True
+
+
+def release(turn: Turn, node: str) -> None:
+    """The node's held eviction, if there is one, is not wanted any more, or carried out now."""
+    record = turn.state.nodes[node]
+    scope, record.overruled, record.held_by = record.held_by, "", ""
+    nodes = turn.state.held.get(scope)
+    if nodes is not None and node in nodes:
+        del nodes[node]
+        turn.node_changed(node)
+        if not nodes:
+            del turn.state.held[scope]
+
+
+def reset_breaker(turn: Turn) -> None:
+    """Evictions may happen again, with a whole budget; what stands now is judged anew."""
+    turn.state.fleet.breaker, turn.state.fleet.evicted = "", []
+    turn.fleet_changed()
+    turn.freed[FLEET] = None
+    for scope in turn.state.held:
+        if not scope.startswith((NEEDED, STORE)):
+            turn.freed[scope] = None
+
+
+def check_held(turn: Turn, scope: str) -> None:
+    """At a deadline: its window has passed, or a job is to be asked once more."""
+    if scope in turn.state.held:
+        turn.freed[scope] = None
+        if scope.startswith(NEEDED):
+            turn.wake(turn.now + AGAIN_S, "held", scope)
+
+
+def freed_scopes(turn: Turn) -> list[str]:
+    """What held evictions and may do so no more after this turn; each call forgets what it returned."""
+    for job in _jobs_that_may_spare(turn):
+        turn.state.short.pop(job, None)
+        turn.freed[f"{NEEDED}{job}"] = None
+    freed = [scope for scope in turn.freed if scope in turn.state.held]
+    turn.freed.clear()
+    return freed
+
+
+def _jobs_that_may_spare(turn: Turn) -> list[str]:
+    """Jobs that changed in this turn, or whose launchers are on a node that became healthy in it."""
+    nodes, jobs = turn.changed()
+    found = dict.fromkeys(jobs)
+    for node in nodes:
+        record = turn.state.nodes[node]
+        if record.state is NodeState.HEALTHY and record.since == turn.now:
+            found.update(turn.state.live_nodes[node].jobs)
+    return [job for job in found if f"{NEEDED}{job}" in turn.state.held]
+
+
+def rehold(state: FleetState, node: str) -> None:
+    """A stored record comes back: what was held still is."""
+    record = state.nodes[node]
+    if record.overruled:
+        state.held.setdefault(record.held_by or STORE, {})[node] = None
+
+
+def look_again(turn: Turn) -> None:
+    """This controller begins: whatever is held will be looked at when nodes had time to be heard."""
+    for scope in turn.state.held:
+        if scope != FLEET:
+            turn.wake(turn.state.reunion_at, "held", scope)

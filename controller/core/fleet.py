@@ -6,27 +6,47 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
-from controller.core import agents, corruption, hangs, invariants, jobs, liveness, losses, operators, verdict
+from controller.core import (
+    agents,
+    corruption,
+    hangs,
+    holds,
+    invariants,
+    jobs,
+    ladder,
+    liveness,
+    losses,
+    operators,
+    verdict,
+)
 from controller.core.checkpoints import check_candidate
+from controller.core.correlation import announce
+from controller.core.degraded import refuse_while_away, store_changed
 from controller.core.effects import Effect
 from controller.core.events import (
+    ActionReported,
     AgentRegistered,
     ControllerStarted,
     Event,
     HeartbeatChanged,
     NodeDisconnected,
     NodeHeard,
+    NodeObserved,
     OperatorCommand,
     ProbeRequested,
     ReportArrived,
+    StoreChanged,
     Tick,
 )
+from controller.core.eviction import check_held
+from controller.core.examinations import check_care, check_case, check_probe, probe_reported
 from controller.core.generations import check_boundary, heard_beyond_boundary
 from controller.core.hangs import settle
 from controller.core.progress import is_beyond_boundary, take_progress
-from controller.core.quarantine import PROBE_PASSED, PROBE_SKIPPED, check_probe, probe_reported
+from controller.core.quarantine import PROBE_PASSED, PROBE_SKIPPED
 from controller.core.restart import restore, started
 from controller.core.state import FleetState, JobRecord, NodeLive, NodeRecord
+from controller.core.suspicion import deaf_after_s, take_word
 from controller.core.turn import Looked, Read, Turn, pop_due
 from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.training import (
@@ -35,6 +55,7 @@ from everstep.wire.v1.training import (
     FindingRaised,
     LauncherJoined,
     LauncherLeft,
+    PeerLost,
     ProbeFinished,
     RankFinished,
     RankLost,
@@ -49,6 +70,8 @@ from everstep.wire.v1.training import (
 __all__ = ["Heard", "check_invariants", "handle", "next_deadline", "restore", "take", "touch"]
 
 
+_OF_NO_ONE = ("probe", "case", "correlation", "reunion", "held")
+"""Deadlines of neither a node nor a job."""
 NO_LAG_S = 0.01
 """Seconds; an observer that lags by less is on time."""
 
@@ -71,19 +94,22 @@ def handle(state: FleetState, event: Event, now: float) -> list[Effect]:
     ``now``: seconds since the epoch that neither jump nor go back (the shell's wall clock at its start, plus
     monotonic time since).
 
-    Raises NotFound (unknown node or job), StaleGeneration (another life of the node than the registered one) or
-    Conflict (an operator's order that cannot be carried out now), always before anything was changed. A node's
-    disconnection or sign of life that comes too late is no error: it is counted and dropped.
+    Raises NotFound (unknown node or job), StaleGeneration (another life of the node than the registered one), Conflict
+    (an operator's order that cannot be carried out now) or Unavailable (while the database is away), always before
+    anything was changed. A node's disconnection or sign of life that comes too late is no error: it is counted and
+    dropped.
     """
     return take(state, event, now).finish()
 
 
 def take(state: FleetState, event: Event, now: float, recorded: Sequence[Read] | None = None) -> Turn:
     """``handle`` for those who also want ``Turn.reads``, or have them from the first time (``recorded``)."""
-    _refuse(state, event)
+    _refuse(state, event, now)
     turn = Turn(state, now, _trace(event), event.entropy if isinstance(event, ReportArrived) else "", recorded)
     _EVENTS[type(event)](turn, event)
-    if state.overruled:
+    if turn.departed:
+        losses.regroup_departed(turn)
+    if state.held:
         verdict.reconsider(turn)
     return turn
 
@@ -95,7 +121,7 @@ def touch(state: FleetState, node: str, incarnation: int, now: float, ranks: tup
         return Heard.UNKNOWN
     if _beat_matters(state, record, live) or any(_left_in_order(state, progress) for progress in ranks):
         return Heard.NEWS
-    live.pulse.heard_at = max(live.pulse.heard_at, now)
+    take_word(state.policy, state.hearing, live.pulse, now)
     live.pulse.beats += 1
     take_progress(state, node, ranks, now)
     return Heard.QUIET if live.picture else Heard.UNKNOWN
@@ -127,15 +153,17 @@ def _left_in_order(state: FleetState, progress: RankProgress) -> bool:
     return job is not None and is_beyond_boundary(job, progress)
 
 
-def _refuse(state: FleetState, event: Event) -> None:
+def _refuse(state: FleetState, event: Event, now: float) -> None:
     match event:
         case AgentRegistered():
             agents.check_register(state, event.register)
         case HeartbeatChanged() | ReportArrived():
             agents.check_life(state, event.node, event.incarnation)
         case OperatorCommand():
-            operators.check_command(state, event)
+            refuse_while_away(state)
+            operators.check_command(state, event, now)
         case ProbeRequested():
+            refuse_while_away(state)
             operators.check_probe(state, event)
         case _:
             pass
@@ -154,9 +182,11 @@ def _tick(turn: Turn, event: Tick) -> None:
     lag_s = event.lag_s if event.lag_s >= NO_LAG_S else 0.0
     state.slack_s = max(lag_s, state.slack_s - max(0.0, turn.now - state.slack_at))
     state.slack_at = turn.now
+    if lag_s > deaf_after_s(state.policy):
+        state.hearing.since = turn.now
     turn.quiet = state.slack_s == 0.0
     for looked in turn.looks or ():
-        if looked.of in state.nodes or looked.of in state.jobs or looked.kind == "probe":
+        if looked.of in state.nodes or looked.of in state.jobs or looked.kind in _OF_NO_ONE:
             _look(turn, looked.kind, looked.of)
     for _ in range(len(state.deadlines)):
         due = pop_due(state, turn.now)
@@ -177,8 +207,18 @@ def _look(turn: Turn, kind: str, subject: str) -> None:
         liveness.check_node(turn, subject)
     elif kind == "probe":
         check_probe(turn, subject)
+    elif kind == "care":
+        check_care(turn, subject)
+    elif kind == "case":
+        check_case(turn, subject)
     elif kind == "job":
         _check_job(turn, turn.state.jobs[subject])
+    elif kind == "correlation":
+        announce(turn)
+    elif kind == "reunion":
+        liveness.reunion_over(turn)
+    elif kind == "held":
+        check_held(turn, subject)
 
 
 def _check_job(turn: Turn, job: JobRecord) -> None:
@@ -239,6 +279,7 @@ def _report(turn: Turn, event: ReportArrived) -> None:
 
 _REPORTS: dict[type[Any], Callable[[Turn, JobRecord, str, Any], None]] = {
     LauncherLeft: losses.launcher_left,
+    PeerLost: liveness.peer_lost,
     RankLost: losses.rank_lost,
     CollectiveFailed: losses.collective_failed,
     RankStalled: hangs.rank_stalled,
@@ -259,13 +300,16 @@ def _job_report(turn: Turn, node: str, body: Any) -> None:
 
 
 _EVENTS: dict[type[Any], Callable[[Turn, Any], None]] = {
-    ControllerStarted: lambda turn, event: started(turn),
+    ControllerStarted: started,
     Tick: _tick,
     AgentRegistered: lambda turn, event: agents.register(turn, event.register),
     HeartbeatChanged: _heartbeat,
     ReportArrived: _report,
     NodeDisconnected: _disconnected,
     NodeHeard: _node_heard,
+    StoreChanged: store_changed,
+    ActionReported: ladder.reported,
+    NodeObserved: holds.observed,
     OperatorCommand: operators.command,
     ProbeRequested: operators.probe,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from controller.core.generations import Cause, heard_beyond_boundary
+from controller.core.generations import Cause, heard_beyond_boundary, regroup
 from controller.core.losses import lose_doubtful, regroup_blind, replace_rank, running_spec, spoken_of
 from controller.core.signals import send_kill
 from controller.core.state import JobRecord, Pending
@@ -84,6 +84,9 @@ def settle(turn: Turn, job: JobRecord) -> None:
     if pending is None or spec is None:
         return
     if lose_doubtful(turn, job, pending.sentence):
+        return
+    if pending.reason is not None:
+        regroup(turn, job, Cause(reason=pending.reason, sentence=pending.sentence, trace=pending.trace))
         return
     if not live.stalls:
         regroup_blind(turn, job, pending, GenerationReason.COLLECTIVE_FAILED)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from controller.core.membership import next_seats, seats_of
-from controller.core.state import FleetState, JobRecord, NodeRecord
+from controller.core.blocks import least_seats, most_seats
+from controller.core.correlation import names
+from controller.core.membership import least_nodes, next_seats, seats_of
+from controller.core.state import FleetState, JobRecord, NodeRecord, Tally
 from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.training import GenerationSpec
 
@@ -15,10 +17,34 @@ def check(state: FleetState) -> None:
     assert state.nodes.keys() == state.live_nodes.keys(), "every node has its live part"
     assert state.jobs.keys() == state.live_jobs.keys(), "every job has its live part"
     assert state.silent <= state.reachable, f"silent but not expected: {state.silent - state.reachable}"
+    assert state.unmet <= state.reachable, f"waited for but not expected: {state.unmet - state.reachable}"
+    _check_tallies(state)
+    _check_budget(state)
     for record in state.nodes.values():
         _check_node(state, record)
     for job in state.jobs.values():
         _check_job(state, job)
+    _check_owners(state)
+
+
+def _check_tallies(state: FleetState) -> None:
+    """What is counted step by step is what there is."""
+    counted: dict[str, Tally] = {}
+    for node in state.reachable:
+        for name in names(state.nodes[node]):
+            tally = counted.setdefault(name, Tally())
+            tally.expected += 1
+            tally.silent += node in state.silent
+    assert counted == state.tallies, "the tallies of silent nodes went astray"
+    assert (state.episode is not None) == bool(state.crossed), "an episode is what was crossed"
+
+
+def _check_budget(state: FleetState) -> None:
+    for scope, nodes in state.held.items():
+        assert nodes, f"nothing is held by {scope}"
+        for node in nodes:
+            record = state.nodes[node]
+            assert not record.overruled or record.held_by == scope, f"{node} is held by {scope} and {record.held_by}"
 
 
 def _check_node(state: FleetState, record: NodeRecord) -> None:
@@ -56,10 +82,19 @@ def _check_job(state: FleetState, job: JobRecord) -> None:
         _check_running(state, job)
     elif job.state is JobState.PAUSED:
         able = next_seats(state, job)
-        assert len(able) < job.spec.min_nodes, f"{job.job} is paused although {able} could go on"
+        wanted = any(len(state.live_nodes[node].jobs) > 1 for node in able)  # by others too: a Tick brings it to know
+        assert len(able) < least_nodes(job) or wanted, f"{job.job} is paused although {able} could go on"
     if live.pending is not None:
         assert job.state is JobState.RUNNING, f"{job.job}: waits for witnesses and does not run"
         assert (live.pending.due, "job", job.job) in state.queued, f"{job.job}: waits for witnesses without a deadline"
+
+
+def _check_owners(state: FleetState) -> None:
+    owners: dict[str, str] = {}
+    for job in state.jobs.values():
+        for node in {*seats_of(job.generation), *seats_of(job.leaving)} if job.state is JobState.RUNNING else ():
+            assert node not in owners, f"{node} computes for {owners[node]} and for {job.job}"
+            owners[node] = job.job
 
 
 def _check_running(state: FleetState, job: JobRecord) -> None:
@@ -79,7 +114,9 @@ def _check_generation(job: JobRecord, spec: GenerationSpec) -> None:
     name = f"{job.job} generation {spec.number}"
     assert [m.rank for m in spec.roster] == list(range(len(spec.roster))), f"{name}: ranks are not 0, 1, 2, ..."
     assert len(spec.roster) == len(seats) * spec.spec.nproc_per_node or per_node == 0, f"{name}: a node lacks ranks"
-    assert spec.spec.min_nodes <= len(seats) <= spec.spec.max_nodes, f"{name}: {len(seats)} nodes are out of bounds"
+    bounds = least_seats(spec.spec), most_seats(spec.spec)
+    assert bounds[0] <= len(seats) <= bounds[1], f"{name}: {len(seats)} nodes are out of bounds {bounds}"
+    assert len(seats) % spec.spec.block_nodes == 0, f"{name}: {len(seats)} nodes are no whole number of blocks"
     assert spec.store_node in seats, f"{name}: its store is not in the roster"
     assert set(seats) <= {holder.node for holder in spec.holders}, f"{name}: a roster node is no holder"
     assert set(spec.replica_nodes) == set(seats), f"{name}: replica placement does not fit the roster"

@@ -1,39 +1,53 @@
-"""Is a node there? Suspect before lost; witnesses shorten the wait, doubt of oneself lengthens it."""
+"""Is a node there? Suspect before lost; witnesses shorten the wait, doubt of oneself lengthens it.
+
+How long a node may be silent is worked out in ``suspicion``, whether a silence is its own in ``correlation``. Numbers
+settle races: a word counts for the life (incarnation) of the agent that said it, and what another life said, or was
+said to have lost, is dropped before it comes here.
+"""
 
 from __future__ import annotations
 
-from controller.core.generations import Cause
+import msgspec
+
+from controller.core import correlation, suspicion
 from controller.core.jobs import offer_to_jobs
-from controller.core.losses import lose_doubtful, node_left_jobs, remove_launcher, running_spec
-from controller.core.membership import jobs_seated_on
+from controller.core.losses import lose_doubtful, remove_launcher, running_spec
+from controller.core.membership import jobs_seated_on, most_nodes, seats_of
 from controller.core.quarantine import begin_probation, check_probation, check_quarantine, set_state
 from controller.core.state import JobRecord
+from controller.core.suspicion import Answer
 from controller.core.turn import Turn
-from everstep.vocabulary import GenerationReason, JobState, NodeState
-
-CORRELATED_RETRY_S = 1.0
-"""How soon a correlated silence is looked at again."""
+from controller.core.wording import named
+from everstep.vocabulary import JobState, NodeState
+from everstep.wire.v1.training import PeerLost
 
 
 def watch(turn: Turn, node: str) -> None:
     """Queues the node's silence deadline; there is at most one in the queue."""
-    live = turn.state.live_nodes[node]
-    if not live.watched:
-        live.watched = True
-        turn.wake(turn.pulse(node).heard_at + turn.policy.suspect_after_s, "silence", node)
+    if not turn.state.live_nodes[node].watched:
+        pulse = turn.pulse(node)
+        _watch_until(turn, node, pulse.since + suspicion.patience_s(turn.policy, pulse.longest_s))
+
+
+def _watch_until(turn: Turn, node: str, due: float) -> None:
+    turn.state.live_nodes[node].watched = True
+    turn.wake(due, "silence", node)
+
+
+# --- a word ------------------------------------------------------------------------------------------------------
 
 
 def heard(turn: Turn, node: str) -> None:
     """The node said something, so it is there: whatever was held against its silence is refuted."""
     state = turn.state
     record, live = state.nodes[node], state.live_nodes[node]
-    live.pulse.heard_at = max(live.pulse.heard_at, turn.now)
-    live.gone_at = None
-    state.silent.discard(node)
+    suspicion.take_word(turn.policy, state.hearing, live.pulse, turn.now)
+    live.gone_at, live.accusers = None, {}
+    correlation.speak(turn, node)
     watch(turn, node)
     if record.state is NodeState.SUSPECT:
         set_state(turn, node, NodeState.HEALTHY, f"{node} was heard again: the suspicion is refuted")
-        turn.audit("node.refuted", record.sentence, node=node)
+        _tell(turn, "node.refuted", node, record.sentence)
         offer_to_jobs(turn, node)
     if not record.reachable:
         _returned(turn, node)
@@ -41,17 +55,58 @@ def heard(turn: Turn, node: str) -> None:
         check_probation(turn, node)
     elif record.state is NodeState.QUARANTINED:
         check_quarantine(turn, node)
+    if node in state.unmet:
+        _met(turn, node)
 
 
 def _returned(turn: Turn, node: str) -> None:
     record = turn.state.nodes[node]
     record.reachable = True
-    turn.state.reachable.add(node)
+    correlation.expect(turn.state, node)
+    correlation.mind(turn)
     turn.node_changed(node)
     if record.state is NodeState.LOST:
         begin_probation(turn, node, f"{node} is back")
     else:
         turn.audit("node.returned", f"{node} is heard again and stays {record.state}", node=node)
+
+
+def _tell(turn: Turn, kind: str, node: str, sentence: str) -> None:
+    """One line for one node; while many are silent at once the episode's lines speak for all."""
+    if turn.state.episode is None:
+        turn.audit(kind, sentence, node=node)
+
+
+# --- after our own start -----------------------------------------------------------------------------------------
+
+
+def _met(turn: Turn, node: str) -> None:
+    """The first word that this controller hears of a node: jobs may wait for nothing else."""
+    state = turn.state
+    state.unmet.discard(node)
+    for name in state.live_nodes[node].jobs:
+        job, pending = state.jobs[name], state.live_jobs[name].pending
+        if (
+            pending is not None
+            and pending.reason is not None
+            and not state.unmet.intersection(seats_of(job.generation))
+        ):
+            state.live_jobs[name].pending = msgspec.structs.replace(pending, due=turn.now)
+            turn.wake(turn.now, "job", name)
+        elif _lacks_nodes(job):
+            offer_to_jobs(turn, node)
+
+
+def _lacks_nodes(job: JobRecord) -> bool:
+    if job.state is JobState.RUNNING:
+        return len(seats_of(job.generation)) < most_nodes(job)
+    return job.state in (JobState.FORMING, JobState.PAUSED)
+
+
+def reunion_over(turn: Turn) -> None:
+    """Nodes that have not come back to us by now are doubtful to jobs that have a witness."""
+    for node in sorted(turn.state.unmet):
+        _ask_witnesses(turn, node)
 
 
 # --- disconnection -----------------------------------------------------------------------------------------------
@@ -63,14 +118,65 @@ def disconnected(turn: Turn, node: str) -> None:
     if live.gone_at is not None or not record.reachable:
         return
     live.gone_at = turn.now
-    turn.state.silent.add(node)
+    correlation.fall_silent(turn, node)
     sentence = f"the connection of {node} closed"
     if record.state is NodeState.HEALTHY:
         set_state(turn, node, NodeState.SUSPECT, f"{sentence}; {turn.policy.disconnect_grace_s:g} s to come back")
-    turn.audit("node.disconnected", sentence, node=node)
+    _tell(turn, "node.disconnected", node, sentence)
     turn.wake(turn.now + turn.policy.collective_settle_s, "node", node)
     turn.wake(turn.now + turn.policy.disconnect_grace_s + turn.state.slack_s, "node", node)
     _ask_witnesses(turn, node)
+
+
+# --- witnesses ---------------------------------------------------------------------------------------------------
+
+
+def peer_lost(turn: Turn, job: JobRecord, node: str, report: PeerLost) -> None:
+    """A vault lost the vault of another node. A hint: it shortens the wait for a node that is silent itself.
+
+    A node that is heard after it is there, however many say otherwise.
+    """
+    state, peer = turn.state, report.peer
+    if peer == node or peer not in state.reachable or job.job not in state.live_nodes[peer].jobs:
+        turn.ignore("peer_lost.stranger")
+        return
+    before = _accusers(turn, peer)
+    state.live_nodes[peer].accusers[node] = turn.now
+    if node not in before:
+        detail = f" ({report.detail})" if report.detail else ""
+        sentence = f"the vault on {node} lost the one on {peer}{detail}"
+        turn.audit("peer.lost", sentence, node=peer, job=job.job, generation=job.last_number)
+    _weigh_accusers(turn, peer)
+
+
+def _accusers(turn: Turn, node: str) -> list[str]:
+    """Whose vaults have lost the node's since its last word."""
+    accusers = turn.state.live_nodes[node].accusers
+    if not accusers:
+        return []
+    heard_at = turn.pulse(node).heard_at
+    return sorted(other for other, at in accusers.items() if at > heard_at)
+
+
+def _weigh_accusers(turn: Turn, node: str) -> None:
+    """With enough of them, or one and a failure in its job, a node is suspected when its next beat is overdue."""
+    record = turn.state.nodes[node]
+    accusers = _accusers(turn, node)
+    if not accusers:
+        return
+    if node in turn.state.silent:
+        _ask_witnesses(turn, node)
+        return
+    running = (job for job in jobs_seated_on(turn.state, node) if job.state is JobState.RUNNING)
+    failing = any(_failure(turn, job) or not _has_resumed(job) for job in running)
+    if record.state is not NodeState.HEALTHY or (len(accusers) < turn.policy.peer_witnesses and not failing):
+        return
+    pulse = turn.pulse(node)
+    due = pulse.since + suspicion.patience_when_accused_s(turn.policy, pulse.longest_s) + turn.state.slack_s
+    if turn.now < due:
+        turn.wake(due, "node", node)
+    else:
+        _suspect(turn, node, f"{_unheard(turn, node)}, and its vault is lost to {named(accusers)}")
 
 
 def _ask_witnesses(turn: Turn, node: str) -> None:
@@ -80,88 +186,122 @@ def _ask_witnesses(turn: Turn, node: str) -> None:
             lose_doubtful(turn, job, witness)
 
 
-def _witness(turn: Turn, job: JobRecord, node: str) -> str:
-    """What in the job says that ``node`` is missing; empty when all seems to run.
-
-    A generation that has not resumed is a witness too, but only after a moment: it may just be starting.
-    """
-    live, spec = turn.state.live_jobs[job.job], running_spec(job)
+def _failure(turn: Turn, job: JobRecord) -> str:
+    """What ranks of the job say that went wrong; empty while all seems to run."""
+    live = turn.state.live_jobs[job.job]
     if live.witnesses:
         return f"a collective of rank {min(live.witnesses)} failed"
-    if live.stalls:
-        return f"rank {min(live.stalls)} stands still"
-    gone_at = turn.state.live_nodes[node].gone_at
-    if gone_at is None or turn.now < gone_at + turn.policy.collective_settle_s:
+    return f"rank {min(live.stalls)} stands still" if live.stalls else ""
+
+
+def _witness(turn: Turn, job: JobRecord, node: str) -> str:
+    """What in the job says that the doubtful ``node`` is missing; empty when nothing does.
+
+    Other vaults that lost the node's, and a generation that has not resumed, are witnesses too, but only after a
+    moment: an agent may just be starting again, and so may a generation.
+    """
+    if failure := _failure(turn, job):
+        return failure
+    spec, settle_s = running_spec(job), turn.policy.collective_settle_s
+    due = _doubted_at(turn, node) + settle_s
+    if turn.now < due:
+        turn.wake(due, "node", node)
         return ""
-    if job.resumed_at is None and job.leaving is None and spec is not None:
-        return f"generation {spec.number} has not resumed"
-    return ""
+    if accusers := _accusers(turn, node):
+        return f"its vault is lost to {named(accusers)}"
+    if _has_resumed(job) or spec is None:
+        return ""
+    if turn.now < job.opened_at + settle_s:
+        turn.wake(job.opened_at + settle_s, "node", node)
+        return ""
+    return f"generation {spec.number} has not resumed"
+
+
+def _has_resumed(job: JobRecord) -> bool:
+    return job.resumed_at is not None or job.leaving is not None
+
+
+def _doubted_at(turn: Turn, node: str) -> float:
+    gone_at = turn.state.live_nodes[node].gone_at
+    if gone_at is not None:
+        return gone_at
+    return turn.state.nodes[node].since if node in turn.state.silent else turn.state.reunion_at
 
 
 # --- deadlines ---------------------------------------------------------------------------------------------------
 
 
 def check_silence(turn: Turn, node: str) -> bool:
-    """The node's silence deadline: suspect it, lose it, or look again when it can be late at all.
-
-    True where it was heard in time, and nothing followed.
-    """
-    state, policy = turn.state, turn.policy
-    record, live = state.nodes[node], state.live_nodes[node]
-    live.watched = False
-    if not record.reachable:
+    """The node's silence deadline: suspect it, lose it, or look again when it can be late at all. Whether it was only
+    found to have been heard in time."""
+    turn.state.live_nodes[node].watched = False
+    if not turn.state.nodes[node].reachable:
         return True
-    heard_at = turn.pulse(node).heard_at
-    silent_s = turn.now - heard_at - state.slack_s
-    if silent_s < policy.suspect_after_s:
-        _watch_again(turn, node, heard_at + policy.suspect_after_s + state.slack_s)
-        return True
-    if silent_s < policy.dead_after_s:
-        _suspect(turn, node)
-        _watch_again(turn, node, heard_at + policy.dead_after_s + state.slack_s)
-    elif not _believe(turn, node):
-        _watch_again(turn, node, turn.now + CORRELATED_RETRY_S)
-    else:
-        lose(turn, node, f"{node} said nothing for {turn.now - heard_at:.1f} s")
-    return False
+    answer, due = _judge_silence(turn, node)
+    if turn.state.nodes[node].reachable:
+        _watch_until(turn, node, due)
+    return answer is Answer.PRESENT
 
 
-def _watch_again(turn: Turn, node: str, due: float) -> None:
-    turn.state.live_nodes[node].watched = True
-    turn.wake(due, "silence", node)
+def _judge_silence(turn: Turn, node: str) -> tuple[Answer, float]:
+    """What the node's silence means, which is acted on; and when it may mean more."""
+    policy, pulse, slack_s = turn.policy, turn.pulse(node), turn.state.slack_s
+    answer = suspicion.judge(policy, pulse.longest_s, turn.now - pulse.since - slack_s)
+    if answer is Answer.PRESENT:
+        return answer, pulse.since + suspicion.patience_s(policy, pulse.longest_s) + slack_s
+    if answer is Answer.SUSPECT:
+        _suspect(turn, node, _unheard(turn, node))
+        return answer, pulse.since + suspicion.loss_s(policy, pulse.longest_s) + slack_s
+    correlation.fall_silent(turn, node)
+    if correlation.is_doubted(turn, node, pulse.since):
+        return answer, correlation.look_again_at(turn, pulse.since)
+    lose(turn, node, _unheard(turn, node))
+    return answer, turn.now
 
 
-def _suspect(turn: Turn, node: str) -> None:
-    record = turn.state.nodes[node]
-    turn.state.silent.add(node)
-    if record.state is NodeState.HEALTHY:
-        sentence = f"{node} said nothing for {turn.now - turn.pulse(node).heard_at:.1f} s"
+def _unheard(turn: Turn, node: str) -> str:
+    pulse = turn.pulse(node)
+    if node in turn.state.unmet:
+        return f"{node} has not been heard since this controller began, {turn.now - pulse.since:.1f} s ago"
+    return f"{node} said nothing for {turn.now - pulse.since:.1f} s"
+
+
+def _suspect(turn: Turn, node: str, sentence: str) -> None:
+    correlation.fall_silent(turn, node)
+    if turn.state.nodes[node].state is NodeState.HEALTHY:
         set_state(turn, node, NodeState.SUSPECT, sentence)
-        turn.audit("node.suspect", sentence, node=node)
+        _tell(turn, "node.suspect", node, sentence)
     _ask_witnesses(turn, node)
 
 
 def check_node(turn: Turn, node: str) -> None:
-    """A node's other deadlines: the end of grace after a disconnection, or of quarantine."""
+    """A node's other deadlines: the end of grace after a disconnection, or of quarantine; a witness who may now be
+    heard."""
     record, live = turn.state.nodes[node], turn.state.live_nodes[node]
     _check_rejoined(turn, node)
     if live.gone_at is not None and record.reachable:
-        due = live.gone_at + turn.policy.disconnect_grace_s + turn.state.slack_s
-        if turn.now < due:
-            _ask_witnesses(turn, node)
-            turn.wake(due, "node", node)
-        elif not _believe(turn, node):
-            turn.wake(turn.now + CORRELATED_RETRY_S, "node", node)
-        else:
-            lose(
-                turn,
-                node,
-                f"{node} did not come back within {turn.now - live.gone_at:.1f} s after its connection closed",
-            )
+        _check_gone(turn, node, live.gone_at)
+    elif node in turn.state.silent:
+        _judge_silence(turn, node)
+        _ask_witnesses(turn, node)
     elif record.state is NodeState.QUARANTINED:
         check_quarantine(turn, node)
     elif record.state is NodeState.PROBATION:
         check_probation(turn, node)
+    else:
+        _weigh_accusers(turn, node)
+
+
+def _check_gone(turn: Turn, node: str, gone_at: float) -> None:
+    due = gone_at + turn.policy.disconnect_grace_s + turn.state.slack_s
+    if turn.now < due:
+        _ask_witnesses(turn, node)
+        turn.wake(due, "node", node)
+    elif correlation.is_doubted(turn, node, gone_at):
+        _ask_witnesses(turn, node)
+        turn.wake(correlation.look_again_at(turn, gone_at), "node", node)
+    else:
+        lose(turn, node, f"{node} did not come back within {turn.now - gone_at:.1f} s after its connection closed")
 
 
 def expect_launchers(turn: Turn, node: str) -> None:
@@ -195,37 +335,18 @@ def drop_launchers(turn: Turn, node: str, sentence: str, *, confirmed: bool) -> 
             remove_launcher(turn, job, node, sentence)
 
 
-def _believe(turn: Turn, node: str) -> bool:
-    """Whether silence is the node's own; too many at once speak against the network, or against ourselves."""
-    state, policy = turn.state, turn.policy
-    silent, known = len(state.silent), len(state.reachable)
-    mass = silent >= max(policy.correlated_minimum, policy.correlated_share * known)
-    if not mass and (silent < known or known < 2):
-        state.correlated = False
-        return True
-    live = state.live_nodes[node]
-    since = turn.pulse(node).heard_at if live.gone_at is None else live.gone_at
-    if turn.now - since >= policy.correlated_patience_s:
-        return True
-    if not state.correlated:
-        state.correlated = True
-        turn.audit(
-            "fleet.correlated_silence",
-            f"{silent} of {known} nodes are silent at once: the network or this controller is suspected, "
-            f"no node is lost on silence alone for {policy.correlated_patience_s:g} s",
-        )
-    return False
-
-
 def lose(turn: Turn, node: str, sentence: str) -> None:
-    """The node is gone: its jobs go on without it. This accuses nobody; it may come back by way of probation."""
+    """The node is gone: its jobs go on without it, once all that are lost in this turn are known. This accuses nobody;
+    it may come back by way of probation."""
     state = turn.state
     record = state.nodes[node]
     record.reachable = False
-    state.reachable.discard(node)
-    state.silent.discard(node)
+    correlation.give_up(turn, node)
+    state.unmet.discard(node)
     if record.state in (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION):
         set_state(turn, node, NodeState.LOST, sentence)
     turn.node_changed(node)
     turn.audit("node.lost", sentence, node=node)
-    node_left_jobs(turn, node, Cause(reason=GenerationReason.NODE_LOST, sentence=sentence, trace=turn.trace))
+    for job in jobs_seated_on(state, node):
+        if job.state is JobState.RUNNING:
+            turn.departed.setdefault(job.job, {})[node] = sentence

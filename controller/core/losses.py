@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from controller.core import jobs
 from controller.core.generations import Cause, heard_beyond_boundary, regroup
-from controller.core.membership import jobs_seated_on, next_seats, seats_of
+from controller.core.membership import is_seated, jobs_seated_on, least_nodes, next_seats, seats_of
 from controller.core.state import JobRecord, Pending
 from controller.core.turn import Turn
-from everstep.vocabulary import Decision, Finding, FindingKind, GenerationReason, JobState, NodeState, Severity
+from controller.core.wording import named
+from everstep.vocabulary import Decision, Finding, FindingKind, GenerationReason, JobState, Severity
 from everstep.wire.v1.training import CollectiveFailed, GenerationSpec, LauncherLeft, RankLost
 
 
@@ -37,8 +40,7 @@ def rank_lost(turn: Turn, job: JobRecord, node: str, report: RankLost) -> None:
         launcher.able, launcher.why_not = False, "its launcher has no replacement for a lost rank"
         turn.job_changed(job.job)
     spec = spoken_of(job, report.generation)
-    seated = node in (*seats_of(job.generation), *seats_of(job.leaving))
-    if not seated or (spec is None and report.replacement):
+    if not is_seated(job, node) or (spec is None and report.replacement):
         turn.ignore("rank_lost.stale")
         return
     member = spec.member(node, report.local_rank) if spec is not None else None
@@ -63,16 +65,31 @@ def _manner(report: RankLost) -> str:
 def replace_rank(turn: Turn, job: JobRecord, node: str, cause: Cause) -> None:
     """Regroups after a loss on ``node``; a node that keeps losing ranks is left out from now on."""
     if not _flaps(turn, job, node):
-        regroup(turn, job, cause)
+        regroup_heard(turn, job, cause)
         return
     count, window_s = len(job.losses[node]), turn.policy.flap_window_s
     sentence = f"{node} lost {count} ranks of {job.job} within {window_s:g} s"
     job.excluded[node] = sentence
     _note_flapping(turn, node, sentence, count)
-    if len(next_seats(turn.state, job)) < job.spec.min_nodes:
+    if len(next_seats(turn.state, job)) < least_nodes(job):
         jobs.fail(turn, job, f"{cause.sentence}; {sentence}, and no other node can take its place")
         return
     regroup(turn, job, Cause(reason=cause.reason, sentence=f"{cause.sentence}; {sentence}", trace=cause.trace))
+
+
+def regroup_heard(turn: Turn, job: JobRecord, cause: Cause) -> None:
+    """Regroups with members that this controller has heard. One that has just begun waits a moment for the others: they
+    are on their way back to it, or dead, and a roster with a dead member is soon another regrouping."""
+    state, live = turn.state, turn.state.live_jobs[job.job]
+    unmet = state.unmet.intersection(seats_of(running_spec(job))) if state.unmet else frozenset()
+    if not unmet:
+        regroup(turn, job, cause)
+    elif turn.now >= state.reunion_at:
+        regroup(turn, job, msgspec.structs.replace(cause, without=cause.without | unmet))
+    elif live.pending is None or live.pending.reason is None:
+        due = state.reunion_at
+        live.pending = Pending(False, turn.now, due, cause.trace, cause.sentence, cause.reason)
+        turn.wake(due, "job", job.job)
 
 
 def _flaps(turn: Turn, job: JobRecord, node: str) -> bool:
@@ -109,6 +126,8 @@ def collective_failed(turn: Turn, job: JobRecord, node: str, report: CollectiveF
         turn.ignore("collective_failed.stale")
         return
     live = turn.state.live_jobs[job.job]
+    if not live.witnesses and not live.stalls:
+        _recall_accused(turn, spec)
     live.witnesses.add(report.rank)
     if lose_doubtful(turn, job, f"a collective of rank {report.rank} failed"):
         return
@@ -121,6 +140,13 @@ def collective_failed(turn: Turn, job: JobRecord, node: str, report: CollectiveF
         turn.wake(due, "job", job.job)
 
 
+def _recall_accused(turn: Turn, spec: GenerationSpec) -> None:
+    """The job's first witness: a member that another vault has lost is looked at once more."""
+    for node in seats_of(spec):
+        if turn.state.live_nodes[node].accusers:
+            turn.wake(turn.now, "node", node)
+
+
 def _collective_wait(turn: Turn, job: JobRecord) -> float:
     live = turn.state.live_jobs[job.job]
     live.blind = [at for at in live.blind if at > turn.now - turn.policy.flap_window_s]
@@ -131,30 +157,31 @@ def _collective_wait(turn: Turn, job: JobRecord) -> float:
 def regroup_blind(turn: Turn, job: JobRecord, pending: Pending, reason: GenerationReason) -> None:
     """Nobody was named in time: the same roster tries again."""
     turn.state.live_jobs[job.job].blind.append(turn.now)
-    regroup(turn, job, Cause(reason=reason, sentence=pending.sentence, trace=pending.trace))
+    regroup_heard(turn, job, Cause(reason=reason, sentence=pending.sentence, trace=pending.trace))
 
 
 def doubtful(turn: Turn, node: str) -> str:
     """Why a node may be taken for lost once its job has a witness; empty for one that answers."""
-    record, live = turn.state.nodes.get(node), turn.state.live_nodes.get(node)
-    if record is None or live is None or node not in turn.state.reachable:
-        return "is out of reach"
-    if live.gone_at is not None:
+    state = turn.state
+    if node in state.unmet:
+        return "has not been heard since this controller began" if turn.now >= state.reunion_at else ""
+    if state.live_nodes[node].gone_at is not None:
         return "closed its connection"
-    return "is silent" if record.state is NodeState.SUSPECT else ""
+    return "is silent" if node in state.silent else ""
 
 
 def lose_doubtful(turn: Turn, job: JobRecord, witness: str) -> bool:
     """Regroups without the roster's doubtful nodes; False where there are none."""
-    spec = running_spec(job)
-    doubts = {node: words for node in seats_of(spec) if (words := doubtful(turn, node))}
+    spec, state = running_spec(job), turn.state
+    if spec is None or not (state.silent or state.unmet):
+        return False
+    doubts = {node: words for node in spec.seats if (words := doubtful(turn, node))}
     if not doubts:
         return False
-    named = ", ".join(f"{node} {words}" for node, words in doubts.items())
-    pending = turn.state.live_jobs[job.job].pending
+    pending = state.live_jobs[job.job].pending
     cause = Cause(
         reason=GenerationReason.NODE_LOST,
-        sentence=f"{named}, and {witness}",
+        sentence=f"{named([f'{node} {words}' for node, words in doubts.items()])}, and {witness}",
         trace=pending.trace if pending else turn.trace,
         without=frozenset(doubts),
     )
@@ -181,10 +208,19 @@ def remove_launcher(turn: Turn, job: JobRecord, node: str, sentence: str) -> Non
     del job.launchers[node]
     turn.job_changed(job.job)
     turn.audit("launcher.left", sentence, node=node, job=job.job, generation=job.last_number)
-    if job.state is JobState.RUNNING and node in (*seats_of(job.generation), *seats_of(job.leaving)):
+    if job.state is JobState.RUNNING and is_seated(job, node):
         stored = job.generation is not None and job.generation.store_node == node
         reason = GenerationReason.STORE_LOST if stored else GenerationReason.NODE_LOST
         regroup(turn, job, Cause(reason=reason, sentence=sentence, trace=turn.trace))
+
+
+def regroup_departed(turn: Turn) -> None:
+    """Every job that lost nodes in this turn regroups once, however many they were."""
+    for name, lost in turn.departed.items():
+        job = turn.state.jobs[name]
+        if job.state is JobState.RUNNING and any(is_seated(job, node) for node in lost):
+            sentence = named(list(lost.values()))
+            regroup(turn, job, Cause(reason=GenerationReason.NODE_LOST, sentence=sentence, trace=turn.trace))
 
 
 def node_left_jobs(turn: Turn, node: str, cause: Cause) -> None:

@@ -110,6 +110,9 @@ def command(turn: Turn, order: OperatorCommand) -> None:
 
 def probe(turn: Turn, request: ProbeRequested) -> None:
     """Runs a probe that judges nobody."""
+    because = f": {request.reason}" if request.reason else ""
+    sentence = f"{request.actor} ordered a probe of {', '.join(request.nodes)}{because}"
+    turn.audit("operator.probe", sentence, data={"actor": request.actor, "reason": request.reason})
     start_probe(turn, request.nodes, candidate=None, backend=request.backend)
 
 

@@ -74,6 +74,23 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The same in step times; the longer of both holds."""
     growth_interval_s: float = 30.0
     """Least seconds between a generation and growth: each costs a regrouping, spares arrive in groups."""
+    take_after_s: float = 120.0
+    """Seconds a job is below its minimum before it takes a node of a job of lower priority, and the least seconds
+    between two such losses of one job. Longer spares running jobs a regrouping for a node that only blinked, shorter
+    keeps the more important job waiting less."""
+    straggler_factor: float = 1.3
+    """Times the job's median time outside collectives that make a rank slow. Smaller finds a GPU at a lower clock
+    (a tenth is common between healthy ones), larger only what is broken."""
+    straggler_window_s: float = 30.0
+    """Seconds between two comparisons."""
+    straggler_windows: int = 10
+    """The latest comparisons that count."""
+    straggler_count: int = 8
+    """How many of them a node is slow in before it is named: more is surer and later."""
+    straggler_share: float = 0.1
+    """Share of a job's nodes that, slow at once, are not at fault themselves (one always may be)."""
+    straggler_replace: bool = True
+    """Whether a named node is replaced at a boundary where a spare is able; otherwise it is only recommended."""
     rank_flap_count: int = 5
     """Losses of ranks on one node inside ``flap_window_s`` that exclude the node from the job."""
     flap_window_s: float = 600.0
@@ -95,8 +112,9 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The same as a share of known nodes; the smaller of both holds, but one eviction is always allowed. It is what
     keeps a small fleet from losing half of itself to one bad rule."""
     eviction_rack_count: int = 2
-    """Evictions that one rack may suffer inside the window, as far as the fleet's own budget goes. Further ones are held until it has passed: many sick nodes in
-    one rack have their rack in common. Larger trusts the findings, smaller the coincidence."""
+    """Evictions that one rack may suffer inside the window, as far as the fleet's own budget goes. Further ones are held
+    until it has passed: many sick nodes in one rack have their rack in common. Larger trusts the findings, smaller the
+    coincidence."""
     eviction_rack_share: float = 0.5
     """The same as a share of the rack's nodes."""
     eviction_job_count: int = 3
@@ -193,6 +211,9 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             resume_deadline_s=30.0,
             resume_deadline_max_s=240.0,
             growth_interval_s=1.0,
+            take_after_s=2.0,
+            straggler_factor=3.0,
+            straggler_window_s=2.0,
             rank_flap_count=30,
             flap_window_s=60.0,
             eviction_count=4,
@@ -236,6 +257,8 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             "peer_witnesses",
             "version_window",
             "tie_count",
+            "straggler_windows",
+            "straggler_count",
             "finding_burst",
             "remedies_per_node",
             "remedies_per_fleet",
@@ -281,6 +304,10 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             (
                 any(not 0 < getattr(self, name) <= 1 for name in shares),
                 f"shares are above 0 and at most 1: {', '.join(shares)}",
+            ),
+            (
+                self.straggler_factor <= 1.0 or self.straggler_count > self.straggler_windows,
+                "straggler_factor must exceed 1, and straggler_count must not exceed straggler_windows",
             ),
             (self.probation_beats < 0, "probation_beats cannot be negative"),
             (self.offender_half_life_s <= 0, "offender_half_life_s must be positive: offences are forgotten by halves"),

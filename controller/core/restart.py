@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from controller.core.checkpoints import resume_commits
+from controller.core.correlation import FLEET, expect, mind
+from controller.core.events import ControllerStarted
+from controller.core.eviction import look_again, rehold
 from controller.core.liveness import watch
 from controller.core.membership import seats_of
 from controller.core.policy import CorePolicy
@@ -32,9 +35,11 @@ def restore(
         state.nodes[record.node] = record
         state.live_nodes[record.node] = NodeLive()
         if record.reachable:
-            state.reachable.add(record.node)
-        if record.overruled:
-            state.overruled.add(record.node)
+            if record.state is NodeState.SUSPECT:
+                state.silent.add(record.node)
+            expect(state, record.node)
+            state.unmet.add(record.node)
+        rehold(state, record.node)
     for job in jobs:
         state.jobs[job.job] = job
         state.live_jobs[job.job] = JobLive()
@@ -51,19 +56,28 @@ def _restore_version(state: FleetState, record: VersionRecord) -> None:
     if job is None or live is None or (job.ceiling is not None and record.version > job.ceiling):
         return
     if live.committed is None or record.version > live.committed:
-        live.committed = record.version
+        live.committed, live.committed_at = record.version, record.committed_at
     if record.verified_at is not None and (live.verified is None or record.version > live.verified):
         live.verified = record.version
     live.settled = live.committed
 
 
-def started(turn: Turn) -> None:
+def started(turn: Turn, event: ControllerStarted) -> None:
     """Nobody could reach us while we were away: all deadlines begin now."""
     state = turn.state
+    state.epoch = event.epoch or state.epoch
+    state.hearing.since = state.hearing.last_at = turn.now
+    state.reunion_at = turn.now + turn.policy.reunion_s
+    if state.unmet:
+        turn.wake(state.reunion_at, "reunion", FLEET)
+    look_again(turn)
+    mind(turn)
     for node, record in state.nodes.items():
         live = state.live_nodes[node]
-        live.pulse.heard_at = turn.now
         turn.wake(max(turn.now, record.returns_at), "node", node)
+        if record.undecided or record.maintenance_until or record.state is NodeState.QUARANTINED:
+            turn.wake(max(turn.now, record.maintenance_until), "care", node)
+            turn.wake(turn.now, "care", node)
         if record.reachable:
             live.watched = False
             watch(turn, node)

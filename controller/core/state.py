@@ -26,18 +26,27 @@ class Window(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rack: str = ""
 
 
+class Eviction(msgspec.Struct, frozen=True, kw_only=True):
+    """One automatic eviction, and against whose budgets it counts: ``rack`` (empty: none), ``jobs`` with a seat there."""
+
+    at: float
+    node: NodeId
+    rack: str = ""
+    jobs: tuple[JobId, ...] = ()
+
+
 class FleetRecord(msgspec.Struct, kw_only=True):
     """What belongs to no single node or job.
 
-    ``breaker``: the sentence of a latched eviction breaker, empty while evictions are allowed. ``evictions``: wall
-    seconds of the evictions inside the budget's window. ``probes`` counts probes ever asked for, so that ids are new;
+    ``breaker``: the sentence of a latched eviction breaker, empty while evictions are allowed. ``evicted``: the
+    evictions inside the budget's window, oldest first. ``probes`` counts probes ever asked for, so that ids are new;
     ``remedies`` the same. ``remedied``: wall seconds of automatic resets and reboots inside their window.
     ``maintenance``: windows that are not over.
     """
 
     breaker: str = ""
     breaker_at: float = 0.0
-    evictions: list[float] = []
+    evicted: list[Eviction] = []
     probes: int = 0
     remedies: int = 0
     remedied: list[float] = []
@@ -57,9 +66,10 @@ class Course(msgspec.Struct, kw_only=True, omit_defaults=True):
     """How a node that is out is treated.
 
     ``rule``: id of the rule that took it out. ``ladder`` and ``rung``: its cures, and which is due. ``checks``: what it
-    must pass on its way back, ``passes`` times in a row; ``left``: what is still to be passed. ``remedy``: id of the
-    action that was asked for and not reported, ``remedy_due``: when it is given up. ``settles_at``: when the causes must
-    have cleared after a confirmed one. ``hindered``: why no action was asked for, as it was last said.
+    must pass on its way back, ``passes`` times in a row; ``left``: what is still to be passed, ``alone``: it had no
+    partner for what takes one. ``clear_s``: for how long its causes must be clear. ``remedy``: id of the action that was
+    asked for and not reported, ``remedy_due``: when it is given up. ``settles_at``: when the causes must have cleared
+    after a confirmed one. ``hindered``: why no action was asked for, as it was last said.
     """
 
     rule: str = ""
@@ -68,6 +78,8 @@ class Course(msgspec.Struct, kw_only=True, omit_defaults=True):
     checks: tuple[ProbeKind, ...] = (ProbeKind.ALL_REDUCE,)
     passes: int = 1
     left: list[ProbeKind] = []
+    alone: bool = False
+    clear_s: float = 0.0
     remedy: str = ""
     remedy_due: float = 0.0
     settles_at: float = 0.0
@@ -89,8 +101,8 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     ``booted_at``: when it was first seen after its last boot. ``reports`` of a finding are counted under its rule and
     key, ``steps`` of ladders under the rule. ``undecided``: keys of findings that are looked at again, and what for.
     ``cleared``: since when a cause has been clear. ``course``: its treatment while it is out. ``offences``: its score
-    as of ``offended_at``. ``remedied``: times of its automatic resets and reboots. ``cordoned``: Everstep has taken it
-    out of service with the scheduler; ``foreign``: who else has. ``hold``: a person's order that keeps it out.
+    as of ``offended_at``. ``remedied``: times of its automatic resets and reboots. ``cordoned``: id of the
+    remedy by which Everstep took it out of service with the scheduler; ``foreign``: who else has. ``hold``: a person's order that keeps it out.
     ``maintenance_until``: the end of its maintenance window, 0.0 outside one. ``notes``: its case book.
     """
 
@@ -132,7 +144,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     offences: float = 0.0
     offended_at: float = 0.0
     remedied: list[float] = []
-    cordoned: bool = False
+    cordoned: str = ""
     foreign: str = ""
     hold: str = ""
     maintenance_until: float = 0.0
@@ -262,7 +274,8 @@ class NodeLive(msgspec.Struct):
 
     ``picture``: it has told its findings in full since we began. ``gone_at``: its connection closed then and nothing
     was heard since. ``watched``: its silence deadline is queued. ``rejoin_due``: until when its launchers may join
-    again. ``jobs``: those that ever had a launcher on it. ``bursts``: by kind of finding.
+    again. ``jobs``: those that ever had a launcher on it. ``accusers``: nodes whose vaults lost its vault, and when;
+    void once it is heard after that. ``bursts``: by kind of finding.
     """
 
     pulse: Pulse = msgspec.field(default_factory=Pulse)
@@ -382,7 +395,7 @@ class Case(msgspec.Struct, kw_only=True):
     what: str
     due: float
     trace: TraceId
-    job: JobId = ""
+    job: str = ""
     tries: dict[NodeId, int] = {}
     failed: dict[NodeId, str] = {}
     passed: dict[NodeId, str] = {}
@@ -408,8 +421,11 @@ class FleetState(msgspec.Struct, kw_only=True):
     """Everything the core knows.
 
     ``deadlines``: a heap of (due, order, kind, subject); an entry is a hint to look, never a decision. ``silent``:
-    reachable nodes over their first deadline or with a closed connection. ``overruled``: nodes whose eviction waits
-    until a job can spare them. ``slack_s``: the observer's own lag. ``cases``: second passes under way. ``sightings``:
+    reachable nodes over their first deadline or with a closed connection. ``tallies`` count both by what nodes have in
+    common, ``crossed`` names those of them that are silent at once, in an ``episode``; ``calm_since``: when the last one
+    ended. ``unmet``: reachable nodes that this controller has not heard; until ``reunion_at`` they are waited for. ``held``: nodes whose eviction is held, by
+    what holds it; ``short``: jobs that can spare no node: until when that is taken as known, and why. ``slack_s``: the
+    observer's own lag. ``cases``: second passes under way. ``sightings``:
     where and when each kind of finding (and XID) was seen lately; ``outbreaks``: those of them taken for no node's own.
     ``epoch``: which life of a controller over its database this is. ``store_away``: why the database cannot be written
     now, empty while it can.
@@ -434,10 +450,11 @@ class FleetState(msgspec.Struct, kw_only=True):
     tallies: dict[str, Tally] = {}
     crossed: set[str] = set()
     episode: Episode | None = None
+    calm_since: float = 0.0
     unmet: set[NodeId] = set()
     reunion_at: float = 0.0
     held: dict[str, dict[NodeId, None]] = {}
-    short: dict[JobId, str] = {}
+    short: dict[JobId, tuple[float, str]] = {}
     hearing: Hearing = msgspec.field(default_factory=Hearing)
     slack_s: float = 0.0
     slack_at: float = 0.0

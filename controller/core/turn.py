@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from controller.core import casebook
 from controller.core.effects import Audit, AuditEntry, Effect, PutFleet, PutJob, PutNode, PutVerdict, Send
-from controller.core.progress import Stride, stride_of
+from controller.core.progress import Laggards, Stride, laggards_of, stride_of
 from controller.core.state import FleetState
 from everstep.ids import JobId, NodeId, Rank
 from everstep.vocabulary import Action, Decision, Finding, Verdict
@@ -18,11 +19,13 @@ from everstep.wire.v1.directives import AnyDirective
 
 
 class PulseRead(msgspec.Struct, frozen=True, tag=True):
-    """``state.Pulse`` of node ``of`` as a rule saw it."""
+    """``state.Pulse`` of node ``of`` as a rule saw it. ``since``: when its silence began, by what we could hear."""
 
     of: NodeId
     heard_at: float
     beats: int
+    longest_s: float
+    since: float
 
 
 class StepsRead(msgspec.Struct, frozen=True, tag=True):
@@ -46,8 +49,8 @@ class Looked(msgspec.Struct, frozen=True, tag=True):
     kind: str
 
 
-R = TypeVar("R", PulseRead, StepsRead, EnteredRead, Stride)
-Read = PulseRead | StepsRead | EnteredRead | Stride | Looked
+R = TypeVar("R", PulseRead, StepsRead, EnteredRead, Stride, Laggards)
+Read = PulseRead | StepsRead | EnteredRead | Stride | Laggards | Looked
 """What a rule read of that which heartbeats change. Beats are too many to be written down; these are few."""
 
 
@@ -57,7 +60,8 @@ class Turn:
     ``reads`` lists, in order, what was read of that which heartbeats change: with them the event can be handled again
     elsewhere, without the beats before it, and leads to the same effects. ``quiet``: a Tick that only found nodes
     heard in time; history can do without it. ``looks``: where the Tick of ``recorded`` looked; silence deadlines, which
-    beats move, are not to be looked at otherwise then.
+    beats move, are not to be looked at otherwise then. ``freed``: scopes whose held evictions are to be looked at again
+    (``eviction``). ``departed``: nodes lost in this turn, and why, by the jobs that they had a seat in.
 
     Args:
         trace: of the stimulus; rules that carry out something older pass that one's trace instead.
@@ -78,20 +82,27 @@ class Turn:
         self.now = now
         self.trace = trace
         self.entropy = entropy
+        self.freed: dict[str, None] = {}
+        self.departed: dict[JobId, dict[NodeId, str]] = {}
         self._effects: list[Effect] = []
         self._fleet = False
         self._nodes: dict[str, None] = {}
         self._jobs: dict[str, None] = {}
 
     def pulse(self, node: str) -> PulseRead:
-        """When the node was last heard, and its clean beats."""
+        """When the node was last heard, its clean beats, its longest pause of lately."""
         pulse = self.state.live_nodes[node].pulse
         heard_at = pulse.heard_at if self._recorded is None else self.now
-        return self._read(PulseRead(node, heard_at, pulse.beats))
+        since = max(heard_at, self.state.hearing.since)
+        return self._read(PulseRead(node, heard_at, pulse.beats, pulse.longest_s, since))
 
     def stride(self, job: str) -> Stride:
         """How fast the job steps."""
         return self._read(stride_of(job, self.state.live_jobs[job].pace))
+
+    def laggards(self, job: str, factor: float) -> Laggards:
+        """Ranks whose own time for a step is more than ``factor`` times the job's median."""
+        return self._read(laggards_of(job, self.state.live_jobs[job].pace, factor))
 
     def steps(self, job: str) -> dict[Rank, int]:
         """Each rank's last finished step in the running generation, where it is known."""
@@ -116,6 +127,10 @@ class Turn:
 
     def job_changed(self, job: str) -> None:
         self._jobs[job] = None
+
+    def changed(self) -> tuple[list[NodeId], list[JobId]]:
+        """Nodes and jobs whose records changed so far."""
+        return list(self._nodes), list(self._jobs)
 
     def emit(self, effect: Effect) -> None:
         self._effects.append(effect)
@@ -176,6 +191,7 @@ class Turn:
             trace=self.trace if trace is None else trace,
         )
         self.emit(PutVerdict(verdict))
+        casebook.enter(record, self.now, "verdict", f"{decision}: {sentence}", {"verdict": verdict.id})
         self.audit(f"verdict.{decision}", sentence, node=node, trace=verdict.trace, data={"verdict": verdict.id})
 
     def ignore(self, why: str) -> None:
@@ -203,7 +219,8 @@ def _by_subject(reads: Iterable[Read]) -> dict[tuple[type, str], deque[Any]]:
 
 
 def push_deadline(state: FleetState, due: float, kind: str, subject: str) -> None:
-    """Queues a hint to look at ``subject``: ``silence`` or ``node`` of a node, ``job``, ``probe``."""
+    """Queues a hint to look at ``subject``: ``silence`` or ``node`` of a node, ``job``, ``probe``; or at what it says
+    itself: ``correlation``, ``reunion``, ``held``."""
     if (due, kind, subject) in state.queued:
         return
     state.queued.add((due, kind, subject))

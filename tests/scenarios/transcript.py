@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from controller.core.describe import describe
-from controller.core.events import OperatorAction
+from controller.core.events import OperatorAction, StoreChanged
 from everstep.errors import EverstepError
 from everstep.ids import Version
 from everstep.wire.v1.agent import Domain
@@ -132,8 +132,11 @@ COMMANDS: dict[str, Callable[[CoreFleet, Words, Options], object]] = {
     "seal": _seal,
     "resume": _resume,
     "progress": lambda fleet, words, _: fleet.progress(int(words[0])),
-    "xid": lambda fleet, words, _: fleet.raise_finding(words[0], xid()),
-    "clear-xid": lambda fleet, words, _: fleet.clear_finding(words[0], xid().key),
+    "xid": lambda fleet, words, options: fleet.raise_finding(words[0], xid(int(options.get("number", "79")))),
+    "clear-xid": lambda fleet, words, options: fleet.clear_finding(words[0], xid(int(options.get("number", "79"))).key),
+    "lose-peer": lambda fleet, words, _: fleet.lose_peer(words[0], words[1]),
+    "stop-controller": lambda fleet, words, _: fleet.stop_controller(float(words[0])),
+    "store": lambda fleet, words, _: fleet.feed(StoreChanged(away=words[0] == "away", reason="connection refused")),
     "probe": lambda fleet, words, _: fleet.probe_result(words[0], words[1] == "ok", " ".join(words[2:])),
     "operator": _order,
     "user-error": lambda fleet, words, _: fleet.raise_user_error(int(words[0])),

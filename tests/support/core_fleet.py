@@ -35,6 +35,7 @@ from everstep.wire.v1.training import (
     JobSpec,
     LauncherJoined,
     LauncherLeft,
+    PeerLost,
     ProbeFinished,
     RankFinished,
     RankLost,
@@ -120,6 +121,11 @@ class CoreFleet:
             self.feed(Tick(trace=self.trace()))
         return self.effects[before:]
 
+    def stop_controller(self, seconds: float) -> list[Effect]:
+        """The controller stands still and goes on: a Tick that is so late comes before the beats that wait unread."""
+        self.now += seconds
+        return self.feed(Tick(lag_s=seconds, trace=self.trace()))
+
     def trace(self) -> str:
         self.traces += 1
         return f"t{self.traces}"
@@ -182,6 +188,10 @@ class CoreFleet:
             trace=self.trace(),
         )
         return self.feed(event)
+
+    def lose_peer(self, node: str, peer: str, job: str = "job") -> list[Effect]:
+        """The vault on ``node`` cannot reach the one on ``peer`` any more."""
+        return self.report(node, PeerLost(job=job, at=self.now, peer=peer, detail="connection refused"))
 
     def raise_finding(self, node: str, finding: Finding) -> list[Effect]:
         return self.report(node, FindingRaised(finding=finding))

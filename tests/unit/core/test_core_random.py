@@ -8,13 +8,14 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from controller.core.budget import fleet_scope
 from controller.core.effects import Effect, PutGeneration, PutVerdict, PutVersion
 from controller.core.events import Event, OperatorAction, Tick
-from controller.core.eviction import budget
 from controller.core.fleet import check_invariants, handle, next_deadline, restore, take
 from controller.core.policy import CorePolicy
 from controller.core.state import FleetState
 from controller.core.turn import Read
+from controller.rulebook import with_rules
 from everstep.errors import EverstepError
 from everstep.vocabulary import JobState
 from tests.support.core_fleet import CoreFleet, generations, xid
@@ -123,7 +124,7 @@ acts: st.SearchStrategy[Act] = st.one_of(
 
 def _policy() -> CorePolicy:
     quick = {"eviction_share": 0.5, "eviction_window_s": 20.0, "rank_flap_count": 4, "growth_interval_s": 0.5}
-    return msgspec.structs.replace(CorePolicy.lab(), **quick)
+    return with_rules(msgspec.structs.replace(CorePolicy.lab(), **quick))
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -142,8 +143,8 @@ def test_invariants_hold_after_every_event(history: list[Act]) -> None:
 
 
 def _check_budget(fleet: CoreFleet) -> None:
-    recent = [at for at in fleet.state.fleet.evictions if at > fleet.now - fleet.policy.eviction_window_s]
-    assert len(recent) <= max(1, budget(fleet.state))
+    scope = fleet_scope(fleet.state, fleet.now)
+    assert scope.used <= scope.limit
 
 
 def _check_history(fleet: CoreFleet) -> None:

@@ -1,0 +1,42 @@
+"""The database is away: what must survive this controller cannot be decided, and is refused with the reason.
+
+Nodes are suspected and lost, and running jobs regroup, as ever: that is learned anew by whoever follows. Evictions are
+held, and judged again by what stands when the database is back.
+"""
+
+from __future__ import annotations
+
+from controller.core.events import StoreChanged
+from controller.core.jobs import look_again
+from controller.core.state import FleetState
+from controller.core.turn import Turn
+from everstep.errors import Unavailable
+
+STORE = "store"
+"""What holds an eviction while the database is away."""
+
+
+def refuse_while_away(state: FleetState) -> None:
+    """Raises Unavailable for what only the database could promise."""
+    if state.store_away:
+        raise Unavailable(
+            f"the database is away ({state.store_away}), so an order could be forgotten: give it again when it is back"
+        )
+
+
+def store_changed(turn: Turn, event: StoreChanged) -> None:
+    """The database went away, or is back."""
+    state = turn.state
+    if event.away:
+        begins, state.store_away = not state.store_away, event.reason or "it does not answer"
+        if begins:
+            turn.audit(
+                "store.away",
+                f"the database is away ({state.store_away}): running jobs go on and regroup; nobody is evicted, no "
+                "version is committed, no job begins and no order is taken until it is back",
+            )
+    elif state.store_away:
+        turn.audit("store.back", f"the database is back ({state.store_away})")
+        state.store_away = ""
+        look_again(turn)
+        turn.freed[STORE] = None
