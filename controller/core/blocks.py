@@ -74,6 +74,8 @@ def choose_seats(
         able: all who may take part, in the order in which they are to be used where a seat is free.
         domains: where given, a block's nodes have the same domain, and nodes without one have no place.
     """
+    if block == 1 and domains is None:
+        return _one_by_one(before, able, most)
     region = {node: domains.get(node, "") if domains is not None else "any" for node in able}
     region = {node: domain for node, domain in region.items() if domain}
     room = {domain: count // block for domain, count in Counter(region.values()).items()}
@@ -88,6 +90,21 @@ def choose_seats(
     mended = {index: _filled(one.seats, free[one.domain]) for index, one in kept.items()}
     fresh = _new_blocks(region, free, room, total - len(kept), block)
     return _in_order(len(old), mended, fresh)
+
+
+def _one_by_one(before: Sequence[str], able: Sequence[str], most: int) -> list[str]:
+    """The same for blocks of one node."""
+    may, was = set(able), set(before)
+    spares = deque(node for node in able if node not in was)
+    room = most - sum(1 for node in before if node in may)
+    seats: list[str] = []
+    for node in before:
+        if node in may:
+            seats.append(node)
+        elif spares and room > 0:
+            seats.append(spares.popleft())
+            room -= 1
+    return [*seats, *spares][:most]
 
 
 def _survivors(index: int, seats: Sequence[str], region: Mapping[str, str], block: int) -> _Block:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -71,12 +71,10 @@ def regroup(turn: Turn, job: JobRecord, cause: Cause) -> None:
     spec = _spec(turn, job, cause, seats, boundary)
     before = seats_of(job.generation)
     job.former = [n for n in dict.fromkeys([*before, *job.former]) if n not in spec.seated][:FORMER_NODES]
-    freed = {*before, *seats_of(job.leaving)} - spec.seated
     job.leaving = job.generation if boundary is not None else None
     _begin(turn, job, live, spec)
-    if boundary is None:
-        hand_on(turn, job, freed)
-    else:
+    hand_on(turn, job)
+    if boundary is not None:
         checkpoints.aim_at(turn, job, boundary)
     turn.emit(PutGeneration(spec, turn.now))
     turn.audit(
@@ -101,13 +99,16 @@ def _seats(turn: Turn, job: JobRecord, cause: Cause) -> list[str]:
     return next_seats(turn.state, job, cause.without)
 
 
-def hand_on(turn: Turn, job: JobRecord, freed: Iterable[str]) -> None:
-    """The job computes on ``freed`` no more: other jobs whose launchers are there have a look, at once."""
-    for node in sorted(freed):
+def hand_on(turn: Turn, job: JobRecord) -> None:
+    """What the job computes on, or may come to claim, has changed: others that want its nodes have a look, at once."""
+    rivals: set[str] = set()
+    for node in {*job.launchers, *job.former, *seats_of(job.generation)}:
         live = turn.state.live_nodes.get(node)
-        for name in live.jobs if live is not None else ():
-            if name != job.job and turn.state.jobs[name].state not in ENDED:
-                turn.wake(turn.now, "job", name)
+        if live is not None and len(live.jobs) > 1:
+            rivals.update(live.jobs)
+    for name in sorted(rivals):
+        if name != job.job and turn.state.jobs[name].state not in ENDED:
+            turn.wake(turn.now, "job", name)
 
 
 def _facts(spec: GenerationSpec, before: Sequence[str], seats: Sequence[str]) -> dict[str, str]:
@@ -206,7 +207,6 @@ def _pause(turn: Turn, job: JobRecord, cause: Cause, seats: list[str]) -> None:
     if job.state is JobState.PAUSED:
         return
     _end_those_outside(turn, job, cause, seats)
-    freed = {*seats_of(job.generation), *seats_of(job.leaving)}
     live.pending, job.leaving = None, None
     live.stalls, live.witnesses = {}, set()
     sentence = (
@@ -216,7 +216,7 @@ def _pause(turn: Turn, job: JobRecord, cause: Cause, seats: list[str]) -> None:
     job.state, job.since, job.sentence, job.trace = JobState.PAUSED, turn.now, sentence, cause.trace
     turn.job_changed(job.job)
     turn.audit("job.paused", sentence, job=job.job, generation=job.last_number, trace=cause.trace)
-    hand_on(turn, job, freed)
+    hand_on(turn, job)
     turn.wake(turn.now + turn.policy.take_after_s, "job", job.job)
 
 
@@ -266,12 +266,11 @@ def boundary_crossed(turn: Turn, job: JobRecord) -> None:
     live = turn.state.live_jobs[job.job]
     if job.leaving is None:
         return
-    freed = set(seats_of(job.leaving)).difference(seats_of(job.generation))
     job.leaving = None
     forget_running(live)
     live.witnesses, live.stalls, live.pending = set(), {}, None
     turn.job_changed(job.job)
-    hand_on(turn, job, freed)
+    hand_on(turn, job)
 
 
 def heard_beyond_boundary(turn: Turn, job: JobRecord, node: str, rank: int, number: int) -> None:

@@ -181,8 +181,12 @@ def consider_forming(turn: Turn, job: JobRecord) -> None:
     """
     if turn.state.store_away:
         return
-    seats, most, least = len(next_seats(turn.state, job)), most_nodes(job), least_nodes(job)
+    most, least = most_nodes(job), least_nodes(job)
     due = job.created_at + job.spec.join_wait_s
+    if turn.now < due and len(job.launchers) < most:
+        turn.wake(due, "job", job.job)
+        return
+    seats = len(next_seats(turn.state, job))
     if seats >= most or (seats >= least and turn.now >= due):
         sentence = f"{seats} of {nodes(most)} asked for have joined"
         regroup(turn, job, Cause(reason=GenerationReason.FORMED, sentence=sentence, trace=turn.trace))
@@ -316,10 +320,9 @@ def _end(turn: Turn, job: JobRecord, state: JobState, sentence: str) -> None:
     live.pending = None
     turn.audit(f"job.{state}", sentence, job=job.job, generation=job.last_number)
     send_stop(turn, job, state is JobState.FINISHED, sentence)
-    freed = {*seats_of(job.generation), *seats_of(job.leaving)}
     job.leaving = None
     turn.job_changed(job.job)
-    hand_on(turn, job, freed)
+    hand_on(turn, job)
 
 
 def rank_finished(turn: Turn, job: JobRecord, node: str, report: RankFinished) -> None:

@@ -169,22 +169,24 @@ def able_nodes(state: FleetState, job: JobRecord, without: Collection[str] = ())
     """
     seated = job.generation.seated if job.generation is not None else frozenset()
     gone = promised(state, job)
-    able = [
-        node
-        for node in job.launchers
-        if node not in without
-        and not obstacle(state, job, node)
-        and (node not in gone or (node in seated and job.state is JobState.RUNNING))
-    ]
+    stay: list[str] = []
+    others: list[str] = []
+    doubted: list[str] = []
+    for node in job.launchers:
+        if node in without or obstacle(state, job, node):
+            continue
+        if node in seated and (job.state is JobState.RUNNING or node not in gone):
+            (stay if state.nodes[node].state is NodeState.HEALTHY else doubted).append(node)
+        elif node not in gone:
+            others.append(node)
     half_life_s = state.policy.offender_half_life_s
-    return sorted(able, key=lambda node: _use(state.nodes[node], node in seated, half_life_s))
+    others.sort(key=lambda node: _offences(state.nodes[node], half_life_s))
+    return [*stay, *others, *doubted]
 
 
-def _use(record: NodeRecord, seated: bool, half_life_s: float) -> tuple[int, float]:
-    """``offenders.offender_score`` of spares, by its logarithm and without what all have in common: the time by now."""
-    if seated:
-        return (0, 0.0) if record.state is NodeState.HEALTHY else (2, 0.0)
-    return 1, math.log2(record.offences) + record.offended_at / half_life_s if record.offences else -math.inf
+def _offences(record: NodeRecord, half_life_s: float) -> float:
+    """Orders nodes as ``offenders.offender_score`` does at any time: its logarithm, without what all have in common."""
+    return math.log2(record.offences) + record.offended_at / half_life_s if record.offences else -math.inf
 
 
 def spares(state: FleetState, job: JobRecord) -> list[str]:

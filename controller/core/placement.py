@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 
 import msgspec
 
@@ -101,10 +102,13 @@ class _Market:
     def __init__(self, seats: Sequence[str], sites: Mapping[str, Site], copies: int) -> None:
         self._sites = {node: sites[node] for node in seats}
         self._copies = copies
-        self._present = Counter(self._sites.values())
         self._nearest: dict[tuple[Site, ...], tuple[int, list[Site]]] = {}
         self._best: dict[Site, int] = {}
         self.load = dict.fromkeys(seats, 0)
+
+    @cached_property
+    def _present(self) -> Counter[Site]:
+        return Counter(self._sites.values())
 
     def accepts(self, node: str, chosen: Sequence[str]) -> bool:
         if node not in self._sites or len(chosen) != self._copies:
@@ -121,6 +125,8 @@ class _Market:
         return sum(self._shared(node, chosen) for node, chosen in targets.items()), weak
 
     def _shared(self, node: str, chosen: Sequence[str]) -> int:
+        if len(chosen) == 1:
+            return self._sites[node].shared_with(self._sites[chosen[0]])
         sites = [self._sites[one] for one in (node, *chosen)]
         return sum(one.shared_with(other) for at, one in enumerate(sites) for other in sites[:at])
 
@@ -129,6 +135,8 @@ class _Market:
         placed = dict(given)
         for chosen in given.values():
             self._take(chosen)
+        if len(placed) == len(self._sites):
+            return placed
         offers: Offers = defaultdict(list)
         for seat, (node, site) in enumerate(self._sites.items()):
             offers[site].append((self.load[node], seat, node))

@@ -25,6 +25,8 @@ from controller.core.turn import Turn
 from controller.core.wording import named, nodes
 from everstep.vocabulary import GenerationReason, JobState
 
+LOOK_AGAIN_S = 1.0
+"""Least seconds between two looks of a job that waits."""
 Takings = dict[str, list[str]]
 """Job to the nodes that it is to give."""
 
@@ -42,8 +44,7 @@ def consider_taking(turn: Turn, job: JobRecord) -> None:
     takings = choose_takings(turn.state, job, givers)
     for name, taken in takings.items():
         _take(turn, job, turn.state.jobs[name], taken)
-    if not takings and rivals_below(turn.state, job):
-        turn.wake(turn.now + max(turn.policy.take_after_s, 1.0), "job", job.job)
+    turn.wake(turn.now + max(turn.policy.take_after_s, LOOK_AGAIN_S), "job", job.job)
 
 
 def rivals_below(state: FleetState, job: JobRecord) -> list[JobRecord]:

@@ -133,16 +133,17 @@ class _Outlook:
         }
         self._room = Counter(self._able.values())
         self._block = job.spec.block_nodes
+        self._blocks = sum(count // self._block for count in self._room.values())
         self.least, self.most = least_nodes(job), most_nodes(job)
 
     def without(self, lost: Collection[str]) -> int:
         """Nodes of the next roster; 0 where these are too few."""
-        room = self._room.copy()
-        for node in lost:
-            if node in self._able:
-                room[self._able[node]] -= 1
-        blocks = sum(count // self._block for count in room.values())
-        left = min(self.most, blocks * self._block)
+        fewer = Counter(self._able[node] for node in lost if node in self._able)
+        broken = sum(
+            self._room[domain] // self._block - (self._room[domain] - count) // self._block
+            for domain, count in fewer.items()
+        )
+        left = min(self.most, (self._blocks - broken) * self._block)
         return left if left >= self.least else 0
 
 

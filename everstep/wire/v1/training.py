@@ -106,7 +106,8 @@ class GenerationSpec(Message, frozen=True, kw_only=True, dict=True):
     @cached_property
     def seats(self) -> tuple[str, ...]:
         """The nodes of the roster, in the order of their ranks."""
-        return tuple(dict.fromkeys(member.node for member in self.roster))
+        firsts = self.roster[:: self.spec.nproc_per_node]
+        return tuple(dict.fromkeys(member.node for member in firsts))
 
     @cached_property
     def seated(self) -> frozenset[str]:
