@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from controller.core.eviction import budget_left
+from controller.core.budget import budget_left
 from controller.core.membership import able_nodes, seats_of, spares
 from controller.core.state import FleetState, JobLive, JobRecord, NodeRecord
+from controller.keeping import Absence
 from controller.push import Outbox
 from everstep import __version__
 from everstep.errors import NotFound
@@ -35,6 +36,7 @@ class Desk(msgspec.Struct, frozen=True, kw_only=True):
     lag_s: Callable[[], float]
     queued: Callable[[], int]
     newest_event: Callable[[], int]
+    away: Callable[[], Absence | None] = lambda: None
 
     def budget_left(self) -> int:
         """How many nodes may be evicted now."""
@@ -192,4 +194,5 @@ def fleet_status(desk: Desk) -> op.FleetStatus:
         breaker=state.fleet.breaker,
         newest_event=desk.newest_event(),
         breaker_at=state.fleet.breaker_at if state.fleet.breaker else 0.0,
+        store_away=state.store_away,
     )
