@@ -175,7 +175,9 @@ class OperatorRoutes:
 
     async def start_probe(self, request: Request, who: Identity) -> op.ProbeStatus:
         wanted = await endpoints.body(request, op.StartProbe)
-        event = ev.ProbeRequested(nodes=wanted.nodes, backend=wanted.backend, actor=who.subject, trace=new_trace())
+        event = ev.ProbeRequested(
+            nodes=wanted.nodes, backend=wanted.backend, actor=who.subject, reason=wanted.reason, trace=new_trace()
+        )
         probe = await self._loop.submit(lambda tx, now: _started_probe(event, tx, now))
         return self._loop.boards.probes.get(probe)
 

@@ -164,6 +164,7 @@ class ProbeRequested(EventBase, frozen=True, kw_only=True, tag=True):
     nodes: tuple[NodeId, ...]
     backend: str = "gloo"
     actor: str
+    reason: str = ""
 
 
 Event = (

@@ -73,7 +73,9 @@ def _check_node(state: FleetState, command: OperatorCommand) -> None:
 
 
 def _excluded(state: FleetState, node: str) -> bool:
-    return any(node in state.jobs[name].excluded for name in state.live_nodes[node].jobs)
+    """Whether a job does without the node, although it is in service."""
+    jobs = (state.jobs[name] for name in state.live_nodes[node].jobs)
+    return any(node in job.excluded or node in job.slow for job in jobs)
 
 
 def check_probe(state: FleetState, request: ProbeRequested) -> None:
@@ -157,6 +159,7 @@ def _readmit(turn: Turn, node: str, sentence: str) -> None:
         job = turn.state.jobs[name]
         job.excluded.pop(node, None)
         job.losses.pop(node, None)
+        job.slow.pop(node, None)
         if node in job.launchers:
             job.launchers[node].able, job.launchers[node].why_not = True, ""
         turn.job_changed(name)

@@ -255,12 +255,14 @@ def probe(
     context: typer.Context,
     nodes: Annotated[list[str], typer.Argument(metavar="NODE...")],
     backend: Annotated[Literal["gloo", "nccl"], typer.Option(help="nccl goes between GPUs.")] = "gloo",
+    reason: Reason = "asked for by hand",
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds to wait for the result.")] = 90.0,
     as_json: Json = False,
 ) -> None:
     """Let nodes run an all-reduce among them: latency and bus bandwidth by size."""
     with controller(context) as client:
-        found = client.post("/v1/probes", op.StartProbe(nodes=tuple(nodes), backend=backend), op.ProbeStatus)
+        body = op.StartProbe(nodes=tuple(nodes), backend=backend, reason=reason)
+        found = client.post("/v1/probes", body, op.ProbeStatus)
         deadline = SYSTEM_CLOCK.monotonic() + timeout_s
         while found.ok is None and SYSTEM_CLOCK.monotonic() < deadline:
             time.sleep(0.2)

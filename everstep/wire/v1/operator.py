@@ -65,7 +65,8 @@ class Changed(Message, frozen=True, kw_only=True):
 class NodeSummary(Message, frozen=True, kw_only=True):
     """One line about a node. ``reason`` says why it is in its state, ``job`` whose roster it is in.
 
-    ``connected``: its long poll is open now. ``findings`` counts what is raised and not cleared.
+    ``connected``: it can be told something at once. ``findings`` counts what is raised and not cleared. ``model``: of
+    its GPUs; ``labels``: the site's own words for it.
     """
 
     node: NodeId
@@ -78,10 +79,17 @@ class NodeSummary(Message, frozen=True, kw_only=True):
     gpus: int = 0
     findings: int = 0
     domain: Domain = Domain()
+    model: str = ""
+    labels: dict[str, str] = {}
 
 
 class NodeDetail(Message, frozen=True, kw_only=True):
-    """Everything known about a node. ``verdicts`` are its newest first. ``registered_at``: when its agent last did."""
+    """Everything known about a node. ``verdicts`` are its newest first. ``registered_at``: when its agent last did.
+
+    ``offences``: its score of repeated faults, which time halves. ``hold``: a person's order that keeps it out;
+    ``cordoned_by``: who else keeps it out; ``maintenance_until``: the end of its window. ``held_by``: what holds an
+    eviction that it is convicted to.
+    """
 
     summary: NodeSummary
     incarnation: Incarnation
@@ -95,10 +103,20 @@ class NodeDetail(Message, frozen=True, kw_only=True):
     evictions: int = 0
     outbox: int = 0
     registered_at: float = 0.0
+    offences: float = 0.0
+    hold: str = ""
+    cordoned_by: str = ""
+    maintenance_until: float = 0.0
+    held_by: str = ""
 
 
 class NodeList(Message, frozen=True, kw_only=True):
+    """In the order of their names. ``total`` counts all that match, ``next`` is the ``cursor`` of the page after (empty
+    on the last one)."""
+
     nodes: tuple[NodeSummary, ...]
+    total: int = 0
+    next: str = ""
 
 
 class Recovery(Message, frozen=True, kw_only=True):
@@ -199,13 +217,18 @@ class Restorability(Message, frozen=True, kw_only=True):
 
 
 class JobList(Message, frozen=True, kw_only=True):
+    """In the order of their names; ``total`` and ``next`` as in NodeList."""
+
     jobs: tuple[JobSummary, ...]
+    total: int = 0
+    next: str = ""
 
 
 class GenerationList(Message, frozen=True, kw_only=True):
-    """Rosters, oldest first; their ``secret`` is blanked."""
+    """Rosters, oldest first; their ``secret`` is blanked. ``next`` is the ``cursor`` of the page of older ones."""
 
     generations: tuple[GenerationSpec, ...]
+    next: str = ""
 
 
 class Event(Message, frozen=True, kw_only=True):
@@ -234,6 +257,7 @@ class StartProbe(Message, frozen=True, kw_only=True):
 
     nodes: Annotated[tuple[NodeId, ...], msgspec.Meta(min_length=1, max_length=64)]
     backend: Literal["gloo", "nccl"] = "gloo"
+    reason: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
 
 class ProbeRow(Message, frozen=True, kw_only=True):
@@ -260,7 +284,8 @@ class FleetStatus(Message, frozen=True, kw_only=True):
     """The fleet on one screen. ``nodes`` counts by state; ``jobs`` are the ones not over.
 
     ``budget_left`` is how many nodes may be evicted now, ``breaker`` why automatic eviction is paused ("" when it is
-    not), since ``breaker_at``. ``epoch`` counts the controller's lives over this database.
+    not), since ``breaker_at``. ``epoch`` counts the controller's lives over this database. ``store_away`` says why the
+    database cannot be written ("" when it can): jobs run and regroup, and nothing else is decided.
     """
 
     version: str
@@ -274,3 +299,4 @@ class FleetStatus(Message, frozen=True, kw_only=True):
     breaker: str = ""
     newest_event: int = 0
     breaker_at: float = 0.0
+    store_away: str = ""

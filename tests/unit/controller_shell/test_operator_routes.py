@@ -172,7 +172,7 @@ def refusal(client: TestClient, path: str, body: object, headers: dict[str, str]
 
 def test_a_probes_figures_are_the_slowest_nodes(client: TestClient) -> None:
     one, two = fleet(client, "n1", "n2")
-    started = post(client, "/v1/probes", op.StartProbe(nodes=("n1", "n2")), op.ProbeStatus)
+    started = post(client, "/v1/probes", op.StartProbe(nodes=("n1", "n2"), reason="slow"), op.ProbeStatus)
     assert (started.ok, started.nodes) == (None, ("n1", "n2"))
     one.report(ProbeFinished(probe=started.probe, ok=True, rows=((8, 0.001, 100.0),)))
     assert get(client, f"/v1/probes/{started.probe}", op.ProbeStatus).ok is None
@@ -184,7 +184,7 @@ def test_a_probes_figures_are_the_slowest_nodes(client: TestClient) -> None:
 
 def test_a_failed_probe_says_whose_side_failed(client: TestClient) -> None:
     _, two = fleet(client, "n1", "n2")
-    started = post(client, "/v1/probes", op.StartProbe(nodes=("n1", "n2")), op.ProbeStatus)
+    started = post(client, "/v1/probes", op.StartProbe(nodes=("n1", "n2"), reason="slow"), op.ProbeStatus)
     two.report(ProbeFinished(probe=started.probe, ok=False, detail="connection refused"))
     status = get(client, f"/v1/probes/{started.probe}", op.ProbeStatus)
     assert (status.ok, status.answers) == (False, {"n2": "connection refused"})
@@ -270,9 +270,10 @@ def test_a_question_about_nothing_is_refused_with_a_sentence(client: TestClient,
         ("/v1/nodes/n1/hold", {"reason": "x", "force": True}, 422),
         ("/v1/jobs/none/stop", BECAUSE, 404),
         ("/v1/breaker/reset", BECAUSE, 409),
-        ("/v1/probes", op.StartProbe(nodes=("n1",)), 409),
-        ("/v1/probes", op.StartProbe(nodes=("n1", "none")), 404),
-        ("/v1/probes", {"nodes": []}, 422),
+        ("/v1/probes", op.StartProbe(nodes=("n1",), reason="slow"), 409),
+        ("/v1/probes", op.StartProbe(nodes=("n1", "none"), reason="slow"), 404),
+        ("/v1/probes", {"nodes": [], "reason": "slow"}, 422),
+        ("/v1/probes", {"nodes": ["n1", "n2"]}, 422),
     ],
 )
 def test_an_order_that_cannot_be_carried_out_changes_nothing(
@@ -337,7 +338,7 @@ def test_the_openapi_document_has_every_route_and_every_reference_resolves(clien
 def test_answers_decode_strictly_as_what_the_routes_table_says(client: TestClient) -> None:
     speakers = running_job(client, "n1", "n2", spare="n3")
     speakers[0].report(FindingRaised(finding=FELL_OFF))
-    post(client, "/v1/probes", op.StartProbe(nodes=("n1", "n2")), op.ProbeStatus)
+    post(client, "/v1/probes", op.StartProbe(nodes=("n1", "n2"), reason="slow"), op.ProbeStatus)
     for route in OPERATOR_ROUTES.values():
         if route.method == "GET":
             response = client.get(_concrete(route.path), headers=VIEWER)
