@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,8 @@ from controller.loop import FleetLoop
 from controller.metrics import FleetCollector, Metrics
 from controller.push import Outbox
 from controller.remediation.base import Remediator
-from controller.remediation.desk import RemedyDesk
+from controller.remediation.outside import Outside
+from controller.rulebook import with_rules
 from controller.secret_file import Keyring
 from controller.steady_time import SteadyTime
 from controller.store.records import Loaded
@@ -96,7 +96,7 @@ class Controller:
         make_remediator: MakeRemediator,
         tenure: Tenure | None = None,
     ) -> None:
-        state = _restore(settings.policy, loaded)
+        state = _restore(with_rules(settings.policy), loaded)
         self._tenure = tenure
         self.metrics = Metrics()
         self.feed = AuditFeed(loaded.newest_audit)
@@ -113,7 +113,7 @@ class Controller:
             numbers=numbers,
             boards=Boards(state.jobs.values()),
             on_audit=self.feed.publish,
-            on_remedies=lambda rows: self.remedies.requested(rows),
+            on_remedies=lambda rows: self.outside.desk.requested(rows),
             decide=self.journal.decide if self.journal else fleet.handle,
             epoch=loaded.epoch,
             check_leading=tenure.check if tenure is not None else lambda: None,
@@ -121,13 +121,13 @@ class Controller:
             queue_limit=settings.queue_limit,
             away_limit_bytes=settings.away_limit_bytes,
         )
-        self.remedies = RemedyDesk(
+        self.outside = Outside(
+            settings,
             make_remediator(),
-            submit=self.loop.submit,
-            now=self.loop.now,
-            uniform=random.random,
-            failed=self.metrics.remediation_failures.inc,
+            loop=self.loop,
+            state=state,
             rows=loaded.remedies,
+            failed=self.metrics.remediation_failures.inc,
         )
         self.desk = views.Desk(
             state=state,
@@ -138,6 +138,7 @@ class Controller:
             lag_s=self.loop.lag.recent_s,
             queued=self.loop.queued,
             newest_event=lambda: self.feed.newest,
+            away=self.loop.away,
         )
         self.metrics.registry.register(FleetCollector(self.desk))
         self.credentials = Credentials(loaded.credentials)
@@ -188,7 +189,7 @@ class Controller:
                 await asyncio.to_thread(controller.journal.close)
             store.close()
             await task
-        controller.remedies.start()
+        controller.outside.start()
         return controller
 
     @classmethod
@@ -219,7 +220,7 @@ class Controller:
         assert self.task is not None
         self.task.cancel()
         await asyncio.wait({self.task})
-        await self.remedies.stop()
+        await self.outside.stop()
         if self.journal is not None:
             await asyncio.to_thread(self.journal.close)
         await asyncio.to_thread(self.store.close)
@@ -244,9 +245,11 @@ class Controller:
             return Response(b'{"ok":true,"role":"controller"}', media_type="application/json")
 
         async def ready(_request: Request) -> Response:
-            ok = self.serving()
-            body = b'{"ok":true,"role":"controller"}' if ok else b'{"ok":false,"role":"controller"}'
-            return Response(body, status_code=200 if ok else 503, media_type="application/json")
+            ok, away = self.serving(), self.loop.away()
+            body = {"ok": ok, "role": "controller"}
+            if away is not None:  # still ready: running jobs need it, and no other controller could do more
+                body["database"] = "away"
+            return Response(msgspec.json.encode(body), status_code=200 if ok else 503, media_type="application/json")
 
         async def metrics(request: Request) -> Response:
             endpoints.admit(gate, PLAIN["metrics"].access, request)

@@ -10,6 +10,9 @@ everstep_controller_handle_seconds                       histogram  the core's t
 everstep_controller_commit_seconds                       histogram  a transaction, until it is durable
 everstep_controller_commit_events                        histogram  events that shared a transaction
 everstep_controller_loop_lag_seconds                     gauge      worst lateness of the event loop, last second
+everstep_controller_leader                               gauge      1 where this controller leads, 0 where it stands by
+everstep_controller_database_away                        gauge      1 while the database cannot be written
+everstep_controller_database_away_bytes                  gauge      about what waits in memory for it
 everstep_controller_queue_depth                          gauge      stimuli that wait for their transaction
 everstep_controller_shed_total{class}                    counter    stimuli refused because too many waited
 everstep_controller_sessions_cut_total                   counter    sessions whose agent did not read its pushes
@@ -161,6 +164,10 @@ class FleetCollector(Collector):
         desk = self._desk
         yield _gauge("epoch", "Lives of a controller over this database.", desk.epoch)
         yield _gauge("loop_lag_seconds", "Worst lateness of the event loop in the last second.", desk.lag_s())
+        yield _gauge("leader", "1 where this controller leads, 0 where it stands by.", 1)
+        away = desk.away()
+        yield _gauge("database_away", "1 while the database cannot be written.", away is not None)
+        yield _gauge("database_away_bytes", "About what waits in memory for it.", away.bytes if away else 0)
         yield _gauge("queue_depth", "Stimuli that wait for their transaction.", desk.queued())
         yield from self._fleet(desk.state, desk.outbox)
         yield from self._jobs(desk.state)

@@ -6,19 +6,21 @@ changes never are.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter as Tally
 from collections.abc import Callable
 
 import msgspec
 
 from controller.core.budget import budget_left
-from controller.core.membership import able_nodes, seats_of, spares
+from controller.core.membership import able_nodes, jobs_seated_on, seats_of, spares, why_not
+from controller.core.offenders import offender_score
 from controller.core.state import FleetState, JobLive, JobRecord, NodeRecord
 from controller.keeping import Absence
 from controller.push import Outbox
 from everstep import __version__
 from everstep.errors import NotFound
-from everstep.vocabulary import JobState, NodeState
+from everstep.vocabulary import JobState
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.training import GenerationSpec, RankProgress
 
@@ -57,14 +59,33 @@ class Desk(msgspec.Struct, frozen=True, kw_only=True):
         return record
 
 
-def _placements(state: FleetState) -> dict[str, str]:
-    """Node to the job whose running roster it is in."""
-    return {
-        member.node: job.job
-        for job in state.jobs.values()
-        if job.generation is not None and job.state not in OVER
-        for member in job.generation.roster
-    }
+class NodeFilter(msgspec.Struct, frozen=True, kw_only=True):
+    """Which nodes are asked for; an empty field asks for all. ``label``: NAME, or NAME=VALUE. ``model``: a part of the
+    GPUs' name."""
+
+    state: str = ""
+    rack: str = ""
+    switch: str = ""
+    job: str = ""
+    model: str = ""
+    label: str = ""
+
+    def lets(self, record: NodeRecord) -> bool:
+        """Whether the node is one of them, its job apart."""
+        if self.state and record.state != self.state:
+            return False
+        if (self.rack and record.domain.rack != self.rack) or (self.switch and record.domain.switch != self.switch):
+            return False
+        if self.model and not any(self.model.lower() in gpu.name.lower() for gpu in record.gpus):
+            return False
+        name, _, value = self.label.partition("=")
+        return not name or (name in record.labels and (not value or record.labels[name] == value))
+
+
+def _job_of(state: FleetState, node: str) -> str | None:
+    """In whose running roster the node is."""
+    seated = jobs_seated_on(state, node) if node in state.live_nodes else []
+    return next((job.job for job in seated if job.state not in OVER and node in seats_of(job.generation)), None)
 
 
 def node_summary(desk: Desk, record: NodeRecord, job: str | None) -> op.NodeSummary:
@@ -80,20 +101,35 @@ def node_summary(desk: Desk, record: NodeRecord, job: str | None) -> op.NodeSumm
         gpus=len(record.gpus),
         findings=len(record.findings),
         domain=record.domain,
+        model=record.gpus[0].name if record.gpus else "",
+        labels=record.labels,
     )
 
 
-def node_list(desk: Desk) -> op.NodeList:
-    jobs = _placements(desk.state)
-    records = sorted(desk.state.nodes.values(), key=lambda record: record.node)
-    return op.NodeList(nodes=tuple(node_summary(desk, record, jobs.get(record.node)) for record in records))
+def node_page(desk: Desk, wanted: NodeFilter, cursor: str, limit: int) -> op.NodeList:
+    """Nodes in the order of their names, from after ``cursor`` on."""
+    state = desk.state
+    if wanted.job:
+        job = state.jobs.get(wanted.job)
+        names = seats_of(job.generation) if job is not None and job.state not in OVER else []
+    else:
+        names = list(state.nodes)
+    found = sorted(name for name in names if name in state.nodes and wanted.lets(state.nodes[name]))
+    begin = bisect_right(found, cursor) if cursor else 0
+    page = found[begin : begin + limit]
+    more = begin + limit < len(found)
+    return op.NodeList(
+        nodes=tuple(node_summary(desk, state.nodes[name], _job_of(state, name)) for name in page),
+        total=len(found),
+        next=page[-1] if more else "",
+    )
 
 
 def node_detail(desk: Desk, node: str) -> op.NodeDetail:
     """All but the verdicts, which are in the store. Raises NotFound."""
     record = desk.node(node)
     return op.NodeDetail(
-        summary=node_summary(desk, record, _placements(desk.state).get(node)),
+        summary=node_summary(desk, record, _job_of(desk.state, node)),
         incarnation=record.incarnation,
         agent_version=record.agent_version,
         driver_version=record.driver_version,
@@ -104,6 +140,11 @@ def node_detail(desk: Desk, node: str) -> op.NodeDetail:
         evictions=len(record.evictions),
         outbox=desk.outbox.depth(node),
         registered_at=record.registered_at,
+        offences=round(offender_score(record, desk.now(), desk.state.policy.offender_half_life_s), 3),
+        hold=record.hold,
+        cordoned_by=record.foreign,
+        maintenance_until=record.maintenance_until,
+        held_by=record.held_by,
     )
 
 
@@ -118,46 +159,47 @@ def _progress(spec: GenerationSpec | None, live: JobLive | None) -> list[RankPro
 def _unable(state: FleetState, job: JobRecord) -> dict[str, str]:
     """Nodes that offer themselves to the job and may not be seated now, and why."""
     fit = {*able_nodes(state, job), *seats_of(job.generation)}
-    return {node: _why_unable(state, job, node) for node in job.launchers if node not in fit}
-
-
-def _why_unable(state: FleetState, job: JobRecord, node: str) -> str:
-    launcher, record = job.launchers[node], state.nodes.get(node)
-    if node in job.excluded:
-        return job.excluded[node]
-    if not launcher.able:
-        return launcher.why_not
-    if record is None or record.state is not NodeState.HEALTHY:
-        return record.sentence if record is not None and record.sentence else "its agent has not registered"
-    return (
-        "its agent has not been heard"
-        if launcher.confirmed
-        else "its agent began anew, and the launcher has not said so"
-    )
+    return {node: why_not(state, job, node) for node in job.launchers if node not in fit}
 
 
 def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
+    """Linear in the job's ranks: Prometheus and dashboards ask often."""
     spec, live = job.generation, state.live_jobs.get(job.job)
-    progress = _progress(spec, live)
+    step, step_s, loss, lowest = None, 0.0, None, -1
+    for rank, one in live.pace.progress.items() if live is not None and spec is not None else ():
+        if spec is None or one.generation != spec.number:
+            continue
+        step = one.step if step is None or one.step < step else step
+        step_s = max(step_s, one.step_s)
+        if one.loss is not None and (lowest < 0 or rank < lowest):
+            loss, lowest = one.loss, rank
     return op.JobSummary(
         job=job.job,
         state=job.state,
         generation=spec.number if spec else 0,
         world_size=spec.world_size if spec else 0,
-        nodes=len({member.node for member in spec.roster}) if spec else 0,
+        nodes=len(seats_of(spec)),
         spares=len(spares(state, job)),
-        step=min((one.step for one in progress), default=(live.pace.newest_step or 0) if live else 0),
-        step_s=max((one.step_s for one in progress), default=0.0),
-        loss=next((one.loss for one in progress if one.loss is not None), None),
+        step=step if step is not None else (live.pace.newest_step or 0) if live else 0,
+        step_s=step_s,
+        loss=loss,
         committed=live.committed if live else None,
         verified=live.verified if live else None,
         reason=job.sentence,
     )
 
 
-def job_list(desk: Desk) -> op.JobList:
-    jobs = sorted(desk.state.jobs.values(), key=lambda job: job.created_at)
-    return op.JobList(jobs=tuple(job_summary(desk.state, job) for job in jobs))
+def job_page(desk: Desk, job_state: str, cursor: str, limit: int) -> op.JobList:
+    """Jobs in the order of their names, from after ``cursor`` on."""
+    jobs = desk.state.jobs
+    found = sorted(name for name, job in jobs.items() if not job_state or job.state == job_state)
+    begin = bisect_right(found, cursor) if cursor else 0
+    page = found[begin : begin + limit]
+    return op.JobList(
+        jobs=tuple(job_summary(desk.state, jobs[name]) for name in page),
+        total=len(found),
+        next=page[-1] if begin + limit < len(found) else "",
+    )
 
 
 def job_detail(desk: Desk, job: str) -> op.JobDetail:

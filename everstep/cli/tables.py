@@ -80,12 +80,14 @@ def status(fleet: op.FleetStatus) -> RenderableType:
     if fleet.breaker:
         since = age(fleet.now - fleet.breaker_at)
         budget = Text(f"automatic eviction is stopped since {since}: {fleet.breaker}", style="bold red")
+    away = Text(f"away, running jobs only regroup: {fleet.store_away}", style="bold red")
     head = _pairs(
         (
             ("controller", f"{fleet.version}, up {age(fleet.now - fleet.started_at)}, life {fleet.epoch}"),
             ("nodes", counts if fleet.nodes else "none has registered yet"),
             ("connected", str(fleet.connected)),
             ("budget", budget),
+            *((("database", away),) if fleet.store_away else ()),
         )
     )
     return Group(head, jobs(fleet.jobs)) if fleet.jobs else Group(head, Text("no job runs", style="dim"))

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from controller.app import Controller
 from controller.config import ControllerSettings
 from controller.core.policy import CorePolicy
-from controller.remediation.base import Remediation
+from controller.remediation.base import Remediator
 from controller.remediation.dry_run import DryRun
 from controller.secret_file import Keyring
 from controller.store.database import open_database
@@ -73,19 +73,19 @@ class InProcess:
         *,
         policy: CorePolicy | None = None,
         clock: Clock = SYSTEM_CLOCK,
-        remediation: Remediation | None = None,
+        remediator: Remediator | None = None,
     ) -> None:
         self.settings = ControllerSettings(
             secret_file="unused", policy=policy or CorePolicy.lab(), name="test", database=database
         )
         self.clock = clock
-        self.remediation = remediation or DryRun()
+        self.remediator = remediator or DryRun()
         self.controller: Controller | None = None
 
     async def start(self) -> Controller:
         engine = open_database(self.settings.database)
         self.controller = await Controller.start(
-            self.settings, Keyring((SECRET,)), engine, self.clock, lambda _failed: self.remediation
+            self.settings, Keyring((SECRET,)), engine, self.clock, lambda: self.remediator
         )
         return self.controller
 
@@ -227,9 +227,16 @@ class ControllerProcess:
         host, _, port = self.listen.rpartition(":")
         return http.client.HTTPConnection(host, int(port), timeout=timeout_s)
 
-    def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] = OPERATOR) -> tuple[int, bytes]:
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: dict[str, str] = OPERATOR,
+        timeout_s: float = 35.0,
+    ) -> tuple[int, bytes]:
         """One request on a connection of its own."""
-        connection = self.connection()
+        connection = self.connection(timeout_s)
         try:
             connection.request(method, path, None if body is None else msgspec.json.encode(body), headers)
             response = connection.getresponse()

@@ -15,14 +15,14 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
+import psycopg
 import pytest
+from sqlalchemy.engine import make_url
 
 from everstep.tokens import TokenRole, mint, verify
-from everstep.vocabulary import Action, Finding, FindingKind, Severity
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1.agent import DirectivesAnswer, Heartbeat, Numbered, Registered, Reports, ReportsAnswer
+from everstep.wire.v1.agent import DirectivesAnswer, Heartbeat, Numbered, Registered, Reports
 from everstep.wire.v1.directives import NewGeneration
-from everstep.wire.v1.training import FindingRaised
 from tests.support.controllers import (
     SECRET,
     VIEWER,
@@ -33,6 +33,7 @@ from tests.support.controllers import (
     joined,
     registration,
 )
+from tests.support.report_stream import EVERY_FINDING, events, reporting
 
 N1 = bearer(TokenRole.AGENT, "n1")
 
@@ -48,18 +49,6 @@ def register(process: ControllerProcess, node: str = "n1") -> Registered:
     status, body = process.ask("POST", path, registration(node), headers)
     assert status == 200, body
     return msgspec.json.decode(body, type=Registered)
-
-
-def events(process: ControllerProcess, kind: str) -> list[op.Event]:
-    found: list[op.Event] = []
-    after = 0
-    while True:
-        _, body = process.ask("GET", f"/v1/events?after={after}&limit=1000", None, VIEWER)
-        page = msgspec.json.decode(body, type=op.EventList)
-        if not page.events:
-            return [event for event in found if event.kind == kind]
-        found += page.events
-        after = page.next_after
 
 
 def wait_for(condition: object, what: str, deadline_s: float = 20.0) -> None:
@@ -114,18 +103,6 @@ def held_poll(process: ControllerProcess) -> Iterator[Poll]:
     finally:
         poll.hang_up()
         poll.join(20)
-
-
-def finding(number: int) -> FindingRaised:
-    return FindingRaised(
-        finding=Finding(
-            kind=FindingKind.HOST_DISK,
-            subject=f"/{number}",
-            severity=Severity.WARNING,
-            message=f"report {number}",
-            action=Action.NONE,
-        )
-    )
 
 
 def test_the_ready_file_names_the_process_and_where_it_serves(process: ControllerProcess) -> None:
@@ -216,44 +193,19 @@ def test_the_event_stream_begins_after_the_last_event_seen_and_goes_on(process: 
 
 def test_whatever_was_acknowledged_before_a_kill_is_there_exactly_once_after_it(tmp_path: Path) -> None:
     """Reports are posted all the while; the controller is killed three times in the middle of it and restarted."""
-    with controller_process(tmp_path) as process:
+    settings = tmp_path / "settings.toml"
+    settings.write_text(EVERY_FINDING)
+    with controller_process(tmp_path, arguments=("--settings", str(settings))) as process:
         register(process)
-        acknowledged: list[int] = []
-        over = threading.Event()
-
-        def post() -> None:
-            number, per_request = 1, 7
-            while not over.is_set():
-                batch = tuple(Numbered(number=n, body=finding(n)) for n in range(number, number + per_request))
-                try:
-                    status, body = process.ask(
-                        "POST", "/v1/agents/n1/reports", Reports(incarnation=1, reports=batch), N1
-                    )
-                except (OSError, http.client.HTTPException):
-                    over.wait(0.005)
-                    continue  # the agent's way: the same reports again, to whoever answers next
-                if status == 200:
-                    through = msgspec.json.decode(body, type=ReportsAnswer).through
-                    acknowledged.append(through)
-                    number = through + 1
-
-        thread = threading.Thread(target=post)
-        thread.start()
-        try:
+        with reporting(process) as stream:
             for _ in range(3):
-                before = len(acknowledged)
-                wait_for(lambda before=before: len(acknowledged) > before + 20, "reports to be acknowledged")
+                before = stream.acknowledged
+                wait_for(lambda before=before: stream.acknowledged > before + 140, "reports to be acknowledged")
                 process.kill()
                 process.start()
-            before = len(acknowledged)
-            wait_for(lambda: len(acknowledged) > before, "reports after the last restart")
-        finally:
-            over.set()
-            thread.join(20)
-        raised = [event.sentence for event in events(process, "finding")]
-        wanted = [f"report {number} (n1)" for number in range(1, acknowledged[-1] + 1)]
-        assert raised[: len(wanted)] == wanted
-        assert len(raised) == len(set(raised))
+            before = stream.acknowledged
+            wait_for(lambda: stream.acknowledged > before, "reports after the last restart")
+        stream.check(process)
         assert process.ask("GET", "/v1/status", None, VIEWER)[0] == 200
 
 
@@ -314,12 +266,9 @@ def test_a_database_over_postgresql_serves_and_survives_a_kill(tmp_path: Path, p
         assert [(job.job, job.generation) for job in jobs] == [("j", 1)]
 
 
-def test_a_database_that_goes_away_ends_the_controller_with_a_word_and_nothing_acknowledged(
+def test_a_database_connection_that_breaks_costs_nobody_anything(
     tmp_path: Path, postgres: str, postgres_server: str
 ) -> None:
-    import psycopg
-    from sqlalchemy.engine import make_url
-
     with controller_process(tmp_path, database=postgres) as process:
         register(process)
         plain = make_url(postgres_server).set(drivername="postgresql").render_as_string(hide_password=False)
@@ -329,14 +278,10 @@ def test_a_database_that_goes_away_ends_the_controller_with_a_word_and_nothing_a
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s AND pid <> pg_backend_pid()",
                 (name,),
             )
-        status, _ = process.ask("POST", "/v1/agents/n2/register", registration("n2"), bearer(TokenRole.AGENT, "n2"))
-        assert status == 503
-        assert process.process is not None
-        assert process.process.wait(20) == 70
-        assert "the server went away" in process.log()
-        process.start()
+        register(process, "n2")
         nodes = msgspec.json.decode(process.ask("GET", "/v1/nodes", None, VIEWER)[1], type=op.NodeList).nodes
-        assert [one.node for one in nodes] == ["n1"]
+        assert [one.node for one in nodes] == ["n1", "n2"]
+        assert events(process, "store.away") == []
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,127 @@
+"""Three real controllers over a real PostgreSQL: whoever leads is killed, or stopped, while reports pour in."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from everstep.tokens import TokenRole
+from everstep.wire.v1.agent import Heartbeat
+from tests.support.controllers import VIEWER, ControllerProcess, bearer, registration
+from tests.support.report_stream import EVERY_FINDING, ReportStream, reporting
+
+N1 = bearer(TokenRole.AGENT, "n1")
+SHORT_LEASE = "lease_s = 1.5\nlease_renew_s = 0.3\n"
+
+
+def wait_for(condition: Callable[[], object], what: str, deadline_s: float = 20.0) -> None:
+    end = time.perf_counter() + deadline_s
+    while not condition():
+        assert time.perf_counter() < end, f"waited {deadline_s} s for {what}"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def controllers(tmp_path: Path, postgres: str) -> Iterator[list[ControllerProcess]]:
+    settings = tmp_path / "settings.toml"
+    settings.write_text(SHORT_LEASE + EVERY_FINDING)
+    made = []
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        made.append(ControllerProcess(tmp_path / name, database=postgres, arguments=("--settings", str(settings))))
+    try:
+        yield [controller.start() for controller in made]
+    finally:
+        for controller in made:
+            controller.end()
+
+
+def leads(controller: ControllerProcess) -> bool:
+    if controller.process is None or controller.process.poll() is not None:
+        return False
+    with suppress(OSError):
+        return controller.ask("GET", "/readyz", None, {}, timeout_s=1.0)[0] == 200
+    return False
+
+
+def leader_of(controllers: list[ControllerProcess]) -> ControllerProcess:
+    wait_for(lambda: any(leads(one) for one in controllers), "a leader")
+    (leader,) = [one for one in controllers if leads(one)]
+    return leader
+
+
+def more(stream: ReportStream) -> None:
+    before = stream.acknowledged
+    wait_for(lambda: stream.acknowledged > before + 20 * stream.PER_REQUEST, "reports to be acknowledged")
+
+
+def test_a_standby_says_who_leads_and_follows_at_once_where_the_leader_ends_in_order(
+    controllers: list[ControllerProcess],
+) -> None:
+    leader, *others = controllers
+    assert leads(leader)
+    for standby in others:
+        assert standby.ask("GET", "/healthz", None, {})[0] == 200
+        status, body = standby.ask("GET", "/readyz", None, {})
+        assert (status, json.loads(body)) == (503, {"ok": False, "role": "standby", "leader": leader.url})
+        with closing(standby.connection()) as connection:
+            connection.request("POST", "/v1/agents/n1/register", msgspec.json.encode(registration("n1")), N1)
+            response = connection.getresponse()
+            problem = json.loads(response.read())
+        assert response.status == 503
+        assert response.headers["everstep-leader"] == problem["leader"] == leader.url
+        assert problem["code"] == "unavailable"
+        assert standby.ask("GET", "/metrics", None, {})[0] == 401
+        assert b"everstep_controller_leader 0.0" in standby.ask("GET", "/metrics", None, VIEWER)[1]
+    assert b"everstep_controller_leader 1.0" in leader.ask("GET", "/metrics", None, VIEWER)[1]
+    assert leader.terminate() == 0
+    wait_for(lambda: any(leads(one) for one in others), "another leader", 3.0)
+
+
+def test_killed_leaders_are_followed_and_every_acknowledged_write_is_there_once(
+    controllers: list[ControllerProcess],
+) -> None:
+    with reporting(*controllers) as stream:
+        for _ in range(3):
+            more(stream)
+            leader = leader_of(controllers)
+            leader.kill()
+            wait_for(lambda: any(leads(one) for one in controllers), "another leader", 3.0)
+            leader.start()
+        more(stream)
+    stream.check(leader_of(controllers))
+
+
+def test_a_leader_that_was_stopped_and_wakes_does_no_harm_and_stands_by(controllers: list[ControllerProcess]) -> None:
+    with reporting(*controllers) as stream:
+        more(stream)
+        stopped = leader_of(controllers)
+        assert stopped.process is not None
+        others = [one for one in controllers if one is not stopped]
+        beat = msgspec.json.encode(Heartbeat(incarnation=1, seq=1, sent_at=0.0))
+        with closing(stopped.connection()) as kept:
+            kept.request("POST", "/v1/agents/n1/heartbeat", beat, N1)
+            assert kept.getresponse().read()
+            stopped.process.send_signal(signal.SIGSTOP)
+            try:
+                wait_for(lambda: any(leads(one) for one in others), "another leader")
+                kept.request("POST", "/v1/agents/n1/heartbeat", beat, N1)  # it waits in the stopped one's socket
+                more(stream)
+            finally:
+                stopped.process.send_signal(signal.SIGCONT)
+            response = kept.getresponse()
+            assert response.status == 503
+        wait_for(lambda: stopped.ask("GET", "/readyz", None, {})[1].count(b"http://"), "it to stand by")
+        assert stopped.process.poll() is None
+        leader = leader_of(controllers)
+        assert leader is not stopped
+        leader.kill()
+        more(stream)
+    stream.check(leader_of(controllers))
