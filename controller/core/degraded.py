@@ -7,10 +7,12 @@ held, and judged again by what stands when the database is back.
 from __future__ import annotations
 
 from controller.core.events import StoreChanged
+from controller.core.generations import Cause, regroup
 from controller.core.jobs import look_again
 from controller.core.state import FleetState
 from controller.core.turn import Turn
 from everstep.errors import Unavailable
+from everstep.vocabulary import GenerationReason, JobState
 
 STORE = "store"
 """What holds an eviction while the database is away."""
@@ -35,8 +37,25 @@ def store_changed(turn: Turn, event: StoreChanged) -> None:
                 f"the database is away ({state.store_away}): running jobs go on and regroup; nobody is evicted, no "
                 "version is committed, no job begins and no order is taken until it is back",
             )
+        for job in event.unsent:
+            _decide_again(turn, job)
     elif state.store_away:
         turn.audit("store.back", f"the database is back ({state.store_away})")
         state.store_away = ""
         look_again(turn)
         turn.freed[STORE] = None
+
+
+def _decide_again(turn: Turn, name: str) -> None:
+    """A running job's newest generation was never told, and its number may be given by another controller: the same
+    seats get one that is this controller's alone. A job that was only to begin, and one that may run on until its
+    boundary, can wait until the database is back."""
+    job = turn.state.jobs.get(name)
+    spec = job.generation if job is not None else None
+    if job is None or spec is None or job.state is not JobState.RUNNING:
+        return
+    if spec.reason is GenerationReason.FORMED or job.leaving is not None:
+        return
+    sentence = f"generation {spec.number} was decided as the database went away, and nobody was told"
+    others = frozenset(turn.state.nodes) - spec.seated
+    regroup(turn, job, Cause(reason=spec.reason, sentence=sentence, trace=spec.trace, without=others))
