@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from controller.core import casebook, second_pass
+from controller.core.effects import NoteCleared, NoteFinding
 from controller.core.eviction import evict, freed_scopes, release, serving
 from controller.core.generations import Cause
 from controller.core.losses import node_left_jobs
@@ -85,6 +86,7 @@ def _cleared(turn: Turn, node: str, finding: Finding) -> None:
     if _is_written(turn, node, finding, more=False):
         casebook.enter(record, turn.now, "cleared", finding.key)
         turn.audit("finding.cleared", f"{finding.key} on {node} has cleared", node=node)
+        turn.emit(NoteCleared(node, finding.key, turn.now))
 
 
 def _settle(turn: Turn, node: str) -> None:
@@ -118,6 +120,7 @@ def _judge_if_new(turn: Turn, node: str, before: Finding | None, finding: Findin
         trace = finding.trace or turn.trace
         sentence = f"{finding.message} ({node}){_of_many(turn, node, finding)}"
         turn.audit("finding", sentence, node=node, trace=trace, data=data)
+        turn.emit(NoteFinding(node, finding, turn.now))
         casebook.enter(turn.state.nodes[node], turn.now, "finding", finding.message, data | dict(finding.evidence))
     judge(turn, node, finding, written=written, again=same)
 
@@ -235,9 +238,9 @@ def by_rule(rule: Rule, record: NodeRecord, finding: Finding, rung: Action) -> s
     name = f"{rule.id}:{finding.key}" if rule.scope is Scope.SUBJECT else rule.id
     count = max(1, bad_reports(record.reports.get(name, [])))
     window = f" within {rule.window_s:g} s" if rule.n_of[0] > 1 else ""
-    clear = f", clear for {rule.clear_s:g} s" if rule.clear_s else ", clear"
+    clear = f" for {rule.clear_s:g} s" if rule.clear_s else ""
     place = f"step {rule.ladder.index(rung) + 1} of {len(rule.ladder)} is {in_words(rung)}"
-    return f"rule {rule.id}: report {count} of {rule.n_of[0]}{window}; {place}; over once it is{clear}"
+    return f"rule {rule.id}: report {count} of {rule.n_of[0]}{window}; {place}; over once it is clear{clear}"
 
 
 # --- convicting --------------------------------------------------------------------------------------------------

@@ -1,0 +1,230 @@
+"""Blame that takes two is settled with partners known to be good, before anybody is convicted."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from controller.core.policy import CorePolicy
+from everstep.vocabulary import Finding, FindingKind, JobState, NodeState, ProbeKind, Severity
+from everstep.wire.v1.agent import Domain
+from everstep.wire.v1.directives import RunProbe
+from everstep.wire.v1.training import ProbeFinished
+from tests.support.core_fleet import CoreFleet, audits, decisions, generations, sent, xid
+
+
+def _fleet(nodes: int = 4, **more: int) -> CoreFleet:
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), eviction_count=10))
+    fleet.start(nodes, **more)
+    fleet.advance(301.0, *[f"n{i + 1}" for i in range(nodes)])
+    return fleet
+
+
+def _slow(peer: str = "n2") -> Finding:
+    return Finding(
+        kind=FindingKind.NETWORK_SLOW_LINK,
+        subject=peer,
+        severity=Severity.WARNING,
+        message=f"0.4 GB/s to {peer}",
+        evidence={"peer": peer},
+    )
+
+
+def _pairs(fleet: CoreFleet) -> dict[str, str]:
+    """By suspect, who it is tried with."""
+    return {str(p.candidate): next(n for n in p.nodes if n != p.candidate) for p in fleet.state.probes.values()}
+
+
+def _answer(fleet: CoreFleet, suspect: str, *, ok: bool) -> list[tuple[str, str]]:
+    """Both sides report the suspect's probe."""
+    before = len(fleet.effects)
+    name, probe = next((n, p) for n, p in fleet.state.probes.items() if p.candidate == suspect)
+    for node in probe.nodes:
+        if name in fleet.state.probes:
+            fleet.report(node, ProbeFinished(probe=name, ok=ok, detail="" if ok else "time-out"))
+    return decisions(fleet.effects[before:])
+
+
+def test_both_suspects_of_a_slow_link_are_tried_and_never_with_one_another() -> None:
+    fleet = _fleet()
+    assert decisions(fleet.raise_finding("n1", _slow())) == []
+    pairs = _pairs(fleet)
+    assert set(pairs) == {"n1", "n2"}
+    assert set(pairs.values()) == {"n3", "n4"}
+
+
+@pytest.mark.parametrize(
+    ("bad", "evicted"),
+    [({"n1"}, {"n1"}), ({"n2"}, {"n2"}), ({"n1", "n2"}, {"n1", "n2"}), (set(), set())],
+)
+def test_who_fails_with_a_good_partner_too_is_convicted_and_nobody_else(bad: set[str], evicted: set[str]) -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n1", _slow())
+    said = [verdict for suspect in ("n1", "n2") for verdict in _answer(fleet, suspect, ok=suspect not in bad)]
+    assert {node for node, decision in said if decision == "evict"} == evicted
+    assert fleet.state.cases == {}
+    if not bad:
+        assert "the link between n1 and n2 is suspected" in audits(fleet.effects, "second_pass.nobody")[-1]
+        assert fleet.state.nodes["n1"].undecided == {}
+
+
+def test_without_a_good_partner_nobody_is_convicted_and_a_person_is_told() -> None:
+    fleet = _fleet(2)
+    fleet.raise_finding("n1", _slow())
+    said = decisions(fleet.advance(0.1, "n1", "n2"))
+    assert said == [("n1", "recommend"), ("n2", "recommend")]
+    assert fleet.node_state("n1") is NodeState.HEALTHY
+
+
+def test_a_probe_that_nobody_answers_convicts_nobody() -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n1", _slow())
+    said = decisions(fleet.advance(100.0, "n1", "n2", "n3", "n4"))
+    assert ("n1", "recommend") in said
+    assert not [node for node, decision in said if decision == "evict"]
+    assert fleet.state.cases == {}
+
+
+def test_a_partner_that_falls_ill_during_the_probe_proves_nothing_and_another_is_taken() -> None:
+    fleet = _fleet(6)
+    fleet.raise_finding("n1", _slow())
+    partner = _pairs(fleet)["n1"]
+    fleet.raise_finding(partner, xid())
+    assert _answer(fleet, "n1", ok=False) == []
+    assert _pairs(fleet)["n1"] not in (partner, "n2")
+
+
+def test_a_partner_comes_from_another_rack_where_there_is_one() -> None:
+    fleet = CoreFleet()
+    for node, rack in (("a1", "A"), ("a2", "A"), ("a3", "A"), ("b1", "B"), ("b2", "B")):
+        fleet.register(node, domain=Domain(rack=rack))
+        fleet.beat(node)
+    fleet.advance(301.0, "a1", "a2", "a3", "b1", "b2")
+    fleet.raise_finding("a1", _slow("a2"))
+    assert set(_pairs(fleet).values()) == {"b1", "b2"}
+
+
+def test_a_sick_node_is_no_measure_for_others() -> None:
+    fleet = _fleet(4)
+    fleet.raise_finding("n3", msgspec.structs.replace(xid(), kind=FindingKind.SENSOR_HUNG))
+    fleet.raise_finding("n1", _slow())
+    assert "n3" not in _pairs(fleet).values()
+
+
+def test_a_suspect_waits_for_a_partner_that_takes_part_in_another_probe() -> None:
+    fleet = _fleet(3)
+    fleet.raise_finding("n1", _slow())
+    assert list(_pairs(fleet).values()) == ["n3"]
+    first = next(iter(_pairs(fleet)))
+    other = "n2" if first == "n1" else "n1"
+    _answer(fleet, first, ok=True)
+    fleet.advance(0.6, "n1", "n2", "n3")
+    assert _pairs(fleet) == {other: "n3"}
+
+
+def test_a_node_on_its_way_back_is_cleared_by_a_second_partner_and_the_first_is_convicted() -> None:
+    fleet = CoreFleet()
+    fleet.start(4, 1)
+    fleet.raise_finding("n2", xid())
+    fleet.clear_finding("n2", xid().key)
+    everyone = [f"n{i}" for i in range(1, 6)]
+    fleet.advance(2.5, *everyone)
+    first = _pairs(fleet)["n2"]
+    assert _answer(fleet, "n2", ok=False) == []
+    assert set(_pairs(fleet)) == {"n2", first}
+    assert _answer(fleet, first, ok=False) == []
+    said = _answer(fleet, "n2", ok=True)
+    assert (first, "evict") in said
+    assert ("n2", "quarantine") not in said
+
+
+def test_a_case_is_begun_once_however_often_the_link_is_reported() -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n1", _slow())
+    fleet.raise_finding("n2", _slow("n1"))
+    assert len(fleet.state.cases) == 1
+    assert len(fleet.state.probes) == 2
+
+
+def test_a_controllers_restart_begins_the_case_anew() -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n1", _slow())
+    fleet.restart()
+    fleet.advance(0.1, "n1", "n2", "n3", "n4")
+    assert set(_pairs(fleet)) == {"n1", "n2"}
+
+
+def test_a_slow_probe_on_the_way_back_is_a_failed_one() -> None:
+    policy = msgspec.structs.replace(CorePolicy.lab(), slow_link_bytes_per_s=1e9)
+    fleet = CoreFleet(policy)
+    fleet.start(4, 1)
+    fleet.raise_finding("n2", xid())
+    fleet.clear_finding("n2", xid().key)
+    everyone = [f"n{i}" for i in range(1, 6)]
+    fleet.advance(2.5, *everyone)
+    name = next(iter(fleet.state.probes))
+    rows = ((8, 1e-4, 1e5), (1 << 20, 0.01, 4e8))
+    fleet.report("n2", ProbeFinished(probe=name, ok=True, rows=rows))
+    assert "slow, 0.400 GB/s of 1 at 1048576 bytes" in audits(fleet.effects, "probe.result")[-1]
+    assert len(fleet.state.cases) == 1
+
+
+# --- digests -----------------------------------------------------------------------------------------------------
+
+
+def _tied(**more: int) -> CoreFleet:
+    fleet = CoreFleet()
+    fleet.solos = False
+    fleet.start(2, 1, **more)
+    fleet.seal(4)
+    return fleet
+
+
+def _computed(fleet: CoreFleet, node: str, *, ok: bool = True, wrong: bool = False) -> list[tuple[str, str]]:
+    name = next(n for n, p in fleet.state.probes.items() if p.nodes == (node,))
+    return decisions(fleet.report(node, ProbeFinished(probe=name, ok=ok, wrong=wrong, detail="first at [3, 7]")))
+
+
+def test_the_nodes_of_a_tie_do_work_whose_result_is_known() -> None:
+    fleet = _tied()
+    effects = fleet.seal(5, digests={0: "x", 1: "y"})
+    probes = sent(effects, RunProbe)
+    assert {node: body.kind for node, body in probes.items()} == {"n1": ProbeKind.COMPUTE, "n2": ProbeKind.COMPUTE}
+    assert generations(effects)[0].restore.ceiling is not None
+
+
+def test_who_computes_wrongly_is_convicted_and_the_job_leaves_it_at_once() -> None:
+    fleet = _tied()
+    fleet.seal(5, digests={0: "x", 1: "y"})
+    assert _computed(fleet, "n1") == []
+    assert _computed(fleet, "n2", ok=False, wrong=True) == [("n2", "evict")]
+    assert fleet.seats() == ["n1", "n3"]
+    assert fleet.spec().after_step is None
+    assert fleet.state.nodes["n2"].needs_operator
+
+
+def test_work_that_could_not_be_done_convicts_nobody() -> None:
+    fleet = _tied()
+    fleet.seal(5, digests={0: "x", 1: "y"})
+    _computed(fleet, "n1")
+    assert _computed(fleet, "n2", ok=False, wrong=False) == []
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+
+
+def test_ties_while_the_nodes_are_tried_are_the_same_tie_and_do_not_end_the_job() -> None:
+    fleet = _tied()
+    for step in range(5, 10):
+        fleet.seal(step, digests={0: "x", 1: "y"})
+        fleet.resume(step=step)
+    assert fleet.job_state() is JobState.RUNNING
+    assert len(fleet.state.cases) == 1
+
+
+def test_a_tie_of_nodes_that_were_tried_already_counts() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.seal(4)
+    for step in range(5, 8):
+        fleet.seal(step, digests={0: "x", 1: "y"})
+        fleet.resume(step=step)
+    assert fleet.job_state() is JobState.FAILED
