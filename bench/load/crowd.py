@@ -243,7 +243,7 @@ class Crowd:
         """One agent of the job reports the loss of its first rank. Returns when, and in which generation; None where
         none of the job's agents is in this crowd."""
         agent = next((one for one in self.agents if one.job == job and one.first_rank is not None), None)
-        if agent is None:
+        if agent is None or agent.first_rank is None:
             return None
         generation, at = agent.generation, time.perf_counter()
         agent.report(messages.rank_lost(job, generation, agent.first_rank))

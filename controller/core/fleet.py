@@ -42,7 +42,7 @@ from controller.core.eviction import check_held
 from controller.core.examinations import check_care, check_case, check_probe, probe_reported
 from controller.core.generations import check_boundary, heard_beyond_boundary
 from controller.core.hangs import settle
-from controller.core.progress import is_beyond_boundary, take_progress
+from controller.core.progress import is_beyond_boundary, left_in_order, take_progress
 from controller.core.quarantine import PROBE_PASSED, PROBE_SKIPPED
 from controller.core.restart import restore, started
 from controller.core.state import FleetState, JobRecord, NodeLive, NodeRecord
@@ -119,7 +119,7 @@ def touch(state: FleetState, node: str, incarnation: int, now: float, ranks: tup
     record, live = state.nodes.get(node), state.live_nodes.get(node)
     if record is None or live is None or record.incarnation != incarnation:
         return Heard.UNKNOWN
-    if _beat_matters(state, record, live) or any(_left_in_order(state, progress) for progress in ranks):
+    if _beat_matters(state, record, live) or left_in_order(state, ranks):
         return Heard.NEWS
     take_word(state.policy, state.hearing, live.pulse, now)
     live.pulse.beats += 1
@@ -146,11 +146,6 @@ def _beat_matters(state: FleetState, record: NodeRecord, live: NodeLive) -> bool
     if record.state is not NodeState.PROBATION or record.probe not in (PROBE_PASSED, PROBE_SKIPPED):
         return False
     return live.pulse.beats + 1 >= state.policy.probation_beats
-
-
-def _left_in_order(state: FleetState, progress: RankProgress) -> bool:
-    job = state.jobs.get(progress.job)
-    return job is not None and is_beyond_boundary(job, progress)
 
 
 def _refuse(state: FleetState, event: Event, now: float) -> None:

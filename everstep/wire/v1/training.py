@@ -43,7 +43,7 @@ class JobSpec(Message, frozen=True, kw_only=True):
     priority: Annotated[int, msgspec.Meta(ge=-1000, le=1000)] = 0
 
 
-class Member(Message, frozen=True, kw_only=True):
+class Member(Message, frozen=True, kw_only=True, gc=False):
     """One rank of a roster. Whichever process holds ``local_rank`` on ``node`` is that rank."""
 
     rank: Rank
@@ -51,7 +51,7 @@ class Member(Message, frozen=True, kw_only=True):
     local_rank: Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Holder(Message, frozen=True, kw_only=True):
+class Holder(Message, frozen=True, kw_only=True, gc=False):
     """A vault that may hold slots of the job: every roster node's, and those of nodes that left the roster.
 
     One of the latter need not answer: it is asked only where the roster's lack something.
@@ -307,14 +307,17 @@ AnyReport = (
 )
 
 
-class RankProgress(Message, frozen=True, kw_only=True, array_like=True):
+class RankProgress(Message, frozen=True, kw_only=True, array_like=True, gc=False):
     """A rank's progress in a heartbeat: last finished step, and seconds that step took (median of late ones).
 
     ``busy_s``: of these, the seconds in which the rank did not wait for others (median of late steps), where it is
     measured. In lock step all ranks take equally long; this tells which of them the others wait for.
+
+    ``job`` is not held against the pattern of names here: that took three times as long as reading the whole beat, and
+    a job that nobody knows by that name is passed over.
     """
 
-    job: JobId
+    job: Annotated[str, msgspec.Meta(max_length=63)]
     generation: GenerationNumber
     rank: Rank
     step: int
