@@ -1,0 +1,30 @@
+"""All checkers, in the order in which they look."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.sim.checkers.budget import Budget
+from tests.sim.checkers.durability import Durability
+from tests.sim.checkers.evidence import Evidence
+from tests.sim.checkers.fencing import Fencing
+from tests.sim.checkers.generations import Generations
+from tests.sim.checkers.recovery import Recovery
+from tests.sim.checkers.restores import Restores
+from tests.sim.checkers.samples import Samples
+from tests.sim.checkers.suspicion import Suspicion
+
+
+def all_checkers() -> list[Any]:
+    """A fresh one of each."""
+    return [
+        Generations(),
+        Fencing(),
+        Restores(),
+        Budget(),
+        Evidence(),
+        Suspicion(),
+        Durability(),
+        Samples(),
+        Recovery(),
+    ]

@@ -1,0 +1,124 @@
+"""Every eviction has evidence that its node really gave; every way back leads through a probe."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from controller.core.effects import Audit, PutNode, PutVerdict, Send
+from controller.core.events import AgentRegistered, HeartbeatChanged, OperatorCommand, ReportArrived
+from everstep.vocabulary import Decision, FindingKind, NodeState, Verdict
+from everstep.wire.v1.directives import RunProbe
+from everstep.wire.v1.training import FindingRaised
+from tests.sim import facts
+from tests.sim.facts import Violation
+
+OUT = (NodeState.QUARANTINED, NodeState.REPAIR, NodeState.LOST)
+
+
+class _NodeDoc(msgspec.Struct):
+    state: NodeState
+
+
+class Evidence:
+    """Follows each node's state as it is decided, and as the next controller finds it."""
+
+    name = "evidence"
+
+    def __init__(self) -> None:
+        self._told: dict[str, set[str]] = defaultdict(set)
+        self._lied: set[str] = set()
+        self._states: dict[str, NodeState] = {}
+        self._stored: dict[str, _NodeDoc] = {}
+        self._probes: dict[str, set[str]] = defaultdict(set)
+        self._members: dict[str, tuple[str, ...]] = {}
+        self._passed: dict[str, set[str]] = defaultdict(set)
+        self._skipped: set[str] = set()
+
+    def watches(self) -> dict[type, Callable[[Any], None]]:
+        return {
+            facts.Handled: self._handled,
+            facts.Durable: self._durable,
+            facts.TookOver: self._took_over,
+            facts.FaultBegan: self._fault,
+            facts.ProbeAnswered: self._probe_answered,
+        }
+
+    def complaint(self) -> str:
+        return ""
+
+    def _fault(self, fact: facts.FaultBegan) -> None:
+        if fact.kind == "compute_wrongly":
+            self._lied.add(fact.node)
+
+    def _probe_answered(self, fact: facts.ProbeAnswered) -> None:
+        if fact.ok:
+            self._passed[fact.probe].add(fact.node)
+
+    def _durable(self, fact: facts.Durable) -> None:
+        for node, doc in fact.batch.nodes.items():
+            self._stored[node] = msgspec.json.decode(doc, type=_NodeDoc)
+
+    def _took_over(self, fact: facts.TookOver) -> None:
+        self._states = {node: doc.state for node, doc in self._stored.items()}
+
+    def _handled(self, fact: facts.Handled) -> None:
+        self._note_findings(fact)
+        for effect in fact.effects:
+            if isinstance(effect, Send) and isinstance(effect.body, RunProbe):
+                self._members[effect.body.probe] = effect.body.nodes
+                self._probes[effect.body.nodes[-1]].add(effect.body.probe)
+            elif isinstance(effect, Audit) and effect.entry.kind == "probe.skipped":
+                self._skipped.add(effect.entry.node or "")
+        for effect in fact.effects:
+            if isinstance(effect, PutVerdict):
+                self._judged(fact, effect.verdict)
+            elif isinstance(effect, PutNode):
+                self._changed(fact, effect)
+
+    def _note_findings(self, fact: facts.Handled) -> None:
+        event = fact.event
+        if isinstance(event, AgentRegistered):
+            self._told[event.register.node] |= {finding.key for finding in event.register.findings}
+        elif isinstance(event, HeartbeatChanged):
+            self._told[event.node] |= {finding.key for finding in event.findings or ()}
+        elif isinstance(event, ReportArrived) and isinstance(event.body, FindingRaised):
+            self._told[event.node].add(event.body.finding.key)
+
+    def _judged(self, fact: facts.Handled, verdict: Verdict) -> None:
+        if not verdict.sentence:
+            raise Violation(self.name, f"verdict {verdict.id} says nothing")
+        if verdict.decision is not Decision.EVICT or isinstance(fact.event, OperatorCommand):
+            return
+        if not verdict.evidence:
+            raise Violation(self.name, f"{verdict.node} is evicted without evidence: {verdict.sentence}")
+        for finding in verdict.evidence:
+            if finding.kind is FindingKind.DIGEST_MISMATCH:
+                if verdict.node not in self._lied:
+                    raise Violation(self.name, f"{verdict.node} is evicted and never lied: {verdict.sentence}")
+            elif finding.key not in self._told[verdict.node]:
+                raise Violation(self.name, f"{verdict.node} is evicted for {finding.key}, which it never told")
+
+    # --- the way back ------------------------------------------------------------------------------------------------
+
+    def _changed(self, fact: facts.Handled, effect: PutNode) -> None:
+        node, state = effect.node, effect.doc.state
+        before = self._states.get(node)
+        if state is NodeState.HEALTHY and before in OUT:
+            raise Violation(self.name, f"{node} is healthy straight from {before}: {effect.doc.sentence}")
+        if state is NodeState.HEALTHY and before is NodeState.PROBATION:
+            self._came_back(fact, node)
+        if state is not NodeState.PROBATION:
+            self._probes.pop(node, None)
+            self._skipped.discard(node)
+        self._states[node] = state
+
+    def _came_back(self, fact: facts.Handled, node: str) -> None:
+        if node in self._skipped or isinstance(fact.event, OperatorCommand):
+            return
+        started = self._probes[node]
+        if not any(set(self._members[probe]) <= self._passed[probe] for probe in started):
+            raise Violation(self.name, f"{node} is healthy, and none of its probes was passed: {sorted(started)}")

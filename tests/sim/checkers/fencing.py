@@ -1,0 +1,78 @@
+"""No rank commits a step in two generations; what speaks for a generation that is over is not counted."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from controller.core.effects import PutGeneration, PutVersion
+from controller.core.events import ReportArrived
+from everstep.ids import Version
+from everstep.wire.v1.training import GenerationSpec, Sealed
+from tests.sim import facts
+from tests.sim.facts import Violation
+
+
+class Fencing:
+    """A process goes from generation to generation and never back. A version is committed in its own generation only,
+    when every one of its ranks has finished that step there, and has said that it keeps it, and that it is safe."""
+
+    name = "fencing"
+
+    def __init__(self) -> None:
+        self._entered: dict[int, int] = {}
+        self._at: dict[int, tuple[int, int]] = {}
+        self._stepped: dict[tuple[str, Version], set[int]] = defaultdict(set)
+        self._kept: dict[tuple[str, Version], set[int]] = defaultdict(set)
+        self._specs: dict[str, GenerationSpec] = {}
+
+    def watches(self) -> dict[type, Callable[[Any], None]]:
+        return {
+            facts.Entered: self._enter,
+            facts.Stepped: self._step,
+            facts.Handled: self._handled,
+            facts.TookOver: self._took_over,
+        }
+
+    def complaint(self) -> str:
+        return ""
+
+    def _enter(self, fact: facts.Entered) -> None:
+        before = self._entered.get(fact.life, 0)
+        if fact.spec.number <= before:
+            raise Violation(self.name, f"a process on {fact.node} enters {fact.spec.number} after {before}")
+        self._entered[fact.life] = fact.spec.number
+
+    def _step(self, fact: facts.Stepped) -> None:
+        where = f"{fact.job} rank {fact.rank} on {fact.node}"
+        if self._entered.get(fact.life) != fact.generation:
+            raise Violation(self.name, f"{where} steps in {fact.generation}, having entered {self._entered[fact.life]}")
+        before = self._at.get(fact.life, (0, -1))
+        if fact.generation == before[0] and fact.step != before[1] + 1:
+            raise Violation(self.name, f"{where} finished step {fact.step} after {before[1]}")
+        self._at[fact.life] = (fact.generation, fact.step)
+        self._stepped[fact.job, Version(fact.generation, fact.step)].add(fact.rank)
+
+    def _took_over(self, fact: facts.TookOver) -> None:
+        self._kept.clear()
+
+    def _handled(self, fact: facts.Handled) -> None:
+        event = fact.event
+        if isinstance(event, ReportArrived) and isinstance(event.body, Sealed) and event.body.kept and event.body.safe:
+            self._kept[event.body.job, event.body.version].add(event.body.rank)
+        for effect in fact.effects:
+            if isinstance(effect, PutGeneration):
+                self._specs[effect.spec.job] = effect.spec
+            elif isinstance(effect, PutVersion):
+                self._commit(effect.doc.job, effect.doc.version)
+
+    def _commit(self, job: str, version: Version) -> None:
+        spec = self._specs[job]
+        if version.generation != spec.number:
+            raise Violation(self.name, f"{job}: {version} is committed in generation {spec.number}")
+        ranks = set(range(spec.world_size))
+        if missing := ranks - self._stepped[job, version]:
+            raise Violation(self.name, f"{job}: {version} is committed, and ranks {sorted(missing)} never finished it")
+        if missing := ranks - self._kept[job, version]:
+            raise Violation(self.name, f"{job}: {version} is committed, and ranks {sorted(missing)} do not keep it")

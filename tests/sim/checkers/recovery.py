@@ -1,0 +1,82 @@
+"""After the last fault everything comes right: every job runs with all it may have, every machine is healthy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from everstep.vocabulary import JobState, NodeState
+from tests.sim import facts
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+COMMITS_WANTED = 2
+
+
+class Recovery:
+    """``complaint`` says what is still missing; jobs that ended count as well."""
+
+    name = "recovery"
+
+    def __init__(self) -> None:
+        self.world: World | None = None
+        self._committed: dict[str, int] = {}
+        self._quiet: dict[str, int] | None = None
+
+    def watches(self) -> dict[type, Callable[[Any], None]]:
+        return {facts.Durable: self._durable}
+
+    def _durable(self, fact: facts.Durable) -> None:
+        for job, _, _ in fact.batch.versions:
+            self._committed[job] = self._committed.get(job, 0) + 1
+
+    def complaint(self) -> str:
+        assert self.world is not None
+        if self._quiet is None:
+            self._quiet = dict(self._committed)
+        leader = self.world.leader()
+        if leader is None:
+            return "nobody leads"
+        state = leader.state
+        for name in self.world.machines:
+            record = state.nodes.get(name)
+            if record is None:
+                return f"{name} is unknown"
+            if record.state is not NodeState.HEALTHY:
+                return f"{name} is {record.state}: {record.sentence}"
+        for name, plan in self.world.jobs.items():
+            if words := self._job(name, plan.nodes):
+                return f"job {name} {words}"
+        return ""
+
+    def _job(self, name: str, nodes: tuple[str, ...]) -> str:
+        assert self.world is not None
+        leader = self.world.leader()
+        assert leader is not None
+        assert self._quiet is not None
+        job = leader.state.jobs.get(name)
+        if job is None:
+            return "is unknown"
+        if job.state in (JobState.FINISHED, JobState.FAILED):
+            return ""
+        idle = [node for node in nodes if node not in self._seated()]
+        if job.state is not JobState.RUNNING or job.generation is None:
+            return f"is {job.state}: {job.sentence}" if len(idle) >= job.spec.min_nodes else ""
+        seats = {member.node for member in job.generation.roster}
+        room = job.spec.max_nodes // job.spec.block_nodes * job.spec.block_nodes - len(seats)
+        if min(room, len(idle)) >= job.spec.block_nodes:
+            return f"runs on {len(seats)} nodes, and {', '.join(idle)} are idle"
+        if job.resumed_at is None or job.leaving is not None:
+            return f"has not resumed in generation {job.generation.number}"
+        if self._committed.get(name, 0) < self._quiet.get(name, 0) + COMMITS_WANTED:
+            return "commits nothing"
+        return ""
+
+    def _seated(self) -> set[str]:
+        """Nodes that some job computes on."""
+        assert self.world is not None
+        leader = self.world.leader()
+        assert leader is not None
+        specs = [job.generation for job in leader.state.jobs.values() if job.state is JobState.RUNNING]
+        return {member.node for spec in specs if spec is not None for member in spec.roster}

@@ -1,0 +1,117 @@
+"""A restored version is whole, not older than what was committed, and, after corruption, clean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from controller.core.effects import PutGeneration
+from everstep.ids import Version
+from tests.sim import facts
+from tests.sim.facts import Violation
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+
+class Restores:
+    """Knows what was committed durably, which machines lost their memory since, and which states are wrong."""
+
+    name = "restores"
+
+    def __init__(self) -> None:
+        self.world: World | None = None
+        self._committed: dict[str, Version] = {}
+        self._verified: dict[str, Version] = {}
+        self._holders: dict[tuple[str, int], set[str]] = {}
+        self._expected: dict[tuple[str, int], Version | None] = {}
+        self._harmed: dict[str, set[str]] = {}
+        self._spread: dict[str, frozenset[str]] = {}
+
+    def watches(self) -> dict[type, Callable[[Any], None]]:
+        return {
+            facts.Durable: self._durable,
+            facts.Handled: self._handled,
+            facts.Restored: self._restored,
+            facts.Unrestorable: self._unrestorable,
+            facts.MemoryLost: self._memory_lost,
+            facts.FaultBegan: self._fault,
+        }
+
+    def complaint(self) -> str:
+        return ""
+
+    def _durable(self, fact: facts.Durable) -> None:
+        for row in fact.batch.versions.values():
+            version = Version(row.generation, row.step)
+            self._committed[row.job] = max(version, self._committed.get(row.job, version))
+            self._harmed[row.job] = set()
+        for audit in fact.batch.audit:
+            if audit.kind == "job.created":
+                self._committed.pop(audit.job, None)
+                self._spread.pop(audit.job, None)
+
+    def _handled(self, fact: facts.Handled) -> None:
+        for effect in fact.effects:
+            if isinstance(effect, PutGeneration):
+                spec = effect.spec
+                self._expected[spec.job, spec.number] = self._committed.get(spec.job)
+                self._holders[spec.job, spec.number] = {member.node for member in spec.roster}
+
+    def _restored(self, fact: facts.Restored) -> None:
+        spec, version = fact.spec, fact.version
+        what = f"{spec.job} generation {spec.number} starts from {version}"
+        if fact.torn:
+            raise Violation(self.name, f"{what}, whose shares are of different states")
+        if fact.state.step != (version.step if version is not None else 0):
+            raise Violation(self.name, f"{what}, whose state is that after step {fact.state.step}")
+        rule = spec.restore
+        if rule.ceiling is not None and version is not None and version > rule.ceiling:
+            raise Violation(self.name, f"{what}, above the ceiling {rule.ceiling}")
+        known = self._expected.get((spec.job, spec.number))
+        after_corruption = rule.ceiling is not None or rule.scratch
+        if known is not None and not after_corruption and (version is None or version < known):
+            raise Violation(self.name, f"{what}, although {known} was committed before")
+        self._taint(fact, after_corruption)
+
+    def _taint(self, fact: facts.Restored, after_corruption: bool) -> None:
+        """What was restored by all alike cannot be told from right values afterwards; only that is forgiven."""
+        job = fact.spec.job
+        seen = fact.state.liars - self._spread.get(job, frozenset())
+        replicated = self.world is not None and self.world.jobs[job].replicated
+        if after_corruption and seen and replicated:
+            raise Violation(self.name, f"{job} generation {fact.spec.number} starts from what {sorted(seen)} got wrong")
+        self._spread[job] = fact.state.liars
+
+    # --- what cannot be restored -------------------------------------------------------------------------------------
+
+    def _memory_lost(self, fact: facts.MemoryLost) -> None:
+        for harmed in self._harmed.values():
+            harmed.add(fact.node)
+
+    def _fault(self, fact: facts.FaultBegan) -> None:
+        if fact.kind == "rot_slots":
+            for harmed in self._harmed.values():
+                harmed.add(fact.node)
+
+    def _unrestorable(self, fact: facts.Unrestorable) -> None:
+        """Only when as many machines as there are copies are gone, out of reach, or not to be believed."""
+        assert self.world is not None
+        spec = fact.spec
+        floor = spec.restore.floor
+        if floor is None:
+            return
+        holders = self._holders.get((spec.job, floor.generation), set())
+        chair = spec.roster[0].node
+        lost = set(self._harmed.get(spec.job, set()))
+        asked = {holder.node for holder in spec.holders}
+        for node in holders:
+            machine = self.world.machines[node]
+            if node not in asked or not machine.power or machine.frozen or not self.world.wires.connected(chair, node):
+                lost.add(node)
+        if len(lost & holders) < min(spec.spec.replicas, len(holders)):
+            raise Violation(
+                self.name,
+                f"{spec.job} generation {spec.number}: {floor} was committed on {sorted(holders)}, of which only "
+                f"{sorted(lost & holders)} lost it, and is not whole: {fact.sentence}",
+            )

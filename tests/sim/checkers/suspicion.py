@@ -1,0 +1,67 @@
+"""A refuted suspicion leaves no trace in a roster: nobody comes in on doubt, and nobody goes out on silence alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from controller.core.effects import PutGeneration, PutNode
+from everstep.vocabulary import NodeState
+from everstep.wire.v1.training import GenerationSpec
+from tests.sim import facts
+from tests.sim.facts import Violation
+
+
+class _NodeDoc(msgspec.Struct):
+    state: NodeState
+
+
+class _JobDoc(msgspec.Struct):
+    generation: GenerationSpec | None = None
+
+
+class Suspicion:
+    """Newcomers to a roster are healthy when it is decided."""
+
+    name = "suspicion"
+
+    def __init__(self) -> None:
+        self._states: dict[str, NodeState] = {}
+        self._stored: dict[str, str] = {}
+        self._seats: dict[str, set[str]] = {}
+        self._stored_jobs: dict[str, str] = {}
+
+    def watches(self) -> dict[type, Callable[[Any], None]]:
+        return {facts.Handled: self._handled, facts.Durable: self._durable, facts.TookOver: self._took_over}
+
+    def complaint(self) -> str:
+        return ""
+
+    def _durable(self, fact: facts.Durable) -> None:
+        self._stored |= fact.batch.nodes
+        self._stored_jobs |= fact.batch.jobs
+
+    def _took_over(self, fact: facts.TookOver) -> None:
+        self._states = {n: msgspec.json.decode(doc, type=_NodeDoc).state for n, doc in self._stored.items()}
+        self._seats = {}
+        for name, doc in self._stored_jobs.items():
+            spec = msgspec.json.decode(doc, type=_JobDoc).generation
+            self._seats[name] = {member.node for member in spec.roster} if spec is not None else set()
+
+    def _handled(self, fact: facts.Handled) -> None:
+        for effect in fact.effects:
+            if isinstance(effect, PutNode):
+                self._states[effect.node] = effect.doc.state
+        for effect in fact.effects:
+            if isinstance(effect, PutGeneration):
+                self._opened(effect.spec)
+
+    def _opened(self, spec: GenerationSpec) -> None:
+        seats = {member.node for member in spec.roster}
+        for node in seats - self._seats.get(spec.job, set()):
+            state = self._states.get(node)
+            if state is not NodeState.HEALTHY:
+                raise Violation(self.name, f"{spec.job} generation {spec.number} takes {node} in, which is {state}")
+        self._seats[spec.job] = seats

@@ -1,0 +1,429 @@
+"""A controller: the real core, transaction and outbox in a shell whose every step can be its last.
+
+It does what ``controller.loop`` and the agents' routes do: stimuli that wait together share a transaction; nobody is
+answered and nothing is pushed before it is durable; what fails to be written ends the process.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from controller.api.descriptors import Descriptors
+from controller.api.desk import AgentDesk
+from controller.boards import Boards
+from controller.core import events as ev
+from controller.core import fleet
+from controller.core.effects import Effect
+from controller.core.state import FleetRecord, FleetState, JobRecord, NodeRecord, VersionRecord
+from controller.lease import Tenure
+from controller.push import Outbox, Outgoing
+from controller.steady_time import SteadyTime
+from controller.store.records import Loaded
+from controller.transaction import AuditNumbers, Transaction
+from everstep.errors import EverstepError, Unavailable
+from everstep.ids import Version
+from everstep.wire.v1.agent import Heartbeat, HeartbeatAnswer, Register, Reports, ReportsAnswer
+from everstep.wire.v1.directives import AnyDirective, Directive
+from everstep.wire.v1.session import Acknowledge
+from tests.sim import facts
+from tests.sim.agent_process import Refusing
+from tests.sim.database import LEASE_S
+from tests.sim.timeline import MachineClock, Timer
+from tests.sim.wires import Line
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+GROUP = 64
+LEASE_INTERVAL_S = 0.5
+_BODY = msgspec.json.Decoder(AnyDirective)
+
+
+class _NoMetrics:
+    """What the shell tells Prometheus goes nowhere."""
+
+    beats = 0
+
+    def handled(self, kind: str, seconds: float) -> None: ...
+    def recovered(self, job: str, reason: str, seconds: float) -> None: ...
+    def reports_taken(self, taken: int, repeated: int) -> None: ...
+    def refused(self, route: str, code: str) -> None: ...
+
+
+METRICS: Any = _NoMetrics()
+
+
+class Promise:
+    """What ``FleetLoop.enqueue`` returns, without an event loop: callbacks run when the outcome is there."""
+
+    def __init__(self) -> None:
+        self._outcome: tuple[Any, EverstepError | None] | None = None
+        self._callbacks: list[Callable[[Any], None]] = []
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self._callbacks.append(callback)
+
+    def set(self, result: Any, error: EverstepError | None) -> None:
+        self._outcome = result, error
+        for callback in self._callbacks:
+            callback(self)
+
+    def exception(self) -> EverstepError | None:
+        assert self._outcome is not None
+        return self._outcome[1]
+
+    def result(self) -> Any:
+        assert self._outcome is not None
+        return self._outcome[0]
+
+    def cancelled(self) -> bool:
+        return False
+
+
+class _Session:
+    """The controller's end of a node's connection (``controller.push.Receiver``)."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.node = line.names[0]
+        self.incarnation = 0
+        self.attached = False
+
+    def push(self, directives: Sequence[Outgoing]) -> None:
+        if directives:
+            self.line.send(1, tuple(Directive(seq=one.seq, body=_BODY.decode(one.body.json)) for one in directives))
+
+    def dismiss(self) -> None:
+        self.attached = False
+        self.line.close(1)
+
+
+Stimulus = Callable[[Transaction, float], Any]
+
+
+class _Waiting:
+    __slots__ = ("arrived", "promise", "stimulus")
+
+    def __init__(self, stimulus: Stimulus, arrived: float) -> None:
+        self.stimulus = stimulus
+        self.promise = Promise()
+        self.arrived = arrived
+
+
+class ControllerProcess:
+    """One of several over one database. ``alive`` and not leading: it waits for the lease."""
+
+    def __init__(self, world: World, name: str, clock: MachineClock) -> None:
+        self.world = world
+        self.name = name
+        self.clock = clock
+        self.alive = False
+        self.leading = False
+        self.paused = False
+        self.epoch = 0
+        self.life = 0
+        self.state: FleetState
+        self._steady: SteadyTime
+        self._sessions: dict[Line, _Session] = {}
+        self._queue: deque[_Waiting] = deque()
+        self._timer: Timer | None = None
+        self._busy = False
+        self._thawing: list[Callable[[], None]] = []
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        if self.alive:
+            return
+        self.alive, self.life = True, self.life + 1
+        self._keep_lease(self.life)
+
+    def crash(self, *, restart: bool = True) -> None:
+        """SIGKILL: what was not written is gone, connections close."""
+        if not self.alive:
+            return
+        self.alive = self.leading = self.paused = self._busy = False
+        self._thawing.clear()
+        self._queue.clear()
+        self._cancel_timer()
+        for line in list(self._sessions):
+            line.close(1)
+        self._sessions.clear()
+        if restart:
+            self.world.timeline.after(0.3 + 1.5 * self.world.rng.random(), self.start)
+
+    def pause(self) -> None:
+        """SIGSTOP: it sleeps through everything, and wakes believing that it leads."""
+        self.paused = self.alive
+
+    def resume(self) -> None:
+        self.paused = False
+        calls, self._thawing = self._thawing, []
+        for call in calls:
+            call()
+
+    def _do(self, life: int, call: Callable[[], None]) -> None:
+        """Runs ``call`` in this life: now, when it runs again, or never."""
+        if not self.alive or self.life != life:
+            return
+        if self.paused:
+            self._thawing.append(lambda: self._do(life, call))
+        else:
+            call()
+
+    def _keep_lease(self, life: int) -> None:
+        def look() -> None:
+            asked_at = self.clock.monotonic()
+            held = self.world.database.lease(self.name)
+            if held and not self.leading:
+                self._lead()
+            if held:
+                self._tenure.renewed(asked_at)
+            elif self.leading and self.world.database.away:
+                self._tenure.unreachable()
+            elif self.leading:
+                self.crash()
+                return
+            self._keep_lease_later(life)
+
+        self._do(life, look)
+
+    def _keep_lease_later(self, life: int) -> None:
+        self.world.timeline.after(LEASE_INTERVAL_S, lambda: self._keep_lease(life))
+
+    def _lead(self) -> None:
+        loaded = self.world.database.take_over()
+        self.leading, self.epoch, self._busy = True, loaded.epoch, False
+        self._number = loaded.batch
+        self._tenure = Tenure(self.clock, LEASE_S)
+        self.check_leading = self._tenure.check
+        self.state = _restore(self.world.plan.policy, loaded)
+        self._steady = SteadyTime(self.clock, loaded.newest_at)
+        self.now = self._steady.now
+        self.outbox = Outbox(loaded.epoch, loaded.outbox)
+        self._numbers = AuditNumbers(loaded.newest_audit)
+        self._boards = Boards(self.state.jobs.values())
+        self._desk = AgentDesk(
+            loop=self,  # type: ignore[arg-type]
+            metrics=METRICS,
+            clock=self.clock,
+            descriptors=Descriptors(4096),
+            name=self.name,
+            heartbeat_interval_s=1.0,
+            marks=loaded.marks,
+            poisoned=loaded.poisoned,
+        )
+        self.world.see(facts.TookOver(self.name, loaded.epoch, dict(loaded.marks)))
+        started = ev.ControllerStarted(epoch=loaded.epoch, trace=self.world.trace_id(self.name))
+        self.enqueue(lambda tx, now: tx.handle(started, now))
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    def enqueue(self, stimulus: Stimulus, _urgency: Any = None) -> Promise:
+        """Runs ``stimulus`` in its turn; the promise is kept once all it did is durable."""
+        waiting = _Waiting(stimulus, self.world.timeline.now)
+        self._queue.append(waiting)
+        if not self._busy:
+            self._busy = True
+            life = self.life
+            self.world.timeline.after(0.0002, lambda: self._do(life, self._turn))
+        return waiting.promise
+
+    def _decide(self, state: FleetState, event: ev.Event, now: float) -> list[Effect]:
+        effects = fleet.handle(state, event, now)
+        self.world.see(facts.Handled(self.name, self.epoch, event, effects, now))
+        self.world.check(state)
+        return effects
+
+    def _turn(self) -> None:
+        tx = Transaction(self.state, self.outbox, self._numbers, METRICS, self._boards, self._decide)
+        taken = [self._queue.popleft() for _ in range(min(GROUP, len(self._queue)))]
+        results: list[tuple[_Waiting, Any, EverstepError | None]] = []
+        for waiting in taken:
+            try:
+                results.append((waiting, waiting.stimulus(tx, self._steady.now()), None))
+            except EverstepError as error:
+                results.append((waiting, None, error))
+        self._tick(tx, taken)
+        batch = tx.batch()
+        if not batch:
+            self._durable(tx, results)
+            return
+        life = self.life
+        self._number += 1
+        batch.number = self._number
+        self.world.database.commit(
+            self.epoch, [batch], lambda error: self._do(life, lambda: self._written(tx, results, error))
+        )
+
+    def _tick(self, tx: Transaction, taken: list[_Waiting]) -> None:
+        deadline, now = fleet.next_deadline(self.state), self._steady.now()
+        if deadline is None or deadline > now:
+            return
+        waited = max((self.world.timeline.now - waiting.arrived for waiting in taken), default=0.0)
+        tx.handle(ev.Tick(lag_s=max(waited, self._late_s), trace=self.world.trace_id(self.name)), now)
+
+    def _written(self, tx: Transaction, results: list[Any], error: Exception | None) -> None:
+        if error is not None:
+            self.crash()
+            return
+        self._durable(tx, results)
+
+    def _durable(self, tx: Transaction, results: list[tuple[_Waiting, Any, EverstepError | None]]) -> None:
+        self._busy = False
+        for waiting, result, error in results:
+            waiting.promise.set(result, error)
+        self.outbox.deliver(tx.outgoing)
+        self._go_on()
+
+    _late_s = 0.0
+
+    def _go_on(self) -> None:
+        """The next turn: at once where somebody waits, else at the core's next deadline."""
+        self._cancel_timer()
+        life = self.life
+        if self._queue:
+            self._busy = True
+            self.world.timeline.after(0.0, lambda: self._do(life, self._turn))
+            return
+        deadline = fleet.next_deadline(self.state)
+        if deadline is None:
+            return
+        wait_s = max(0.0, self.clock.real_s(deadline - self._steady.now())) + 1e-6
+        due = self.world.timeline.now + wait_s
+        self._timer = self.world.timeline.at(due, lambda: self._do(life, lambda: self._due(due)))
+
+    def _due(self, due: float) -> None:
+        if not self._busy:
+            self._busy = True
+            self._late_s = max(0.0, self.world.timeline.now - due)
+            self._turn()
+            self._late_s = 0.0
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # --- sessions ----------------------------------------------------------------------------------------------------
+
+    def accept(self, line: Line) -> ControllerProcess | None:
+        """A node connects; None while this is not the leader."""
+        if not self.alive or not self.leading:
+            return None
+        self._sessions[line] = _Session(line)
+        return self
+
+    def closed(self, line: Line) -> None:
+        self._do(self.life, lambda: self._closed(line))
+
+    def _closed(self, line: Line) -> None:
+        session = self._sessions.pop(line, None)
+        if session is None or not session.attached or not self.leading:
+            return
+        session.attached = False
+        self.outbox.detach(session.node, session)
+        if not self.outbox.waiting(session.node):
+            self._desk.disconnected(session.node, session.incarnation)
+
+    def received(self, line: Line, frame: Any) -> None:
+        self._do(self.life, lambda: self._received(line, frame))
+
+    def _received(self, line: Line, frame: Any) -> None:
+        session = self._sessions.get(line)
+        if session is None or line.over or not self.leading:
+            return
+        try:
+            match frame:
+                case Register():
+                    self._register(session, frame)
+                case Heartbeat():
+                    self._heartbeat(session, frame)
+                case Reports():
+                    self._reports(session, frame)
+                case Acknowledge():
+                    self._acknowledge(session, frame)
+        except EverstepError as error:
+            line.send(1, Refusing(type(frame), error))
+
+    def _register(self, session: _Session, frame: Register) -> None:
+        def answer(done: Any) -> None:
+            if self._refused(session, Register, done):
+                return
+            session.line.send(1, done.result())
+            if not session.attached:
+                session.push(self._attach(session, frame.incarnation))
+
+        self._desk.register(session.node, frame).add_done_callback(answer)
+
+    def _attach(self, session: _Session, incarnation: int) -> tuple[Outgoing, ...]:
+        if session.line.over:
+            return ()
+        session.incarnation, session.attached = incarnation, True
+        return self.outbox.attach(session.node, session)
+
+    def _refused(self, session: _Session, of: type, done: Any) -> bool:
+        error = done.exception()
+        if error is not None:
+            session.line.send(1, Refusing(of, error))
+        return error is not None
+
+    def _heartbeat(self, session: _Session, beat: Heartbeat) -> None:
+        def answer(resend: bool) -> None:
+            session.line.send(1, HeartbeatAnswer(server_at=self.clock.wall(), resend=resend))
+            if not session.attached:
+                session.push(self._attach(session, beat.incarnation))
+
+        outcome = self._desk.beat(session.node, beat)
+        if isinstance(outcome, bool):
+            answer(outcome)
+            return
+        outcome.add_done_callback(
+            lambda done: None if self._refused(session, Heartbeat, done) else answer(done.result())
+        )
+
+    def _reports(self, session: _Session, reports: Reports) -> None:
+        def answer(done: Any) -> None:
+            if not self._refused(session, Reports, done):
+                session.line.send(1, ReportsAnswer(through=done.result()))
+
+        self._desk.reports(session.node, reports).add_done_callback(answer)
+
+    def _acknowledge(self, session: _Session, frame: Acknowledge) -> None:
+        if session.attached:
+            self.outbox.acknowledge(session.node, frame.through)
+
+    # --- operators ---------------------------------------------------------------------------------------------------
+
+    def order(self, command: ev.OperatorCommand, answer: Callable[[EverstepError | None], None]) -> None:
+        """An operator's order over the API."""
+        if not self.leading or self.paused:
+            answer(Unavailable("this controller does not lead"))
+            return
+        done = self.enqueue(lambda tx, now: tx.handle(command, now))
+        done.add_done_callback(lambda promise: answer(promise.exception()))
+
+
+def _restore(policy: Any, loaded: Loaded) -> FleetState:
+    """The state as it was stored, through its wire form."""
+    return fleet.restore(
+        policy,
+        msgspec.json.decode(loaded.fleet, type=FleetRecord) if loaded.fleet is not None else None,
+        [msgspec.json.decode(doc, type=NodeRecord) for doc in loaded.nodes.values()],
+        [msgspec.json.decode(doc, type=JobRecord) for doc in loaded.jobs.values()],
+        [
+            VersionRecord(
+                job=row.job,
+                version=Version(row.generation, row.step),
+                committed_at=row.committed_at,
+                verified_at=row.verified_at,
+                bytes=row.bytes,
+                ranks=row.ranks,
+            )
+            for row in loaded.versions
+        ],
+    )

@@ -1,0 +1,97 @@
+"""The people who put everything right once nothing breaks any more: they mend, repair and readmit, and wait."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from controller.core.events import NodeObserved, OperatorAction, OperatorCommand
+from everstep.errors import EverstepError
+from everstep.vocabulary import JobState, NodeState
+from tests.sim import facts
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+ROUND_S = 4.0
+
+
+class Crew:
+    """Acts only on what the leader's API shows."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def mend_everything(self) -> None:
+        """Network, database, power, clocks' owners: all as they should be, from now on."""
+        world = self.world
+        world.trace("crew", "everything is mended from here on")
+        world.wires.heal()
+        world.database.away, world.database.fail_next, world.database.latency_s = False, "", 0.002
+        for controller in world.controllers:
+            controller.resume()
+            controller.start()
+        for machine in world.machines.values():
+            machine.slowness, machine.probes_fail = 1.0, False
+            machine.thaw()
+            machine.boot()
+            machine.clear_findings()
+            for launcher in machine.launchers.values():
+                for rank in launcher.ranks.values():
+                    rank.resume()
+            if machine.lying:
+                machine.replace_gpus()
+        self._round()
+
+    def _round(self) -> None:
+        """Looks at the fleet, and does what it asks people to do."""
+        leader = self.world.leader()
+        if leader is not None:
+            for command in self._wanted():
+                leader.order(command, lambda error, c=command: self._answered(c, error))  # type: ignore[misc]
+        self.world.timeline.after(ROUND_S, self._round)
+
+    def uncordon(self, node: str) -> None:
+        """The scheduler shows the node in service again; the observer looks until a leader has heard of it."""
+        leader = self.world.leader()
+        if leader is None:
+            self.world.timeline.after(1.0, lambda: self.uncordon(node))
+            return
+        event = NodeObserved(node=node, trace=self.world.trace_id("observer"))
+        leader.enqueue(lambda tx, now: tx.handle(event, now))
+
+    def _answered(self, command: OperatorCommand, error: EverstepError | None) -> None:
+        if error is None:
+            self.world.see(facts.Ordered(str(command.kind), command.node or "", command.job or ""))
+
+    def _wanted(self) -> list[OperatorCommand]:
+        leader = self.world.leader()
+        assert leader is not None
+        state = leader.state
+        commands = []
+        if state.fleet.breaker:
+            commands.append(self._command(OperatorAction.RESET_BREAKER))
+        for node, record in state.nodes.items():
+            waits = record.needs_operator or record.state in (NodeState.HELD, NodeState.REPAIR)
+            excluded = any(node in job.excluded for job in state.jobs.values())
+            unable = any(node in job.launchers and not job.launchers[node].able for job in state.jobs.values())
+            if waits or excluded or (unable and record.state is NodeState.HEALTHY):
+                commands.append(self._command(OperatorAction.READMIT, node=node))
+        for name, job in state.jobs.items():
+            if (
+                job.size is not None
+                and job.size < job.spec.max_nodes
+                and job.state
+                in (
+                    JobState.RUNNING,
+                    JobState.PAUSED,
+                    JobState.FORMING,
+                )
+            ):
+                commands.append(self._command(OperatorAction.RESIZE_JOB, job=name, size=job.spec.max_nodes))
+        return commands
+
+    @staticmethod
+    def _command(
+        kind: OperatorAction, node: str | None = None, job: str | None = None, size: int | None = None
+    ) -> OperatorCommand:
+        return OperatorCommand(kind=kind, actor="crew", reason="mended", node=node, job=job, size=size)

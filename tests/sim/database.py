@@ -1,0 +1,143 @@
+"""The database that all controllers share: batches whole or not at all, an epoch that fences, a lease, and bad days."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from controller.store.records import AuditRow, Batch, GenerationRow, Loaded, OutboxRow, VersionRow
+from tests.sim.timeline import Timeline
+
+LEASE_S = 2.0
+"""How long a lease holds without being renewed."""
+
+
+class Failed(Exception):
+    """A write failed. ``written`` is what really became of it; whoever wrote does not learn it."""
+
+
+class Fenced(Exception):
+    """Another controller has taken the database over."""
+
+
+class NotUnique(AssertionError):
+    """A row that must be new was there: two rosters under one number, a verdict twice."""
+
+
+class Database:
+    """Tables as dictionaries. ``on_applied`` hears of every batch that became durable."""
+
+    def __init__(self, timeline: Timeline, rng: random.Random, on_applied: Callable[[int, Batch], None]) -> None:
+        self.epoch = 0
+        self.away = False
+        self.latency_s = 0.002
+        self.fail_next: str = ""
+        self._timeline = timeline
+        self._rng = rng
+        self._on_applied = on_applied
+        self._holder = ""
+        self._expires_at = 0.0
+        self._fleet: str | None = None
+        self._nodes: dict[str, str] = {}
+        self._jobs: dict[str, str] = {}
+        self.generations: dict[tuple[str, int], GenerationRow] = {}
+        self._versions: dict[tuple[str, int, int], VersionRow] = {}
+        self._verdicts: set[str] = set()
+        self._outbox: dict[str, dict[int, str]] = {}
+        self.marks: dict[tuple[str, int], int] = {}
+        self._batch = 0
+        self._newest_audit = 0
+        self._newest_at = 0.0
+
+    # --- leadership --------------------------------------------------------------------------------------------------
+
+    def lease(self, holder: str) -> bool:
+        """Takes or renews the lease; False while another holds it, or the database is away."""
+        now = self._timeline.now
+        if self.away or (self._holder != holder and now < self._expires_at):
+            return False
+        self._holder, self._expires_at = holder, now + LEASE_S
+        return True
+
+    def take_over(self) -> Loaded:
+        """Fences every earlier controller off and reads what there is."""
+        self.epoch += 1
+        return Loaded(
+            epoch=self.epoch,
+            batch=self._batch,
+            fleet=self._fleet,
+            nodes=dict(self._nodes),
+            jobs=dict(self._jobs),
+            outbox=[
+                OutboxRow(node=node, seq=seq, body=rows[seq])
+                for node, rows in sorted(self._outbox.items())
+                for seq in sorted(rows)
+            ],
+            marks=dict(self.marks),
+            poisoned=frozenset(),
+            newest_audit=self._newest_audit,
+            newest_at=self._newest_at,
+            versions=[self._versions[key] for key in sorted(self._versions)],
+        )
+
+    # --- writing -----------------------------------------------------------------------------------------------------
+
+    def commit(self, epoch: int, batches: Sequence[Batch], done: Callable[[Exception | None], None]) -> None:
+        """Writes those of the numbered batches that were not applied before; ``done`` hears None once all are durable,
+        or what failed."""
+        fault, self.fail_next = self.fail_next, ""
+        delay_s = self.latency_s * (0.5 + self._rng.random())
+
+        def write() -> None:
+            if self.away or fault == "before":
+                done(Failed("the database does not answer"))
+            elif epoch != self.epoch:
+                done(Fenced(f"epoch {epoch} is over: {self.epoch} began"))
+            else:
+                for batch in batches:
+                    self._take(epoch, batch)
+                done(Failed("the answer was lost") if fault == "after" else None)
+
+        self._timeline.after(delay_s, write)
+
+    def _take(self, epoch: int, batch: Batch) -> None:
+        if batch.number > self._batch:
+            self._batch = batch.number
+            self._apply(batch)
+            self._on_applied(epoch, batch)
+
+    def _apply(self, batch: Batch) -> None:
+        if batch.fleet is not None:
+            self._fleet = batch.fleet
+        self._nodes |= batch.nodes
+        self._jobs |= batch.jobs
+        for row in batch.generations:
+            if (row.job, row.number) in self.generations:
+                raise NotUnique(f"{row.job} has a generation {row.number} already")
+            self.generations[row.job, row.number] = row
+        for key, version in batch.versions.items():
+            known = self._versions.get(key)
+            if known is not None and version.verified_at is None:
+                version = msgspec.structs.replace(version, verified_at=known.verified_at)
+            self._versions[key] = version
+        for verdict in batch.verdicts:
+            if verdict.id in self._verdicts:
+                raise NotUnique(f"verdict {verdict.id} was given already")
+            self._verdicts.add(verdict.id)
+        for out in batch.outbox:
+            self._outbox.setdefault(out.node, {})[out.seq] = out.body
+        self._audit(batch.audit)
+        for node, through in batch.pruned.items():
+            rows = self._outbox.get(node, {})
+            for seq in [seq for seq in rows if seq <= through]:
+                del rows[seq]
+        for (node, life), through in batch.marks.items():
+            self.marks = {k: v for k, v in self.marks.items() if k[0] != node or k[1] >= life}
+            self.marks[node, life] = through
+
+    def _audit(self, rows: list[AuditRow]) -> None:
+        for row in rows:
+            self._newest_audit = max(self._newest_audit, row.id)
+            self._newest_at = max(self._newest_at, row.at)

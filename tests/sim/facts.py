@@ -1,0 +1,159 @@
+"""What can be seen from outside: effects, writes, deliveries, answers, what trainers did. Checkers see only these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from controller.core.effects import Effect
+from controller.core.events import Event
+from controller.store.records import Batch
+from everstep.ids import Version
+from everstep.wire.v1.training import GenerationSpec
+from tests.sim.training_state import TrainingState
+
+
+class Violation(AssertionError):
+    """A promise was broken. ``checker`` names who saw it."""
+
+    def __init__(self, checker: str, sentence: str) -> None:
+        super().__init__(f"{checker}: {sentence}")
+        self.checker = checker
+
+
+@dataclass(frozen=True, slots=True)
+class Handled:
+    """A controller's core has handled an event. ``at`` is in its own time."""
+
+    controller: str
+    epoch: int
+    event: Event
+    effects: list[Effect]
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Durable:
+    """A batch was applied to the database."""
+
+    epoch: int
+    batch: Batch
+
+
+@dataclass(frozen=True, slots=True)
+class TookOver:
+    """A controller begins from what the database holds. ``marks``: newest report taken by (node, life)."""
+
+    controller: str
+    epoch: int
+    marks: dict[tuple[str, int], int]
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """An agent was told that its reports up to ``through`` are durable."""
+
+    node: str
+    life: int
+    through: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """A directive reached an agent, which had not had it before. ``life``: the agent's."""
+
+    node: str
+    life: int
+    seq: int
+    body: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """A process takes part in a generation. ``life``: the process, never the same twice."""
+
+    life: int
+    node: str
+    spec: GenerationSpec
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A process has finished an optimizer step: its state is ``state`` now."""
+
+    life: int
+    node: str
+    job: str
+    generation: int
+    rank: int
+    step: int
+    state: TrainingState
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The ranks of a generation agreed on what to start from (None: from scratch). ``torn``: its shares differ."""
+
+    spec: GenerationSpec
+    version: Version | None
+    state: TrainingState
+    torn: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Unrestorable:
+    """The ranks of a generation found nothing that they may start from."""
+
+    spec: GenerationSpec
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLost:
+    """A machine lost what was in its memory, checkpoints included."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class FaultBegan:
+    """Something was broken on purpose. ``node`` is empty where it concerns no machine."""
+
+    kind: str
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeAnswered:
+    """A machine has carried a probe out."""
+
+    node: str
+    probe: str
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """An operator's order was accepted."""
+
+    action: str
+    node: str
+    job: str
+
+
+Fact = (
+    Handled
+    | Durable
+    | TookOver
+    | Acknowledged
+    | Delivered
+    | Entered
+    | Stepped
+    | Restored
+    | Unrestorable
+    | MemoryLost
+    | FaultBegan
+    | ProbeAnswered
+    | Ordered
+)

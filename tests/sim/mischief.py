@@ -1,0 +1,243 @@
+"""Carries out the faults of a plan: each method is one kind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from controller.core.events import NodeObserved, OperatorAction, OperatorCommand
+from everstep.errors import EverstepError
+from everstep.vocabulary import Action, Finding, FindingKind, Severity
+from tests.sim import facts
+from tests.sim.plan import Fault
+
+if TYPE_CHECKING:
+    from tests.sim.machine import Machine
+    from tests.sim.world import World
+
+
+class Mischief:
+    """Breaks things in a world, and mends them after the fault's seconds."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def strike(self, fault: Fault) -> None:
+        self.world.trace("fault", str(fault))
+        self.world.see(facts.FaultBegan(fault.kind, fault.target if fault.target in self.world.machines else ""))
+        getattr(self, fault.kind)(fault)
+
+    def _machine(self, fault: Fault) -> Machine:
+        return self.world.machines[fault.target]
+
+    def _rack(self, fault: Fault) -> list[Machine]:
+        rack = self._machine(fault).domain.rack
+        return [machine for machine in self.world.machines.values() if machine.domain.rack == rack]
+
+    def _later(self, fault: Fault, call: object) -> None:
+        self.world.timeline.after(fault.seconds, call)  # type: ignore[arg-type]
+
+    # --- processes ---------------------------------------------------------------------------------------------------
+
+    def kill_rank(self, fault: Fault) -> None:
+        ranks = [r for launcher in self._machine(fault).launchers.values() for r in launcher.ranks.values() if r.alive]
+        if ranks:
+            self.world.rng.choice(ranks).die(9)
+
+    def stop_rank(self, fault: Fault) -> None:
+        ranks = [r for launcher in self._machine(fault).launchers.values() for r in launcher.ranks.values() if r.alive]
+        if ranks:
+            rank = self.world.rng.choice(ranks)
+            rank.stop()
+            self._later(fault, rank.resume)
+
+    def kill_launcher(self, fault: Fault) -> None:
+        launchers = list(self._machine(fault).launchers.values())
+        if launchers:
+            self.world.rng.choice(launchers).die(restart=True)
+
+    def kill_agent(self, fault: Fault) -> None:
+        self._machine(fault).kill_agent()
+
+    def fail_disk(self, fault: Fault) -> None:
+        """The agent's next write to its spool fails; what it has not said it keeps in memory only from then on."""
+        agent = self._machine(fault).agent
+        if agent is not None:
+            agent.spool.close()
+
+    # --- machines ----------------------------------------------------------------------------------------------------
+
+    def freeze(self, fault: Fault) -> None:
+        self._machine(fault).freeze()
+        self._later(fault, self._machine(fault).thaw)
+
+    def lose_power(self, fault: Fault) -> None:
+        self._machine(fault).lose_power()
+        self._later(fault, self._machine(fault).boot)
+
+    def lose_rack(self, fault: Fault) -> None:
+        for machine in self._rack(fault):
+            machine.lose_power()
+            self._later(fault, machine.boot)
+
+    def reboot_rack(self, fault: Fault) -> None:
+        for machine in self._rack(fault):
+            machine.reboot()
+
+    def slow_down(self, fault: Fault) -> None:
+        machine = self._machine(fault)
+        machine.slowness = fault.value
+        self._later(fault, lambda: setattr(machine, "slowness", 1.0))
+
+    def compute_wrongly(self, fault: Fault) -> None:
+        self._machine(fault).lying = True
+
+    def fail_probes(self, fault: Fault) -> None:
+        machine = self._machine(fault)
+        machine.probes_fail = True
+        self._later(fault, lambda: setattr(machine, "probes_fail", False))
+
+    def rot_slots(self, fault: Fault) -> None:
+        """One share on this machine is not what was sealed; its hash says so."""
+        machine = self._machine(fault)
+        slots = [s for job in machine.assigned for segment in machine.vault.of_job(job) for s in segment.sealed()]
+        if slots:
+            max(slots, key=lambda slot: slot.version).rotten = True
+
+    def sense(self, fault: Fault) -> None:
+        kind, _, action = fault.detail.partition(":")
+        machine = self._machine(fault)
+        finding = Finding(
+            kind=FindingKind(kind),
+            subject="GPU-0",
+            severity=Severity.CRITICAL,
+            message=f"{kind} on GPU-0",
+            action=Action(action),
+            since=machine.clock.wall(),
+        )
+        if machine.power:
+            machine.raise_finding(finding)
+            self._later(fault, machine.clear_findings)
+
+    # --- the network -------------------------------------------------------------------------------------------------
+
+    def reset_connections(self, fault: Fault) -> None:
+        for line in list(self.world.wires.lines):
+            if fault.target in line.names:
+                line.reset()
+
+    def _cut(self, fault: Fault, *pairs: tuple[str, str]) -> None:
+        wires = self.world.wires
+        for pair in pairs:
+            wires.cut(*pair)
+            self._later(fault, lambda p=pair: wires.mend(*p))  # type: ignore[misc]
+
+    def mute(self, fault: Fault) -> None:
+        """What the node says reaches no controller; what they say reaches it."""
+        self._cut(fault, *((fault.target, controller.name) for controller in self.world.controllers))
+
+    def deafen(self, fault: Fault) -> None:
+        self._cut(fault, *((controller.name, fault.target) for controller in self.world.controllers))
+
+    def lose_network(self, fault: Fault) -> None:
+        self._cut(fault, (fault.target, "*"), ("*", fault.target))
+
+    def cut_pair(self, fault: Fault) -> None:
+        if fault.target != fault.detail:
+            self._cut(fault, (fault.target, fault.detail))
+
+    def cut_rack(self, fault: Fault) -> None:
+        for machine in self._rack(fault):
+            self._cut(fault, (machine.name, "*"), ("*", machine.name))
+
+    def cut_controller(self, fault: Fault) -> None:
+        self._cut(fault, (fault.target, "*"), ("*", fault.target))
+
+    def slow_links(self, fault: Fault) -> None:
+        self.world.wires.slow(fault.target, fault.value)
+        self._later(fault, lambda: self.world.wires.slow(fault.target, 0.0))
+
+    def lose_packets(self, fault: Fault) -> None:
+        self.world.wires.loss = fault.value
+        self._later(fault, lambda: setattr(self.world.wires, "loss", self.world.plan.loss))
+
+    # --- controllers and their database ------------------------------------------------------------------------------
+
+    def crash_controller(self, fault: Fault) -> None:
+        self.world.controller(fault.target).crash()
+
+    def pause_controller(self, fault: Fault) -> None:
+        controller = self.world.controller(fault.target)
+        controller.pause()
+        self._later(fault, controller.resume)
+
+    def fail_write(self, fault: Fault) -> None:
+        self.world.database.fail_next = fault.detail
+
+    def database_away(self, fault: Fault) -> None:
+        self.world.database.away = True
+        self._later(fault, lambda: setattr(self.world.database, "away", False))
+
+    def slow_database(self, fault: Fault) -> None:
+        before, self.world.database.latency_s = self.world.database.latency_s, fault.value
+        self._later(fault, lambda: setattr(self.world.database, "latency_s", min(before, 0.002)))
+
+    def jump_clock(self, fault: Fault) -> None:
+        holder = self.world.machines.get(fault.target) or self.world.controller(fault.target)
+        holder.clock.jump_wall(fault.value)
+
+    # --- operators ---------------------------------------------------------------------------------------------------
+
+    def order(self, fault: Fault) -> None:
+        action = OperatorAction(fault.detail)
+        job = fault.target if "job" in action else None
+        size = int(fault.value) if action is OperatorAction.RESIZE_JOB else None
+        node = fault.target if job is None and action is not OperatorAction.RESET_BREAKER else None
+        self.give(OperatorCommand(kind=action, actor="odd", reason="why not", node=node, job=job, size=size))
+
+    def give(self, command: OperatorCommand) -> None:
+        """An order to whoever leads; refused ones are no trouble."""
+
+        def answered(error: EverstepError | None) -> None:
+            if error is None:
+                self.world.see(facts.Ordered(str(command.kind), command.node or "", command.job or ""))
+
+        if (leader := self.world.leader()) is not None:
+            leader.order(command, answered)
+
+    def evict_everybody(self, fault: Fault) -> None:
+        for name in self.world.machines:
+            self.give(OperatorCommand(kind=OperatorAction.EVICT, actor="odd", reason="all of them", node=name))
+
+    def maintain_rack(self, fault: Fault) -> None:
+        """Drained, rebooted, given back."""
+        for machine in self._rack(fault):
+            self.give(OperatorCommand(kind=OperatorAction.DRAIN, actor="crew", reason="kernel", node=machine.name))
+            self.world.timeline.after(fault.seconds / 2, machine.reboot)
+            back = OperatorCommand(kind=OperatorAction.READMIT, actor="crew", reason="done", node=machine.name)
+            self._later(fault, lambda c=back: self.give(c))  # type: ignore[misc]
+
+    def maintenance_window(self, fault: Fault) -> None:
+        """The same, announced: what happens until the window ends is held against nobody."""
+        leader = self.world.leader()
+        if leader is None:
+            return
+        machine = self._machine(fault)
+        until = leader.now() + fault.seconds
+        self.give(
+            OperatorCommand(
+                kind=OperatorAction.MAINTENANCE, actor="crew", reason="firmware", node=machine.name, until=until
+            )
+        )
+        self.world.timeline.after(fault.seconds / 2, machine.reboot)
+
+    def cordon(self, fault: Fault) -> None:
+        """Somebody else takes the node out of the scheduler's service, and gives it back."""
+
+        def observe(by: str) -> None:
+            leader = self.world.leader()
+            if leader is not None:
+                event = NodeObserved(node=fault.target, cordoned_by=by, reason="" if not by else "disk swap", trace="o")
+                leader.enqueue(lambda tx, now: tx.handle(event, now))
+
+        observe("somebody")
+        self._later(fault, lambda: self.world.crew.uncordon(fault.target))

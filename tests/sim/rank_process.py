@@ -1,0 +1,480 @@
+"""One rank's process: the real orders, presence, attendant and watchdog; its main thread is a few states.
+
+What is modelled and not real is what needs torch or sockets: the process group (``tests.sim.collective``), the copy
+into a slot, and the link to the agent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from everstep.errors import OutOfSlotMemory
+from everstep.ids import Version
+from everstep.wire.v1.directives import StopJob, VersionNotice
+from everstep.wire.v1.local import Goodbye, Hello, Role
+from everstep.wire.v1.training import (
+    CollectiveFailed,
+    GenerationSpec,
+    Member,
+    RankFinished,
+    Resumed,
+    Sealed,
+    UserError,
+)
+from everstep.wire.version import SPOKEN
+from tests.sim import facts
+from tests.sim.training_state import TrainingState
+from tests.sim.vault_memory import Slot
+from trainer_hooks.attendant import Attendant
+from trainer_hooks.config import HookSettings
+from trainer_hooks.orders import Orders
+from trainer_hooks.presence import Presence
+
+if TYPE_CHECKING:
+    from tests.sim.collective import Collective
+    from tests.sim.machine import Launcher
+
+TICK_S = 1.0
+LOCAL_S = 0.0005
+"""Of a frame between two processes of one machine."""
+SETTINGS = HookSettings(stacks_bytes=64, first_step_allowance_s=20.0)
+
+
+class Progress:
+    """``trainer_hooks.progress.Progress`` by virtual time."""
+
+    class _Loss:
+        @staticmethod
+        def value() -> float | None:
+            return None
+
+    def __init__(self) -> None:
+        self.generation = self.rank = self.step = self.finished_here = self.collectives = 0
+        self.step_s = 0.0
+        self.loss = self._Loss()
+
+    def enter(self, generation: int, rank: int) -> None:
+        self.generation, self.rank, self.finished_here = generation, rank, 0
+
+    def finish(self, step: int, step_s: float) -> None:
+        self.step, self.step_s = step, step_s
+        self.finished_here += 1
+        self.collectives += 1
+
+
+class RankProcess:
+    """The process behind one local rank, until it dies. To the agent it is a ``Peer``."""
+
+    def __init__(self, launcher: Launcher, local_rank: int) -> None:
+        self.launcher = launcher
+        self.machine = launcher.machine
+        self.world = self.machine.world
+        self.job = launcher.job
+        self.local_rank = local_rank
+        self.life = self.world.next_life()
+        self.alive = True
+        self.stopped = False
+        self.connected = False
+        self.orders = Orders()
+        self.progress = Progress()
+        self.presence = Presence(
+            self.orders,
+            self.progress,  # type: ignore[arg-type]
+            self,  # type: ignore[arg-type]
+            self._asked_to_leave,
+            _nothing,
+            _nothing,
+            SETTINGS,
+        )
+        self.attendant = Attendant(
+            self.orders,
+            self.presence,
+            self.progress,  # type: ignore[arg-type]
+            self._tell,
+            SETTINGS,
+            self.machine.clock,
+        )
+        self.attendant.keeper = None
+        self.group: Collective | None = None
+        self.state: TrainingState | None = None
+        self._number = 0
+        self._leaving = False
+        self._unsent: deque[Any] = deque(maxlen=1024)
+        self._standing: Any = None
+        self._spec: GenerationSpec | None = None
+        self._member: Member | None = None
+        self._restored: Version | None = None
+        self._committed: Version | None = None
+        self._candidate: int | None = None
+        self._kept: Version | None = None
+        self._copying: Slot | None = None
+        self._asleep: list[Any] = []
+        self._connect()
+        self.world.timeline.after(TICK_S * self.world.rng.random(), self._tick)
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    @property
+    def responsive(self) -> bool:
+        return self.alive and not self.stopped and not self.machine.frozen
+
+    def die(self, signal: int = 9, *, quiet: bool = False) -> None:
+        """``quiet``: together with its machine or launcher, of which nobody is told by this process."""
+        if not self.alive:
+            return
+        self.alive = False
+        group, self.group = self.group, None
+        if group is not None:
+            group.lost(self)
+        if not quiet:
+            self.world.timeline.after(LOCAL_S, self._end_of_file)
+            self.world.timeline.after(2 * LOCAL_S, lambda: self.launcher.rank_exited(self, signal))
+
+    def _end_of_file(self) -> None:
+        agent = self.machine.agent
+        if agent is not None and self.connected:
+            agent.jobs.gone(self, "end of file")
+        self.connected = False
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        self.stopped = True
+
+    def resume(self) -> None:
+        """SIGCONT, or the machine thaws: what came meanwhile is done now."""
+        self.stopped = False
+        asleep, self._asleep = self._asleep, []
+        for call in asleep:
+            self.do(call)
+
+    def do(self, call: Any) -> None:
+        """Runs ``call`` in this process: now, or when it runs again, or never."""
+        if self.responsive:
+            call()
+        elif self.alive:
+            self._asleep.append(call)
+
+    # --- Peer --------------------------------------------------------------------------------------------------------
+
+    def send(self, message: Any) -> None:
+        """A frame of the agent's."""
+        self.world.timeline.after(LOCAL_S, lambda: self.do(lambda: self._hear(message)))
+
+    def kill(self) -> None:
+        self.die(9)
+
+    def close(self) -> None:
+        self.connected = False
+        if self.alive:
+            self.world.timeline.after(0.02, self._connect)
+
+    def process_state(self) -> str:
+        return "T" if self.stopped else "S"
+
+    # --- the link ----------------------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        if not self.alive or self.connected:
+            return
+        agent = self.machine.agent
+        if agent is None or not self.responsive:
+            self.world.timeline.after(0.3, self._connect)
+            return
+        self.connected = True
+        agent.jobs.hello(
+            self,
+            Hello(protocols=SPOKEN, role=Role.RANK, job=self.job.name, pid=self.life, local_rank=self.local_rank),
+        )
+        if (tick := self.attendant.pulse()) is not None:
+            agent.jobs.heard(self, tick)
+        if self._standing is not None:
+            agent.jobs.heard(self, self._standing)
+        unsent, self._unsent = self._unsent, deque(maxlen=1024)
+        for message in unsent:
+            self._tell(message)
+
+    def agent_died(self) -> None:
+        self.connected = False
+        self.world.timeline.after(0.05, self._connect)
+
+    def _tell(self, message: Any) -> None:
+        def arrive() -> None:
+            agent = self.machine.agent
+            if agent is not None and self.connected and self.alive:
+                agent.jobs.heard(self, message)
+            elif self.alive:
+                self._unsent.append(message)
+
+        self.world.timeline.after(LOCAL_S, arrive)
+
+    def _stand(self, message: Any) -> None:
+        self._standing = message
+        if message is not None:
+            self._tell(message)
+
+    def _tick(self) -> None:
+        if not self.alive:
+            return
+        if self.responsive:
+            tick = self.attendant.pulse()
+            agent = self.machine.agent
+            if tick is not None and agent is not None and self.connected:
+                agent.jobs.heard(self, tick)
+        self.world.timeline.after(TICK_S, self._tick)
+
+    def _hear(self, message: Any) -> None:
+        if isinstance(message, VersionNotice):
+            self._note_versions(message)
+            return
+        self.attendant.hear(message)
+        if self.group is None and not self._leaving:
+            self._next_order()
+
+    # --- the main thread: in -----------------------------------------------------------------------------------------
+
+    def _next_order(self) -> None:
+        """Takes part in what follows the newest generation known, if anything does."""
+        while self.alive and self.group is None:
+            order = self.orders.wait_next(self._number, 0.0)
+            if order is None:
+                return
+            if isinstance(order, StopJob):
+                self._exit()
+                return
+            self._number = order.number
+            member = order.member(self.machine.name, self.local_rank)
+            if member is not None:
+                self._join(order, member)
+
+    def _exit(self) -> None:
+        self._tell(Goodbye(detail="over"))
+        self.world.timeline.after(3 * LOCAL_S, lambda: self.die(0))
+
+    def _join(self, spec: GenerationSpec, member: Member) -> None:
+        self._spec, self._member, self._standing = spec, member, None
+        self.attendant.enter(spec, member)
+        self.presence.join(spec.number)
+        self.group = self.world.collective(spec)
+        self.world.see(facts.Entered(self.life, self.machine.name, spec, member.rank))
+        self.group.join(self, member.rank)
+
+    def formed(self, state: TrainingState, version: Version | None) -> None:
+        """The group is there, and what it starts from restored."""
+        assert self._spec is not None
+        assert self._member is not None
+        self.progress.enter(self._spec.number, self._member.rank)
+        self.progress.step = state.step
+        self.state, self._restored = state, version
+        self._committed, self._kept = self._spec.restore.floor, None
+        self._candidate = 1 if version is None else version.step + 1
+        self.presence.enter()
+
+    # --- the main thread: out ----------------------------------------------------------------------------------------
+
+    def _asked_to_leave(self) -> None:
+        """``Presence`` ends the collectives of a generation that is over."""
+        if self.group is not None and not self._leaving:
+            self._leaving = True
+            pause_s = 0.005 + 0.03 * self.world.rng.random()
+            self.world.timeline.after(pause_s, lambda: self.do(self._leave))
+
+    def ask(self) -> None:
+        """``Interrupter.ask``: the main thread of the simulation always comes by."""
+
+    def interrupt(self) -> bool:
+        return False
+
+    def _leave(self) -> None:
+        """Out of the generation: a copy that was begun is completed first."""
+        group, self.group = self.group, None
+        self._leaving = False
+        self._seal_now()
+        self.presence.leave()
+        self.attendant.leave()
+        self._standing = None
+        if group is not None:
+            group.left(self)
+        self._next_order()
+
+    def collective_failed(self, group: Collective, detail: str) -> None:
+        """A peer is gone, and this rank's operation says so. It waits outside for what follows."""
+        if self.group is not group or self._spec is None or self._member is None or self._leaving:
+            return
+        news = not self.orders.superseded(self._spec.number)
+        spec, member, step = self._spec, self._member, self.progress.step
+        self._leave()
+        if news and self.group is None:
+            self._stand(
+                CollectiveFailed(
+                    job=spec.job,
+                    at=self.machine.clock.wall(),
+                    generation=spec.number,
+                    rank=member.rank,
+                    step=step,
+                    detail=detail,
+                )
+            )
+
+    def cannot_restore(self, group: Collective, sentence: str) -> None:
+        """``NotRestorable`` from ``run.track``: an error of the training function, if nothing newer explains it."""
+
+        def tell() -> None:
+            if self.group is group and self._spec is not None and self._member is not None:
+                self._tell(self._user_error(sentence))
+
+        self.world.timeline.after(0.25, lambda: self.do(tell))
+
+    def _user_error(self, sentence: str) -> UserError:
+        assert self._spec is not None
+        assert self._member is not None
+        return UserError(
+            job=self._spec.job,
+            at=self.machine.clock.wall(),
+            generation=self._spec.number,
+            rank=self._member.rank,
+            step=self.progress.step,
+            error=sentence[:4000],
+            traceback="",
+        )
+
+    # --- the main thread: a step -------------------------------------------------------------------------------------
+
+    def finish_step(self, group: Collective, step: int, step_s: float) -> None:
+        """The step's reduction is done: fence, update, fence again."""
+        if self.group is not group or self._leaving or self._spec is None or self._member is None:
+            return
+        if self.orders.is_over(self._spec.number, self.progress.step):
+            self._leave()
+            return
+        self._seal_now()  # the optimizer waits for the copy
+        self.state = group.next_state(self)
+        self.progress.finish(step, step_s)
+        self.world.see(
+            facts.Stepped(
+                self.life, self.machine.name, self.job.name, self._spec.number, self._member.rank, step, self.state
+            )
+        )
+        self._snapshot(step)
+        if self.progress.finished_here == 1:
+            self._acknowledge(step)
+        if self.orders.is_over(self._spec.number, step):
+            self._leave()
+        elif self.job.until is not None and step >= self.job.until:
+            self._stand(
+                RankFinished(
+                    job=self.job.name,
+                    at=self.machine.clock.wall(),
+                    generation=self._spec.number,
+                    rank=self._member.rank,
+                    step=step,
+                )
+            )
+        group.finished(self, step)
+
+    def _acknowledge(self, step: int) -> None:
+        assert self._spec is not None
+        assert self._member is not None
+        self._tell(
+            Resumed(
+                job=self._spec.job,
+                at=self.machine.clock.wall(),
+                trace=self._spec.trace,
+                generation=self._spec.number,
+                rank=self._member.rank,
+                step=step,
+                restored=self._restored,
+                phases_s={"rendezvous": 0.05, "first_step": 0.1},
+            )
+        )
+
+    # --- snapshots ---------------------------------------------------------------------------------------------------
+
+    def _note_versions(self, notice: VersionNotice) -> None:
+        if self._spec is None or notice.generation != self._spec.number or self.group is None:
+            return
+        if notice.committed is not None and (self._committed is None or notice.committed > self._committed):
+            self._committed = notice.committed
+        if notice.candidate is not None:
+            self._candidate = notice.candidate
+
+    def _snapshot(self, step: int) -> None:
+        """Copies the state into a slot, beside the next step."""
+        spec, member, state = self._spec, self._member, self.state
+        assert spec is not None
+        assert member is not None
+        assert state is not None
+        layout = (member.rank, spec.world_size, spec.spec.nproc_per_node, spec.spec.replicas, self.job.replicated)
+        slot = Slot(Version(spec.number, step), layout, state)
+        segment = self.machine.vault.segment(self.job.name, self.machine.name, self.local_rank, replica=False)
+        own = sorted(
+            s.version for s in segment.sealed() if s.version.generation == spec.number or s.version == self._restored
+        )
+        try:
+            segment.begin(slot, self._needed(own))
+        except OutOfSlotMemory:
+            return
+        self._copying = slot
+        copy_s = self.job.step_s * (0.05 + 0.4 * self.world.rng.random())
+        self.world.timeline.after(copy_s, lambda: self.do(lambda: self._seal(slot)))
+
+    def _needed(self, own: list[Version]) -> set[Version]:
+        return {*own[-2:], *(v for v in (self._committed, self._kept) if v is not None)}
+
+    def _seal_now(self) -> None:
+        if self._copying is not None:
+            self._seal(self._copying)
+
+    def _seal(self, slot: Slot) -> None:
+        if self._copying is not slot or self._spec is None or self._member is None:
+            return
+        self._copying = None
+        slot.sealed = True
+        kept = slot.version.step == self._candidate
+        if kept:
+            self._kept = slot.version
+        interval = self._spec.spec.digest_interval
+        due = interval > 0 and (kept or slot.version.step % interval == 0)
+        digests = {"replicated": slot.state.digest} if due and self.job.replicated else {}
+        targets = () if self.job.replicated else self._spec.replica_nodes.get(self.machine.name, ())
+        if not targets:
+            self._report_seal(slot, self._spec, self._member, kept, digests, safe=True, nodes=())
+            return
+        keep = self._needed([slot.version])
+        self.world.replicate(self, slot, self._spec, self._member, kept, targets, keep)
+
+    def _report_seal(
+        self,
+        slot: Slot,
+        spec: GenerationSpec,
+        member: Member,
+        kept: bool,
+        digests: dict[str, str],
+        *,
+        safe: bool,
+        nodes: tuple[str, ...],
+    ) -> None:
+        if kept or digests:
+            self._tell(
+                Sealed(
+                    job=spec.job,
+                    at=self.machine.clock.wall(),
+                    generation=spec.number,
+                    rank=member.rank,
+                    version=slot.version,
+                    bytes=100,
+                    safe=safe,
+                    kept=kept,
+                    replicas=nodes,
+                    digests=digests,
+                )
+            )
+
+    def replicated(self, slot: Slot, spec: GenerationSpec, member: Member, kept: bool, nodes: tuple[str, ...]) -> None:
+        """The vault's answer: where the copies are."""
+        wanted = min(spec.spec.replicas - 1, len(spec.replica_nodes.get(self.machine.name, ())))
+        self.do(lambda: self._report_seal(slot, spec, member, kept, {}, safe=len(nodes) >= wanted, nodes=nodes))
+
+
+def _nothing() -> None:
+    return

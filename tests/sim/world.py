@@ -1,0 +1,253 @@
+"""A whole world from a plan: machines, network, database, controllers, trainers; and who looks on."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from controller.core.fleet import check_invariants
+from controller.core.state import FleetState
+from everstep.ids import Version
+from everstep.wire.v1.training import GenerationSpec, Member
+from tests.sim import facts
+from tests.sim.collective import Collective
+from tests.sim.controller_process import ControllerProcess
+from tests.sim.crew import Crew
+from tests.sim.database import Database, NotUnique
+from tests.sim.facts import Fact, Violation
+from tests.sim.machine import Machine
+from tests.sim.mischief import Mischief
+from tests.sim.outside import Outside
+from tests.sim.plan import FAULTS_END_S, MachinePlan, Plan
+from tests.sim.rank_process import RankProcess
+from tests.sim.timeline import MachineClock, Timeline
+from tests.sim.vault_memory import Slot
+from tests.sim.wires import Wires
+
+QUIET_FROM_S = FAULTS_END_S + 25.0
+"""When everything is mended: nothing breaks any more from here on."""
+PATIENCE_S = 120.0
+"""Within which after that everything must be well."""
+LOOK_EVERY_S = 3.0
+
+
+class Checker(Protocol):
+    """Looks on from outside. ``watches``: the facts it wants, each with the method that takes it."""
+
+    name: str
+
+    def watches(self) -> dict[type, Callable[[Any], None]]: ...
+
+    def complaint(self) -> str:
+        """What is still wrong after all faults; empty when nothing is."""
+        return ""
+
+
+class World:
+    """Runs once. ``trace`` lines go to ``on_trace`` where one is given."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        checkers: Sequence[Checker],
+        *,
+        spool_dir: Path,
+        on_trace: Callable[[float, str, str], None] | None = None,
+    ) -> None:
+        self.plan = plan
+        self.timeline = Timeline()
+        self.rng = random.Random(plan.seed ^ 0x5EED)
+        self.wires = Wires(self.timeline, self.rng)
+        self.wires.delay_s, self.wires.loss = plan.delay_s, plan.loss
+        self.jobs = {job.name: job for job in plan.jobs}
+        self.finished: set[str] = set()
+        self._on_trace = on_trace
+        self._checkers = checkers
+        self._watchers: dict[type, list[Callable[[Any], None]]] = defaultdict(list)
+        for checker in checkers:
+            for kind, watcher in checker.watches().items():
+                self._watchers[kind].append(watcher)
+        self._traces = self._lives = 0
+        self._collectives: dict[tuple[str, int], Collective] = {}
+        self.database = Database(self.timeline, self.rng, self._applied)
+        self.controllers = [ControllerProcess(self, p.name, self._clock(p)) for p in plan.controllers]
+        self.machines = {p.name: Machine(self, p.name, p.domain, self._clock(p), spool_dir) for p in plan.machines}
+        for job in plan.jobs:
+            for node in job.nodes:
+                self.machines[node].assigned[job.name] = job
+        self.crew = Crew(self)
+        self._watchers[facts.Durable].append(Outside(self).written)
+
+    def _clock(self, plan: MachinePlan) -> MachineClock:
+        return MachineClock(self.timeline, plan.clock_rate, plan.clock_offset_s)
+
+    def run(self) -> None:
+        """Plays the plan to its end. Raises Violation."""
+        mischief = Mischief(self)
+        for controller in self.controllers:
+            self.timeline.after(self.rng.random(), controller.start)
+        for machine in self.machines.values():
+            self.timeline.after(1.0 + 2.0 * self.rng.random(), machine.boot)
+        for _, fault in self.plan.faults:
+            self.timeline.at(fault.at, lambda f=fault: mischief.strike(f))  # type: ignore[misc]
+        try:
+            self._play()
+        except NotUnique as error:
+            raise Violation("uniqueness", str(error)) from error
+
+    def _play(self) -> None:
+        self.timeline.run(self._last_fault_at())
+        self.crew.mend_everything()
+        until = self.timeline.now + PATIENCE_S
+        while self.timeline.now < until:
+            self.timeline.run(self.timeline.now + LOOK_EVERY_S)
+            if not any(checker.complaint() for checker in self._checkers):
+                return
+        for checker in self._checkers:
+            if complaint := checker.complaint():
+                raise Violation(checker.name, f"{PATIENCE_S:g} s after the last fault: {complaint}")
+
+    def _last_fault_at(self) -> float:
+        """Where few faults are played, quiet begins sooner."""
+        ends = [fault.at + fault.seconds for _, fault in self.plan.faults]
+        return min(QUIET_FROM_S, max(ends, default=15.0) + 5.0)
+
+    def end(self) -> None:
+        """Lets go of files."""
+        for machine in self.machines.values():
+            if machine.agent is not None:
+                machine.agent.spool.close()
+
+    # --- looking on --------------------------------------------------------------------------------------------------
+
+    def see(self, fact: Fact) -> None:
+        """Something can be seen from outside."""
+        if isinstance(fact, facts.Handled):
+            self._note_ends(fact)
+        if self._on_trace is not None:
+            self._tell(fact)
+        for watcher in self._watchers[type(fact)]:
+            watcher(fact)
+
+    def check(self, state: FleetState) -> None:
+        """The core's own invariants, after every event."""
+        try:
+            check_invariants(state)
+        except AssertionError as error:
+            raise Violation("core", str(error)) from error
+
+    def _applied(self, epoch: int, batch: Any) -> None:
+        self.see(facts.Durable(epoch, batch))
+
+    def _note_ends(self, fact: facts.Handled) -> None:
+        for effect in fact.effects:
+            entry = getattr(effect, "entry", None)
+            if entry is None or entry.job is None:
+                continue
+            if entry.kind == "job.finished" or entry.sentence.startswith("stopped by"):
+                self.finished.add(entry.job)
+
+    def trace(self, who: str, words: str) -> None:
+        if self._on_trace is not None:
+            self._on_trace(self.timeline.now, who, words)
+
+    def _tell(self, fact: Fact) -> None:
+        match fact:
+            case facts.Handled():
+                self.trace(fact.controller, f"{type(fact.event).__name__} {_subject(fact.event)}")
+                for effect in fact.effects:
+                    if (entry := getattr(effect, "entry", None)) is not None:
+                        self.trace(fact.controller, f"  {entry.kind}: {entry.sentence}")
+            case facts.Stepped():
+                self.trace(fact.node, f"{fact.job} rank {fact.rank} finished step {fact.generation}:{fact.step}")
+            case facts.Restored():
+                self.trace(fact.spec.job, f"generation {fact.spec.number} starts from {fact.version}")
+            case facts.Delivered():
+                self.trace(fact.node, f"hears {type(fact.body).__name__}")
+            case facts.Durable() | facts.Acknowledged() | facts.FaultBegan():
+                return
+            case facts.Entered():
+                self.trace(fact.node, f"{fact.spec.job} rank {fact.rank} enters generation {fact.spec.number}")
+            case facts.TookOver():
+                self.trace(fact.controller, f"takes over as epoch {fact.epoch}")
+            case _:
+                self.trace("world", str(fact))
+
+    # --- names -------------------------------------------------------------------------------------------------------
+
+    def trace_id(self, who: str) -> str:
+        self._traces += 1
+        return f"{who}-{self._traces}"
+
+    def next_life(self) -> int:
+        self._lives += 1
+        return self._lives
+
+    def controller(self, name: str) -> ControllerProcess:
+        return next(c for c in self.controllers if c.name == name)
+
+    def leader(self) -> ControllerProcess | None:
+        """Whoever leads by the database's word."""
+        leading = [c for c in self.controllers if c.leading and c.epoch == self.database.epoch and not c.paused]
+        return leading[0] if leading else None
+
+    # --- what several machines do together ---------------------------------------------------------------------------
+
+    def collective(self, spec: GenerationSpec) -> Collective:
+        key = (spec.job, spec.number)
+        if key not in self._collectives:
+            self._collectives = {k: c for k, c in self._collectives.items() if c.members}
+            self._collectives[key] = Collective(self, spec)
+        return self._collectives[key]
+
+    def replicate(
+        self,
+        process: RankProcess,
+        slot: Slot,
+        spec: GenerationSpec,
+        member: Member,
+        kept: bool,
+        targets: tuple[str, ...],
+        keep: set[Version],
+    ) -> None:
+        """The vaults copy what a rank alone holds; the rank's own is told when all have answered."""
+        answers: list[str] = []
+        open_answers = set(targets)
+
+        def answered(node: str, ok: bool) -> None:
+            open_answers.discard(node)
+            answers.extend([node] if ok else [])
+            if not open_answers:
+                process.replicated(slot, spec, member, kept, tuple(answers))
+
+        for node in targets:
+            delay_s = 0.02 + self.wires.transit_s(member.node, node)
+            self.timeline.after(
+                delay_s,
+                lambda n=node: answered(n, self._copy(slot, spec, member, n, keep)),  # type: ignore[misc]
+            )
+
+    def _copy(self, slot: Slot, spec: GenerationSpec, member: Member, node: str, keep: set[Version]) -> bool:
+        """Whether ``node`` holds a copy now. A generation that is over is refused there."""
+        source, target = self.machines[member.node], self.machines[node]
+        if not source.power or not target.power or target.frozen or not self.wires.connected(member.node, node):
+            return False
+        if target.vault.generations.get(spec.job, 0) > spec.number or not slot.sealed or slot.rotten:
+            return False
+        segment = target.vault.segment(spec.job, member.node, member.rank, replica=True)
+        copy = Slot(slot.version, slot.layout, slot.state, sealed=True)
+        segment.begin(copy, keep)
+        return True
+
+
+def _subject(event: Any) -> str:
+    body = getattr(event, "body", None)
+    words = [getattr(event, "node", "") or "", type(body).__name__ if body is not None else ""]
+    if (register := getattr(event, "register", None)) is not None:
+        words.append(register.node)
+    if (kind := getattr(event, "kind", None)) is not None:
+        words += [str(kind), getattr(event, "job", "") or ""]
+    return " ".join(word for word in words if word)
