@@ -94,6 +94,7 @@ class LocalJobs:
                 step=seat.tick.step,
                 step_s=seat.tick.step_s,
                 loss=seat.tick.loss,
+                busy_s=seat.tick.busy_s,
             )
             for seat in self._ranks.values()
             if seat.tick is not None and seat.tick.generation >= seat.job.oldest and not seat.job.stopped

@@ -92,6 +92,7 @@ class Attendant:
             step_s=progress.step_s,
             collectives=progress.collectives,
             loss=progress.loss.value(),
+            busy_s=progress.busy_s,
         )
 
     def _stack_in_a_hang(self, following: GenerationSpec) -> str:

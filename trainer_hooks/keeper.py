@@ -39,6 +39,9 @@ class Keeper(Protocol):
     def report(self, loss: torch.Tensor | float) -> None:
         """The loss of the running step."""
 
+    def waited(self, seconds: float) -> None:
+        """So long of the running step went by in a collective, where this rank waits for others."""
+
     def atomic(self) -> AbstractContextManager[None]:
         """A section in which no Regroup is raised from outside."""
 
@@ -56,6 +59,9 @@ class IdleKeeper:
         return
 
     def report(self, loss: torch.Tensor | float) -> None:
+        return
+
+    def waited(self, seconds: float) -> None:
         return
 
     def atomic(self) -> AbstractContextManager[None]:
@@ -142,6 +148,9 @@ class GenerationKeeper:
 
     def report(self, loss: torch.Tensor | float) -> None:
         self._progress.loss.offer(loss)
+
+    def waited(self, seconds: float) -> None:
+        self._progress.waited(seconds)
 
     def atomic(self) -> AbstractContextManager[None]:
         return self._interrupter.atomic()

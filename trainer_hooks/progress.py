@@ -57,6 +57,9 @@ class Progress:
         self._durations: deque[float] = deque(maxlen=window)
         self._median_s = 0.0
         self._step_began = perf_counter()
+        self._waited_s: float | None = None
+        self._busy: deque[float] = deque(maxlen=window)
+        self._busy_s: float | None = None
         self._collectives: Callable[[], int] = _none
 
     def enter(self, generation: int, rank: int, collectives: Callable[[], int]) -> None:
@@ -64,6 +67,8 @@ class Progress:
         self.generation, self.rank = generation, rank
         self.finished_here = 0
         self._durations.clear()
+        self._busy.clear()
+        self._waited_s = self._busy_s = None
         self._collectives = collectives
 
     def leave(self) -> None:
@@ -75,10 +80,17 @@ class Progress:
         self.step = step
         self._step_began = perf_counter()
 
+    def waited(self, seconds: float) -> None:
+        """So long of the running step this rank waited for others, in a collective that all of them take part in."""
+        self._waited_s = (self._waited_s or 0.0) + seconds
+
     def finish(self, step: int) -> None:
         now = perf_counter()
         self._durations.append(now - self._step_began)
         self._median_s = median(self._durations)
+        if self._waited_s is not None:
+            self._busy.append(max(0.0, now - self._step_began - self._waited_s))
+            self._busy_s, self._waited_s = median(self._busy), None
         self._step_began = now
         self.step = step
         self.finished_here += 1
@@ -87,6 +99,11 @@ class Progress:
     def step_s(self) -> float:
         """Median of the late steps' durations; before any, that of the generation before (0.0 at first)."""
         return self._median_s
+
+    @property
+    def busy_s(self) -> float | None:
+        """Median of what was left of late steps without the waits that were told of; None where none was."""
+        return self._busy_s
 
     @property
     def collectives(self) -> int:

@@ -104,7 +104,7 @@ class Run:
         """
         if not self.distributed:
             return model
-        return replicate(model, exact=exact, equal_already=self._place.restores, **options)
+        return replicate(model, exact=exact, equal_already=self._place.restores, waited=self._keeper.waited, **options)
 
     def track(self, **objects: object) -> None:
         """Names what must survive, and restores it to the version that the generation agreed upon.

@@ -13,9 +13,11 @@ import torch
 
 import trainer_hooks
 from trainer_hooks.keeper import IdleKeeper
+from trainer_hooks.progress import Progress
 from trainer_hooks.rng import stream_seed
 from trainer_hooks.run import Place, Run
 from trainer_hooks.thread_state import reset_thread_state
+from trainer_hooks.waits import Waits
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -57,6 +59,37 @@ def test_without_everstep_there_is_one_rank_and_steps_are_a_range(monkeypatch):
 
     trainer_hooks.main(train)
     assert seen == [1, 2, 3, 4]
+
+
+def test_a_rank_that_the_others_wait_for_is_busy_and_they_are_not():
+    """Two ranks step side by side, 50 ms each; one of them waits for the other for 40 of these."""
+    ranks = [Progress(window=8), Progress(window=8)]
+    for progress in ranks:
+        progress.enter(1, 0, lambda: 0)
+        assert progress.busy_s is None
+    for step in (1, 2, 3):
+        for progress, waited in zip(ranks, (0.04, 0.001), strict=True):
+            progress._step_began -= 0.05
+            progress.waited(waited / 2)
+            progress.waited(waited / 2)
+            progress.finish(step)
+    waiting, slow = (progress.busy_s for progress in ranks)
+    assert waiting is not None
+    assert slow is not None
+    assert slow > 1.5 * waiting
+    ranks[0].enter(2, 0, lambda: 0)
+    assert ranks[0].busy_s is None, "another generation, another rank"
+
+
+def test_waits_on_the_cpu_are_told_and_a_collective_that_raises_is_not():
+    told: list[float] = []
+    waits = Waits(told.append)
+    with waits.on(torch.device("cpu")):
+        pass
+    with pytest.raises(RuntimeError), waits.on(torch.device("cpu")):
+        raise RuntimeError("peer is gone")
+    assert len(told) == 1
+    assert told[0] >= 0.0
 
 
 def test_an_error_of_the_training_function_is_raised_as_it_is(monkeypatch):
