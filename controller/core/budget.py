@@ -1,8 +1,8 @@
 """How many nodes may leave the fleet by the controller's own doing: of all, of one rack, of one job, in one window.
 
-The fleet's own budget latches: more convictions than that in a window are a pattern, and a person is to look at it before
-anybody else leaves. A rack's and a job's do not: they bound what one coincidence can cost, further evictions wait until
-the window has passed. An operator's evictions need no budget and use none.
+The fleet's own budget latches: more convictions than that in a window are a pattern, and a person is to look at it
+before anybody else leaves. A rack's and a job's do not: they bound what one coincidence can cost, and further evictions
+wait until the window has passed. An operator's evictions need no budget and use none.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Scope(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
-    """The budget at one moment. ``breaker``: why nobody is evicted any more, since ``breaker_at``; empty while the fleet's
-    budget was not exceeded. ``scopes``: the fleet, and every rack and job that used some of its own."""
+    """The budget at one moment. ``breaker``: why nobody is evicted any more, since ``breaker_at``; empty while the
+    fleet's budget was not exceeded. ``scopes``: the fleet, and every rack and job that used some of its own."""
 
     window_s: float
     breaker: str

@@ -3,8 +3,9 @@
 What is counted are nodes that are expected to be heard and nodes that are silent (over their deadline, or with a closed
 connection), of the whole fleet and of everything that nodes can have in common: rack, switch, power domain, driver
 version, agent version. Each change counts once under each of a node's few names, so that nothing ever scans the fleet.
-While a part of the fleet is silent at once, none of its nodes is lost on silence alone until patience is over; jobs whose
-own ranks say that somebody is missing go on without the silent ones all the same, which is cheap and accuses nobody.
+While a part of the fleet is silent at once, none of its nodes is lost on silence alone until patience is over; jobs
+whose own ranks say that somebody is missing go on without the silent ones all the same, which is cheap and accuses
+nobody.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 
 from controller.core.state import Episode, FleetState, NodeRecord, Tally
 from controller.core.turn import Turn
+from controller.core.wording import nodes
 
 FLEET = "fleet"
 GATHER_S = 0.5
@@ -135,8 +137,8 @@ def _aftermath_over_at(turn: Turn) -> float:
 
 
 def mind(turn: Turn, *, believed: bool = False) -> None:
-    """After counting: an episode begins where many are silent at once, and ends where they are no more, or where that is
-    ``believed``."""
+    """After counting: an episode begins where many are silent at once, and ends where they are no more, or where that
+    is ``believed``."""
     state = turn.state
     if state.crossed:
         if state.episode is None:
@@ -155,13 +157,10 @@ def _over(turn: Turn, episode: Episode, believed: bool) -> None:
         turn.wake(_aftermath_over_at(turn), "node", node)
     if not episode.said:
         return
-    lasted_s, left = turn.now - episode.since, len(state.silent)
-    sentence = (
-        f"the correlated silence of {_nodes(episode.most)} is believed after {lasted_s:.0f} s: they are lost"
-        if believed
-        else f"the correlated silence is over after {lasted_s:.0f} s: of {_nodes(episode.most)} that were silent at once, "
-        f"{left} still are and have {turn.policy.dead_after_s:g} s more"
-    )
+    lasted, many = f"after {turn.now - episode.since:.0f} s", nodes(episode.most)
+    still = f"{len(state.silent)} still are and have {turn.policy.dead_after_s:g} s more"
+    over = f"the correlated silence is over {lasted}: of {many} that were silent at once, {still}"
+    sentence = f"the correlated silence of {many} is believed {lasted}: they are lost" if believed else over
     turn.audit("fleet.correlated_over", sentence)
 
 
@@ -174,8 +173,8 @@ def announce(turn: Turn) -> None:
     parts = [name for name in sorted(state.crossed) if name != FLEET]
     common = _common(state)
     sentence = (
-        f"{len(state.silent)} of {_nodes(len(state.reachable))} are silent at once{_in_words(state, parts, common)}; the "
-        f"network or this controller is suspected, and no node is lost on silence alone for "
+        f"{len(state.silent)} of {nodes(len(state.reachable))} are silent at once{_in_words(state, parts, common)}; "
+        f"the network or this controller is suspected, and no node is lost on silence alone for "
         f"{turn.policy.correlated_patience_s:g} s"
     )
     data = {"silent": str(len(state.silent)), "expected": str(len(state.reachable)), "common": ",".join(common)}
@@ -208,5 +207,4 @@ def _name(state: FleetState, name: str) -> str:
     return f"{kind} {which} ({tally.silent} of {tally.expected})"
 
 
-def _nodes(count: int) -> str:
-    return "1 node" if count == 1 else f"{count} nodes"
+

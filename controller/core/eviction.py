@@ -1,8 +1,8 @@
 """A node leaves the fleet: only on evidence, under a budget, and never below what a job needs.
 
-What is held is kept with what holds it: the breaker (scope ``fleet``), a ``rack:``'s or ``job:``'s budget, the minimum of
-a job (``needed:``), or a database that is away (``store``). When that changes, the findings that stand then are judged
-again; those that cleared meanwhile are not, and no event of before is replayed.
+What is held is kept with what holds it: the breaker (scope ``fleet``), a ``rack:``'s or ``job:``'s budget, the minimum
+of a job (``needed:``), or a database that is away (``store``). When that changes, the findings that stand then are
+judged again; those that cleared meanwhile are not, and no event of before is replayed.
 """
 
 from __future__ import annotations

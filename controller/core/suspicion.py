@@ -24,7 +24,7 @@ from controller.core.policy import CorePolicy
 from controller.core.state import Hearing, Pulse
 
 MARGIN = 2.0
-"""A silence of so many times the longest pause is a doubt: the next pause may be the longest yet, hardly by that much."""
+"""A silence of so many times the longest pause is a doubt: the next may be the longest yet, hardly by that much."""
 MARGIN_WHEN_ACCUSED = 1.5
 """The same for a node that others say is gone."""
 FORGET_S = 600.0

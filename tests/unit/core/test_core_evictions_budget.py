@@ -1,4 +1,4 @@
-"""Evictions are bounded for the fleet, a rack and a job; what is held says by what, and is judged anew when that ends."""
+"""Evictions are bounded for the fleet, a rack and a job; what is held says by what, and is judged anew after it."""
 
 from __future__ import annotations
 

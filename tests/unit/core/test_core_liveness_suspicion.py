@@ -107,3 +107,20 @@ def test_a_node_that_beats_slower_than_the_floor_allows_is_known_after_one_beat(
     policy = msgspec.structs.replace(POLICY, suspect_at_most_s=60.0)
     assert judge(policy, 0.0, 20.0) is Answer.LOST
     assert judge(policy, 20.0, 30.0) is Answer.PRESENT
+
+
+def test_a_node_that_pauses_now_and_then_is_suspected_once_where_a_mean_would_forget_every_time() -> None:
+    """Eight seconds every five minutes, for an hour; beside it the estimator of RFC 6298, mean plus four deviations."""
+    pulse, hearing, mean, deviation, now = Pulse(), Hearing(), 1.0, 0.0, 0.0
+    suspected = by_mean = 0
+    for beat in range(1, 3600):
+        gap = 8.0 if beat % 300 == 0 else 1.0
+        for second in range(int(gap)):  # others beat meanwhile: we are not deaf
+            take_word(POLICY, hearing, Pulse(), now + second)
+        now += gap
+        suspected += judge(POLICY, pulse.longest_s, gap) is not Answer.PRESENT
+        by_mean += gap > max(POLICY.suspect_after_s, mean + 4 * deviation)
+        take_word(POLICY, hearing, pulse, now)
+        deviation += (abs(gap - mean) - deviation) / 4
+        mean += (gap - mean) / 8
+    assert (suspected, by_mean) == (1, 11)
