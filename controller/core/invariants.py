@@ -58,6 +58,9 @@ def _check_node(state: FleetState, record: NodeRecord) -> None:
     if record.state is NodeState.QUARANTINED:
         way_out = record.causes or record.needs_operator or not record.reachable or record.returns_at > 0
         assert way_out, f"{node}: a quarantine without a way out"
+    if record.foreign or record.hold:
+        out = record.state not in (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION)
+        assert out, f"{node} is {record.state}, against the word of {record.foreign or record.hold}"
     if record.state is NodeState.PROBATION:
         assert record.probe, f"{node}: a probation without a probe, or a word on why there is none"
     if record.reachable:

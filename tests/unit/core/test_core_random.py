@@ -9,19 +9,27 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from controller.core.budget import fleet_scope
-from controller.core.effects import Effect, PutGeneration, PutVerdict, PutVersion
-from controller.core.events import Event, OperatorAction, Tick
+from controller.core.effects import Effect, PutGeneration, PutVerdict, PutVersion, RequestRemedy
+from controller.core.events import ActionReported, Event, NodeObserved, OperatorAction, Tick
 from controller.core.fleet import check_invariants, handle, next_deadline, restore, take
 from controller.core.policy import CorePolicy
 from controller.core.state import FleetState
 from controller.core.turn import Read
 from controller.rulebook import with_rules
 from everstep.errors import EverstepError
-from everstep.vocabulary import JobState
+from everstep.vocabulary import Action, Finding, FindingKind, JobState, Mode, Severity
 from tests.support.core_fleet import CoreFleet, generations, xid
 
 NODES = [f"n{i + 1}" for i in range(6)]
 JOBS = ["a", "b"]
+HUNG = xid(119, Action.RESET_GPU)
+SLOW = Finding(
+    kind=FindingKind.NETWORK_SLOW_LINK,
+    subject="n2",
+    severity=Severity.CRITICAL,
+    message="0.4 GB/s to n2",
+    evidence={"peer": "n2"},
+)
 Act = Callable[[CoreFleet], object]
 
 node = st.sampled_from(NODES)
@@ -71,6 +79,21 @@ def _order(fleet: CoreFleet, kind: OperatorAction, name: str, of: str, size: int
     fleet.order(kind, **subject)
 
 
+def _maintain(fleet: CoreFleet, name: str, seconds: float) -> None:
+    fleet.order(OperatorAction.MAINTENANCE, node=name, until=fleet.now + seconds)
+
+
+def _observe(fleet: CoreFleet, name: str, by: str) -> None:
+    fleet.feed(NodeObserved(node=name, cordoned_by=by, trace=fleet.trace()))
+
+
+def _action(fleet: CoreFleet, name: str, ok: bool) -> None:
+    """The newest remedy of the node has ended."""
+    asked = [e.remedy for e in fleet.effects if isinstance(e, RequestRemedy) and e.remedy.node == name]
+    if asked:
+        fleet.feed(ActionReported(id=asked[-1].id, node=name, ok=ok, detail="tried", trace=fleet.trace()))
+
+
 def _probe(fleet: CoreFleet, name: str, ok: bool) -> None:
     if any(name in probe.nodes for probe in fleet.state.probes.values()):
         fleet.probe_result(name, ok)
@@ -104,8 +127,14 @@ acts: st.SearchStrategy[Act] = st.one_of(
     st.builds(lambda n: _known(lambda f, name: f.hear(name), n), node),
     st.builds(lambda n: _known(lambda f, name: f.beat(name), n), node),
     st.builds(lambda n: _known(lambda f, name: f.raise_finding(name, xid()), n), node),
+    st.builds(lambda n: _known(lambda f, name: f.raise_finding(name, HUNG), n), node),
     st.builds(lambda n: _known(lambda f, name: f.clear_finding(name, xid().key), n), node),
+    st.builds(lambda n: _known(lambda f, name: f.clear_finding(name, HUNG.key), n), node),
     st.builds(lambda n, ok: lambda f: _probe(f, n, ok), node, st.booleans()),
+    st.builds(lambda n: _known(lambda f, name: f.raise_finding(name, SLOW), n), node),
+    st.builds(lambda n, s: _known(lambda f, name: _maintain(f, name, s), n), node, st.sampled_from([1.0, 5.0])),
+    st.builds(lambda n, by: _known(lambda f, name: _observe(f, name, by), n), node, st.sampled_from(["maria", ""])),
+    st.builds(lambda n, ok: _known(lambda f, name: _action(f, name, ok), n), node, st.booleans()),
     st.builds(
         lambda k, n, j, s: lambda f: _order(f, k, n, j, s),
         st.sampled_from(OperatorAction),
@@ -124,7 +153,7 @@ acts: st.SearchStrategy[Act] = st.one_of(
 
 def _policy() -> CorePolicy:
     quick = {"eviction_share": 0.5, "eviction_window_s": 20.0, "rank_flap_count": 4, "growth_interval_s": 0.5}
-    return with_rules(msgspec.structs.replace(CorePolicy.lab(), **quick))
+    return with_rules(msgspec.structs.replace(CorePolicy.lab(), remediate=Mode.ENFORCE, **quick))
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])

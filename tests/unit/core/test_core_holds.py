@@ -1,0 +1,215 @@
+"""Somebody's word keeps a node out: maintenance, other people's cordons, an operator's hold. All are respected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from controller.core.effects import Effect, RemedyKind, RequestRemedy
+from controller.core.events import NodeObserved, OperatorAction
+from controller.core.policy import CorePolicy
+from everstep.errors import Conflict, NotFound
+from everstep.vocabulary import Action, Mode, NodeState
+from everstep.wire.v1.agent import Domain
+from tests.support.core_fleet import CoreFleet, decisions, generations, xid
+
+EVERYONE = [f"n{i}" for i in range(1, 6)]
+
+
+def _fleet(**knobs: Any) -> CoreFleet:
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), **knobs))
+    fleet.start(4, 1)
+    fleet.seal(10)
+    return fleet
+
+
+def _observe(fleet: CoreFleet, node: str, by: str = "", reason: str = "") -> list[Effect]:
+    return fleet.feed(NodeObserved(node=node, cordoned_by=by, reason=reason, trace=fleet.trace()))
+
+
+def _kinds(effects: list[Effect]) -> list[RemedyKind]:
+    return [effect.remedy.kind for effect in effects if isinstance(effect, RequestRemedy)]
+
+
+def _maintain(fleet: CoreFleet, seconds: float = 60.0, **subject: Any) -> list[Effect]:
+    return fleet.order(OperatorAction.MAINTENANCE, until=fleet.now + seconds, **subject)
+
+
+# --- other people's cordons --------------------------------------------------------------------------------------
+
+
+def test_a_foreign_cordon_keeps_new_work_away_and_is_named() -> None:
+    fleet = _fleet()
+    effects = _observe(fleet, "n2", "maria", "fan")
+    assert fleet.node_state("n2") is NodeState.HELD
+    assert fleet.state.nodes["n2"].sentence.startswith("n2 is cordoned by maria (fan)")
+    assert generations(effects) == []
+    assert _kinds(effects) == []
+    fleet.lose_rank(0)
+    assert "n2" not in fleet.seats()
+
+
+def test_a_foreign_cordon_is_never_lifted_by_us_and_its_end_leads_through_probation() -> None:
+    fleet = _fleet()
+    _observe(fleet, "n2", "maria")
+    with pytest.raises(Conflict, match="cordoned by maria"):
+        fleet.order(OperatorAction.READMIT, node="n2")
+    effects = _observe(fleet, "n2")
+    assert fleet.node_state("n2") is NodeState.PROBATION
+    for node in next(iter(fleet.state.probes.values())).nodes:
+        fleet.probe_result(node)
+    fleet.advance(4.0, *EVERYONE)
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+    assert _kinds([*effects, *fleet.effects]) == []
+
+
+def test_nothing_is_done_by_itself_to_a_node_that_somebody_else_has_cordoned() -> None:
+    fleet = _fleet(remediate=Mode.ENFORCE)
+    fleet.raise_finding("n2", xid(119, Action.RESET_GPU))
+    _observe(fleet, "n2", "maria")
+    fleet.resume(step=40)
+    before = len(fleet.effects)
+    fleet.advance(30.0, *EVERYONE)
+    assert _kinds(fleet.effects[before:]) == []
+    assert fleet.node_state("n2") is NodeState.QUARANTINED
+    fleet.clear_finding("n2", xid(119, Action.RESET_GPU).key)
+    fleet.advance(10.0, *EVERYONE)
+    assert fleet.node_state("n2") is NodeState.HELD
+
+
+def test_a_node_that_was_lost_while_cordoned_comes_back_to_be_held() -> None:
+    fleet = _fleet()
+    fleet.disconnect("n2")
+    fleet.advance(3.0, "n1", "n3", "n4", "n5")
+    _observe(fleet, "n2", "maria")
+    fleet.hear("n2")
+    assert fleet.node_state("n2") is NodeState.HELD
+
+
+def test_an_observation_that_says_nothing_new_changes_nothing() -> None:
+    fleet = _fleet()
+    assert _observe(fleet, "n2") == []
+    assert _observe(fleet, "stranger", "maria") == []
+
+
+# --- an operator's hold ------------------------------------------------------------------------------------------
+
+
+def test_a_hold_outlasts_findings_cordons_and_maintenance() -> None:
+    fleet = _fleet()
+    fleet.order(OperatorAction.HOLD, node="n2")
+    assert ("n2", "evict") not in decisions(fleet.raise_finding("n2", xid()))
+    _observe(fleet, "n2", "maria")
+    _observe(fleet, "n2")
+    _maintain(fleet, 5.0, node="n2")
+    fleet.advance(10.0, *EVERYONE)
+    assert fleet.node_state("n2") is NodeState.HELD
+    fleet.order(OperatorAction.READMIT, node="n2")
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+
+
+# --- maintenance -------------------------------------------------------------------------------------------------
+
+
+def test_in_maintenance_a_node_leaves_its_job_at_a_boundary_and_comes_back_by_probation_at_the_end() -> None:
+    fleet = _fleet()
+    effects = _maintain(fleet, node="n2")
+    assert generations(effects)[0].after_step is not None
+    assert _kinds(effects) == [RemedyKind.CORDON]
+    fleet.advance(59.0, *EVERYONE)
+    assert fleet.node_state("n2") is NodeState.HELD
+    fleet.advance(1.1, *EVERYONE)
+    assert fleet.node_state("n2") is NodeState.PROBATION
+
+
+def test_silence_and_findings_in_the_window_are_held_against_nobody() -> None:
+    fleet = _fleet()
+    _maintain(fleet, node="n2")
+    others = ["n1", "n3", "n4", "n5"]
+    fleet.raise_finding("n2", xid())
+    said = decisions(fleet.advance(40.0, *others))
+    assert not [decision for _, decision in said if decision in ("evict", "quarantine", "repair")]
+    fleet.register("n2", boot_id="boot-2")
+    fleet.advance(25.0, *EVERYONE)
+    assert fleet.node_state("n2") is NodeState.PROBATION
+    assert fleet.state.nodes["n2"].offences == 0.0
+
+
+def test_what_still_stands_at_the_end_keeps_the_node_out() -> None:
+    fleet = _fleet()
+    _maintain(fleet, 5.0, node="n2")
+    fleet.raise_finding("n2", xid())
+    fleet.advance(6.0, *EVERYONE)
+    fleet.beat("n2", xid())
+    assert fleet.node_state("n2") is NodeState.QUARANTINED
+
+
+def test_a_node_that_is_away_at_the_end_comes_back_when_it_is_heard() -> None:
+    fleet = _fleet()
+    _maintain(fleet, 30.0, node="n2")
+    fleet.advance(31.0, "n1", "n3", "n4", "n5")
+    assert fleet.node_state("n2") is NodeState.LOST
+    fleet.hear("n2")
+    assert fleet.node_state("n2") is NodeState.PROBATION
+
+
+def test_a_rack_in_maintenance_holds_all_its_nodes_and_those_that_come_up_in_it() -> None:
+    fleet = CoreFleet()
+    for node, rack in (("a1", "A"), ("a2", "A"), ("b1", "B")):
+        fleet.register(node, domain=Domain(rack=rack))
+    _maintain(fleet, rack="A")
+    fleet.register("a3", domain=Domain(rack="A"))
+    held = [node for node in fleet.state.nodes if fleet.node_state(node) is NodeState.HELD]
+    assert held == ["a1", "a2", "a3"]
+    fleet.advance(61.0, "a1", "a2", "a3", "b1")
+    assert {fleet.node_state(node) for node in held} <= {NodeState.PROBATION, NodeState.HEALTHY}
+    assert fleet.state.fleet.maintenance == []
+
+
+def test_maintenance_goes_on_after_a_restart_of_the_controller() -> None:
+    fleet = _fleet()
+    _maintain(fleet, node="n2")
+    fleet.restart()
+    fleet.advance(59.0, *EVERYONE)
+    assert fleet.node_state("n2") is NodeState.HELD
+    fleet.advance(2.0, *EVERYONE)
+    assert fleet.node_state("n2") is not NodeState.HELD
+
+
+def test_an_operator_ends_a_window_early() -> None:
+    fleet = _fleet()
+    _maintain(fleet, node="n2")
+    fleet.order(OperatorAction.READMIT, node="n2")
+    assert fleet.node_state("n2") is NodeState.PROBATION
+    fleet.advance(70.0, *EVERYONE)
+    assert fleet.node_state("n2") is not NodeState.HELD
+
+
+def test_a_window_that_cannot_be_is_refused_and_changes_nothing() -> None:
+    fleet = CoreFleet()
+    fleet.start(3, min_nodes=3)
+    before = len(fleet.effects)
+    with pytest.raises(Conflict, match="needs an end in the future"):
+        _maintain(fleet, -1.0, node="n2")
+    with pytest.raises(NotFound, match="no node in rack R9"):
+        _maintain(fleet, rack="R9")
+    with pytest.raises(Conflict, match="needs 3 nodes"):
+        _maintain(fleet, node="n2")
+    with pytest.raises(NotFound):
+        _maintain(fleet, node="n9")
+    assert len(fleet.effects) == before
+
+
+def test_no_remedy_is_asked_for_in_a_window() -> None:
+    fleet = _fleet(remediate=Mode.ENFORCE)
+    fleet.raise_finding("n2", xid(119, Action.RESET_GPU))
+    _maintain(fleet, 30.0, node="n2")
+    fleet.resume(step=40)
+    before = len(fleet.effects)
+    fleet.advance(20.0, *EVERYONE)
+    assert _kinds(fleet.effects[before:]) == []
+    assert "in maintenance" in fleet.state.nodes["n2"].course.hindered  # type: ignore[union-attr]
+    fleet.advance(15.0, *EVERYONE)
+    assert RemedyKind.RESET_GPU in _kinds(fleet.effects[before:])

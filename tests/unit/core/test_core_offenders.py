@@ -1,0 +1,133 @@
+"""Nodes that offend again and again wait longer, and in the end go to repair; what is long past is forgiven."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from controller.core.events import OperatorAction
+from controller.core.evidence import evidence_of
+from controller.core.offenders import offender_score
+from controller.core.policy import CorePolicy
+from controller.core.state import NodeRecord
+from everstep.errors import NotFound
+from everstep.vocabulary import NodeState
+from everstep.wire.v1.agent import Domain, Gpu
+from everstep.wire.v1.evidence import Evidence
+from everstep.wire.v1.training import ProbeFinished
+from tests.support.core_fleet import CoreFleet, xid
+
+EVERYONE = [f"n{i}" for i in range(1, 6)]
+
+
+def _fleet(**knobs: float) -> CoreFleet:
+    quick = {"offender_half_life_s": 1000.0, "eviction_count": 50, "offender_repair_score": 4.0} | knobs
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), **quick))
+    fleet.start(4, 1)
+    return fleet
+
+
+def _score(fleet: CoreFleet, node: str = "n2") -> float:
+    return offender_score(fleet.state.nodes[node], fleet.now, fleet.policy.offender_half_life_s)
+
+
+def _evict_and_return(fleet: CoreFleet) -> float:
+    """One eviction; the way back by an operator's word. Returns the seconds that it would have waited."""
+    fleet.raise_finding("n2", xid())
+    wait = fleet.state.nodes["n2"].returns_at - fleet.now
+    fleet.clear_finding("n2", xid().key)
+    fleet.order(OperatorAction.READMIT, node="n2")
+    for node in ("n1", "n2"):
+        fleet.probe_result(node)
+    fleet.advance(4.0, *EVERYONE)
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+    return wait
+
+
+def test_a_score_halves_with_each_half_life() -> None:
+    record = NodeRecord(node="n", incarnation=1, vault="n:1", offences=4.0, offended_at=100.0)
+    assert offender_score(record, 100.0, 50.0) == 4.0
+    assert offender_score(record, 150.0, 50.0) == 2.0
+    assert offender_score(record, 90.0, 50.0) == 4.0
+    assert offender_score(NodeRecord(node="n", incarnation=1, vault="n:1"), 100.0, 50.0) == 0.0
+
+
+def test_each_further_offence_waits_about_twice_as_long() -> None:
+    fleet = _fleet(offender_wait_max_s=1000.0)
+    waits = [_evict_and_return(fleet) for _ in range(3)]
+    assert waits[0] == fleet.policy.quarantine_min_s
+    assert waits[1] >= 4.9
+    assert waits[2] > 1.9 * waits[1]
+
+
+def test_at_the_threshold_the_node_goes_to_repair_instead_of_back() -> None:
+    fleet = _fleet()
+    for _ in range(4):
+        _evict_and_return(fleet)
+    assert _score(fleet) < 4.0
+    fleet.raise_finding("n2", xid())
+    fleet.advance(0.1, *EVERYONE)
+    assert fleet.node_state("n2") is NodeState.REPAIR
+    assert "offends again and again: its score of offences is" in fleet.state.nodes["n2"].sentence
+
+
+def test_a_node_that_comes_back_from_repair_begins_with_a_clean_score() -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n2", xid())
+    fleet.order(OperatorAction.REPAIR, node="n2")
+    fleet.order(OperatorAction.READMIT, node="n2")
+    assert _score(fleet) == 0.0
+
+
+def test_offences_long_past_are_forgiven() -> None:
+    fleet = _fleet(offender_half_life_s=10.0)
+    _evict_and_return(fleet)
+    fleet.advance(100.0, *EVERYONE)
+    assert _score(fleet) < 0.01
+
+
+def test_a_failed_probe_counts_half_and_an_operators_word_nothing() -> None:
+    fleet = _fleet()
+    fleet.order(OperatorAction.EVICT, node="n2")
+    assert _score(fleet) == 0.0
+    fleet.order(OperatorAction.READMIT, node="n2")
+    fleet.solos = False
+    while fleet.state.probes:
+        name, probe = next(iter(fleet.state.probes.items()))
+        ok = "n2" not in probe.nodes
+        for node in probe.nodes if ok else ("n2",):
+            fleet.report(node, ProbeFinished(probe=name, ok=ok, detail="time-out"))
+    assert fleet.node_state("n2") is NodeState.QUARANTINED
+    assert _score(fleet) == pytest.approx(0.5, abs=0.01)
+
+
+# --- evidence ----------------------------------------------------------------------------------------------------
+
+
+def test_the_evidence_holds_what_a_vendor_asks_for() -> None:
+    fleet = CoreFleet()
+    gpus = tuple(
+        Gpu(index=i, uuid=f"GPU-{i}-uuid", name="H100", pci_bus_id=f"0000:{i}b:00.0", memory_bytes=80, serial=f"S{i}")
+        for i in range(2)
+    )
+    fleet.register("n1", "n2", gpus=gpus, driver_version="570.133", domain=Domain(rack="R7"))
+    found = msgspec.structs.replace(xid(), subject="0000:1b:00.0", evidence={"line": "NVRM: Xid 79"})
+    fleet.raise_finding("n1", found)
+    evidence = evidence_of(fleet.state, "n1", fleet.now)
+    assert [(gpu.serial, gpu.uuid) for gpu in evidence.suspects] == [("S1", "GPU-1-uuid")]
+    assert (evidence.driver_version, evidence.domain.rack, evidence.rule) == ("570.133", "R7", "gpu.xid")
+    assert evidence.findings == (found,)
+    assert len(evidence.evictions) == 1
+    assert [note.what for note in evidence.history] == ["finding", "action", "verdict"]
+    assert evidence.history[0].detail["line"] == "NVRM: Xid 79"
+    assert msgspec.json.decode(msgspec.json.encode(evidence), type=Evidence) == evidence
+
+
+def test_evidence_survives_a_restart_and_is_refused_for_a_stranger() -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n2", xid())
+    before = evidence_of(fleet.state, "n2", fleet.now)
+    fleet.restart()
+    assert evidence_of(fleet.state, "n2", fleet.now) == before
+    with pytest.raises(NotFound):
+        evidence_of(fleet.state, "n9", fleet.now)
