@@ -21,6 +21,7 @@ import msgspec
 
 from everstep.errors import ConfigurationError
 from everstep.ids import check_name
+from everstep.wire.v1.agent import Labels
 
 LONGEST_SOCKET_PATH = 107
 """Bytes a unix socket's path may have on Linux (sun_path less its terminating zero)."""
@@ -99,6 +100,9 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     rack: Annotated[str, _doc("failure domain: nodes with equal words lose their rack together")] = ""
     switch: Annotated[str, _doc("failure domain: nodes with equal words lose their leaf switch together")] = ""
     power: Annotated[str, _doc("failure domain: nodes with equal words lose their power together")] = ""
+    labels: Annotated[
+        tuple[str, ...], _doc("your own words for the node, NAME=VALUE separated by commas, by which people find it")
+    ] = ()
     die_with_parent: Annotated[
         bool, _doc("end in order when the process that started the agent ends, and take the vault along")
     ] = False
@@ -183,6 +187,18 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self
 
 
+def labels_of(settings: AgentSettings) -> dict[str, str]:
+    """The node's labels. Raises ConfigurationError for one that is not NAME=VALUE, or cannot be."""
+    told = ",".join(settings.labels)
+    parts = [label.partition("=") for label in settings.labels]
+    _refuse(any(not equals for _, equals, _ in parts), f"--labels {told}: give NAME=VALUE")
+    try:
+        found: dict[str, str] = msgspec.convert({name: value for name, _, value in parts}, Labels)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"--labels {told}: {error}") from error
+    return found
+
+
 def _refuse(condition: bool, message: str) -> None:
     if condition:
         raise ConfigurationError(message)
@@ -199,6 +215,7 @@ def _check_names(s: AgentSettings) -> None:
         f"{s.agent_socket} has {longest} bytes and a unix socket's path may have {LONGEST_SOCKET_PATH}: "
         "give a shorter --run-dir",
     )
+    labels_of(s)
     _refuse(s.preset not in PRESETS, f"--preset {s.preset!r} is not one of {', '.join(PRESETS)}")
     _refuse(s.log_format not in ("text", "json"), f"--log-format {s.log_format!r} is neither text nor json")
     levels = ("debug", "info", "warning", "error")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from agent.config import AgentSettings, listen_address, read_token
+from agent.config import AgentSettings, labels_of, listen_address, read_token
 from agent.findings import FindingBoard
 from agent.lifecycle import RunDirectory, write_atomically
 from agent.local import LocalServer
@@ -276,6 +276,7 @@ class Supervisor:
             boot_id=picture.boot_id if picture is not None else "",
             driver_version=picture.driver_version if picture is not None else "",
             domain=Domain(rack=self._settings.rack, switch=self._settings.switch, power=self._settings.power),
+            labels=labels_of(self._settings),
             gpus=picture.gpu_ids if picture is not None else (),
         )
 

@@ -18,9 +18,11 @@ from controller.api.agents import AgentRoutes
 from controller.api.auth import Gate
 from controller.api.credentials import CredentialRoutes
 from controller.api.desk import AgentDesk
+from controller.api.history import HistoryRoutes
 from controller.api.operators import OperatorRoutes
+from controller.api.policies import PolicyRoutes
 from controller.api.polls import Polls
-from controller.api.routes import CREDENTIALS, PLAIN
+from controller.api.routes import AGENT, CREDENTIALS, HISTORY, OPERATOR, PLAIN, POLICY
 from controller.api.stream import AuditFeed
 from controller.boards import Boards
 from controller.config import ControllerSettings
@@ -102,6 +104,7 @@ class Controller:
         self.feed = AuditFeed(loaded.newest_audit)
         self.outbox = Outbox(loaded.epoch, loaded.outbox)
         self.store = store
+        self._journal_dir = settings.journal_dir
         self.journal = _journal(settings)
         numbers = AuditNumbers(loaded.newest_audit)
         self.loop = FleetLoop(
@@ -235,10 +238,19 @@ class Controller:
         document: dict[str, Any] = openapi.document()
         app.openapi = lambda: document  # type: ignore[method-assign]
         errors.install(app, self.metrics)
-        OperatorRoutes(desk=self.desk, loop=self.loop, store=self.store, feed=self.feed, gate=gate).install(app)
+        past = HistoryRoutes(desk=self.desk, store=self.store, feed=self.feed, gate=gate)
+        app.add_api_route(PLAIN["stream"].path, past.stream, methods=["GET"], include_in_schema=False)
+        endpoints.install(app, gate, OPERATOR, OperatorRoutes(desk=self.desk, loop=self.loop, store=self.store))
+        endpoints.install(app, gate, HISTORY, past)
+        endpoints.install(app, gate, POLICY, PolicyRoutes(self.desk, self._journal_dir, self._flush_journal))
         endpoints.install(app, gate, CREDENTIALS, CredentialRoutes(loop=self.loop, credentials=self.credentials))
+        endpoints.install_elsewhere(app, AGENT)
         self._open_routes(app, gate)
         return app
+
+    def _flush_journal(self) -> None:
+        if self.journal is not None:
+            self.journal.drain()
 
     def _open_routes(self, app: FastAPI, gate: Gate) -> None:
         async def health(_request: Request) -> Response:

@@ -112,6 +112,10 @@ class Probes:
             rows=_slowest(answers.values()),
         )
 
+    def newest(self) -> tuple[ProbeStatus, ...]:
+        """Newest first."""
+        return tuple(reversed(self._probes.values()))
+
     def get(self, probe: str) -> ProbeStatus:
         """Raises NotFound."""
         status = self._probes.get(probe)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tomllib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,27 @@ def load_rulebook(site: Path | None = None, folder: Path = POLICY_FOLDER) -> Rul
     tables = _read(folder)
     for key, table in (_read(site) if site is not None else {}).items():
         tables[key] = {**tables.get(key, {}), **table}
+    return _book(tables)
+
+
+def changed_rules(rulebook: Rulebook, changes: Iterable[Mapping[str, Any]]) -> Rulebook:
+    """The rules with ``changes`` over them, as a site's file would be. Raises ConfigurationError."""
+    tables: Tables = {
+        (str(rule.kind), rule.name): msgspec.to_builtins(rule) for rules in rulebook.kinds.values() for rule in rules
+    }
+    for change in changes:
+        key = (str(change.get("kind", "")), str(change.get("name", "")))
+        if key not in tables and "source" not in change:
+            raise ConfigurationError(f"there is no rule {'.'.join(filter(None, key))!r}; a new one needs its source")
+        tables[key] = {**tables.get(key, {}), **change}
+    return _book(tables)
+
+
+def _book(tables: Tables) -> Rulebook:
     rules = [_whole(table) for table in tables.values()]
     rulebook = Rulebook({kind: _of_kind(rules, kind) for kind in FindingKind})
     if missing := [kind for kind, found in rulebook.kinds.items() if not found or found[-1].name]:
-        raise ConfigurationError(f"no rule without a name judges {', '.join(missing)}: see {folder}")
+        raise ConfigurationError(f"no rule without a name judges {', '.join(missing)}")
     return rulebook
 
 
@@ -80,8 +98,11 @@ def _read(folder: Path) -> Tables:
 
 
 def _whole(table: dict[str, Any]) -> Rule:
-    """The rule as all files together give it; each file's own part has been checked for its types."""
-    rule = msgspec.convert(table, Rule)
+    """The rule as all files together give it."""
+    try:
+        rule = msgspec.convert(table, Rule)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"rule {table.get('kind')} {table.get('name', '')}: {error}") from error
     for wrong, mend in _contradictions(rule):
         if wrong:
             raise ConfigurationError(f"rule {rule.id}: {mend}")

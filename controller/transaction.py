@@ -20,6 +20,7 @@ from controller.store.records import (
     AuditRow,
     Batch,
     CredentialRow,
+    FindingRow,
     GenerationRow,
     OutboxRow,
     RecoveryRow,
@@ -27,10 +28,11 @@ from controller.store.records import (
     RemedyState,
     VerdictRow,
     VersionRow,
+    generation_reference,
 )
 from everstep.errors import EverstepError
 from everstep.vocabulary import GenerationReason, Verdict
-from everstep.wire.v1.directives import RunProbe, VersionNotice
+from everstep.wire.v1.directives import NewGeneration, RunProbe, VersionNotice
 
 _encode = msgspec.json.Encoder().encode
 
@@ -149,6 +151,10 @@ class Transaction:
 
     def _collect(self, effect: fx.Effect, now: float) -> None:
         match effect:
+            case fx.Send(node=node, body=body):  # first: a generation is sent to thousands
+                if isinstance(body, RunProbe):
+                    self._boards.probes.started(body, now)
+                self._send(node, body)
             case fx.PutFleet(doc=fleet_doc):
                 self._documents["fleet", ""] = fleet_doc
             case fx.PutNode(node=node, doc=node_doc):
@@ -164,16 +170,17 @@ class Transaction:
             case fx.PutVerdict(verdict=verdict):
                 self.verdicts.append(verdict)
                 self._batch.verdicts.append(_verdict_row(verdict))
+            case fx.NoteFinding(node=node, finding=finding, at=at):
+                row_found = FindingRow(node=node, key=finding.key, kind=finding.kind, at=at, doc=_text(finding))
+                self._batch.findings.append(row_found)
+            case fx.NoteCleared(node=node, key=key, at=at):
+                self._batch.findings.append(FindingRow(node=node, key=key, kind="", at=at))
             case fx.RequestRemedy(remedy=remedy):
                 row_wanted = _remedy_row(remedy)
                 self.remedies.append(row_wanted)
                 self.remedy(row_wanted)
             case fx.Audit(entry=entry):
                 self.audit.append(_audit_row(self._numbers.take(), entry))
-            case fx.Send(node=node, body=body):
-                if isinstance(body, RunProbe):
-                    self._boards.probes.started(body, now)
-                self._send(node, body)
 
     def _job_changed(self, job: JobRecord) -> None:
         recovery = self._boards.recoveries.finished(job)
@@ -187,12 +194,17 @@ class Transaction:
         """A notice of versions is only a hint, said again with the next one: it is pushed, but not stored."""
         notice = isinstance(body, VersionNotice)
         kept = self._bodies.get(id(body))  # the object is kept too: its id is its own only while it lives
-        encoded = kept[1] if kept else Body(_text(body))
+        encoded = kept[1] if kept else Body(_text(body), _reference(body))
         self._bodies[id(body)] = (body, encoded)
         topic = f"versions/{body.job}" if notice else ""
         self.outgoing.append(
             Outgoing(node=node, seq=self._outbox.number(node), body=encoded, durable=not notice, topic=topic)
         )
+
+
+def _reference(body: Any) -> str:
+    """What the outbox table says instead of the body; empty where it is the body itself."""
+    return generation_reference(body.spec.job, body.spec.number) if isinstance(body, NewGeneration) else ""
 
 
 def _generation_row(effect: fx.PutGeneration) -> GenerationRow:

@@ -189,6 +189,12 @@ def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
     )
 
 
+def job_tag(job: JobRecord) -> tuple[object, ...]:
+    """What an operator decides about a job by; it changes when that does."""
+    numbers = (job.last_number, job.leaving.number if job.leaving else 0)
+    return (job.job, job.created_at, str(job.state), job.since, job.size, job.sentence, numbers, list(job.launchers))
+
+
 def job_page(desk: Desk, job_state: str, cursor: str, limit: int) -> op.JobList:
     """Jobs in the order of their names, from after ``cursor`` on."""
     jobs = desk.state.jobs

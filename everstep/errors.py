@@ -13,6 +13,7 @@
     ├── AuthenticationError               no, or a wrong, token or secret
     ├── PermissionDenied                  a right token, for something else
     ├── NotFound                          no such node, job, generation, verdict or slot
+    ├── Outdated                          it has changed since you looked (If-Match)
     ├── Conflict                          refused in the present state: over budget, already held, ...
     ├── Unavailable                       the other side is away; try again after ``retry_after_s``
     ├── RateLimited                       more requests than this identity may send
@@ -111,6 +112,13 @@ class Conflict(EverstepError):
 
     status = 409
     code = "conflict"
+
+
+class Outdated(EverstepError):
+    """What was to be changed is not as it was when the client looked; it should look again."""
+
+    status = 412
+    code = "outdated"
 
 
 class Unavailable(EverstepError):

@@ -47,6 +47,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     boot_id: str = ""
     driver_version: str = ""
     domain: Domain = Domain()
+    labels: dict[str, str] = {}
     gpus: tuple[Gpu, ...] = ()
 
 
@@ -139,6 +140,7 @@ class Conversation:
                 boot_id=facts.boot_id,
                 driver_version=facts.driver_version,
                 domain=facts.domain,
+                labels=facts.labels,
                 gpus=facts.gpus,
                 findings=findings,
                 sent_at=wall,

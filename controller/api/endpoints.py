@@ -7,15 +7,45 @@ from functools import cache
 from typing import Any
 
 import msgspec
+import xxhash
 from fastapi import FastAPI, Request, Response
 
 from controller.api import asgi
 from controller.api.auth import Gate
 from controller.api.peers import SCOPE_KEY
 from controller.api.routes import PATH, QUERY, Access, Route
-from everstep.errors import MalformedMessage, NotFound
+from everstep.errors import MalformedMessage, NotFound, Outdated
 from everstep.tokens import Identity
 from everstep.wire.v1.agent import MAX_BODY_BYTES
+
+
+class Tagged(msgspec.Struct, frozen=True):
+    """An answer with its entity tag."""
+
+    answer: Any
+    tag: str
+
+
+def tagged(answer: Any, of: Any = None) -> Tagged:
+    """``answer`` with a tag that changes when ``of`` does (by default, when the answer does)."""
+    return Tagged(answer, tag_of(answer if of is None else of))
+
+
+def tag_of(document: Any) -> str:
+    """The entity tag of a document."""
+    return f'"{xxhash.xxh3_64_hexdigest(asgi.encode(document))}"'
+
+
+def check_tag(request: Request, document: Any) -> None:
+    """Raises Outdated where the request names, by If-Match, another state than this."""
+    wanted = request.headers.get("if-match", "*")
+    if wanted != "*" and tag_of(document) not in _tags(wanted):
+        raise Outdated("it has changed since you looked: look again, and decide anew")
+
+
+def _tags(header: str) -> list[str]:
+    return [tag.strip().removeprefix("W/") for tag in header.split(",")]
+
 
 Answer = Callable[[Request, Identity], Awaitable[Any]]
 
@@ -30,6 +60,16 @@ def install(app: FastAPI, gate: Gate, routes: Mapping[str, Route], handlers: obj
             name=name,
             include_in_schema=False,
         )
+
+
+def install_elsewhere(app: FastAPI, routes: Mapping[str, Route]) -> None:
+    """Makes routes known that are answered in front of FastAPI, so that another method is told which one there is."""
+
+    async def unreachable(request: Request) -> Response:
+        raise NotFound(f"{request.url.path} is not answered here")
+
+    for name, route in routes.items():
+        app.add_api_route(route.path, unreachable, methods=[route.method], name=name, include_in_schema=False)
 
 
 def _check_parameters(route: Route, request: Request) -> None:
@@ -70,6 +110,15 @@ def _endpoint(gate: Gate, route: Route, answer: Answer) -> Callable[[Request], A
     async def endpoint(request: Request) -> Response:
         identity = admit(gate, route.access, request)
         _check_parameters(route, request)
-        return Response(asgi.encode(await answer(request, identity)), media_type="application/json")
+        return _response(request, await answer(request, identity))
 
     return endpoint
+
+
+def _response(request: Request, answer: Any) -> Response:
+    if not isinstance(answer, Tagged):
+        return Response(asgi.encode(answer), media_type="application/json")
+    headers = {"etag": answer.tag, "cache-control": "no-cache"}
+    if answer.tag in _tags(request.headers.get("if-none-match", "")):
+        return Response(status_code=304, headers=headers)
+    return Response(asgi.encode(answer.answer), media_type="application/json", headers=headers)

@@ -2,76 +2,63 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi import Request
 
 from controller import views
 from controller.api import asgi, endpoints
-from controller.api.auth import Gate
-from controller.api.routes import OPERATOR, PLAIN
-from controller.api.stream import AuditFeed, event_of, server_sent
+from controller.api.history import LONGEST_PAGE, page_size
 from controller.core import effects as fx
 from controller.core import events as ev
+from controller.core.restorability import restorability_of
 from controller.loop import FleetLoop
-from controller.store.reader import Reader
 from controller.store.threads import Store
 from controller.transaction import Transaction, new_trace
-from everstep.errors import Conflict, NotFound
+from everstep.errors import Conflict, MalformedMessage
 from everstep.tokens import Identity
 from everstep.vocabulary import Verdict
+from everstep.wire.v1 import history as past
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.directives import RunProbe
-from everstep.wire.v1.training import GenerationSpec
 
-EVENTS_LIMIT = 1000
 RECOVERIES_SHOWN = 200
 VERDICTS_SHOWN = 20
-
-
-_NODE_ORDERS = {
-    "drain": ev.OperatorAction.DRAIN,
-    "hold": ev.OperatorAction.HOLD,
-    "readmit": ev.OperatorAction.READMIT,
-    "evict": ev.OperatorAction.EVICT,
-    "repair": ev.OperatorAction.REPAIR,
-}
 
 
 class OperatorRoutes:
     """The handlers of ``controller.api.routes.OPERATOR``, by name."""
 
-    def __init__(self, *, desk: views.Desk, loop: FleetLoop, store: Store, feed: AuditFeed, gate: Gate) -> None:
+    def __init__(self, *, desk: views.Desk, loop: FleetLoop, store: Store) -> None:
         self._desk = desk
         self._loop = loop
         self._store = store
-        self._feed = feed
-        self._gate = gate
-
-    def install(self, app: FastAPI) -> None:
-        """Adds every route to ``app``. The event stream comes first, it would read as an event's id otherwise."""
-        app.add_api_route("/v1/events/stream", self.stream, methods=["GET"], include_in_schema=False)
-        endpoints.install(app, self._gate, OPERATOR, self)
 
     # --- reading -------------------------------------------------------------------------------------------------
 
     async def status(self, _request: Request, _who: Identity) -> op.FleetStatus:
         return views.fleet_status(self._desk)
 
-    async def nodes(self, _request: Request, _who: Identity) -> op.NodeList:
-        return views.node_list(self._desk)
+    async def nodes(self, request: Request, _who: Identity) -> op.NodeList:
+        asked = asgi.query(request.scope)
+        wanted = views.NodeFilter(**{name: asked[name] for name in views.NodeFilter.__struct_fields__ if name in asked})
+        return views.node_page(self._desk, wanted, asked.get("cursor", ""), page_size(asked, LONGEST_PAGE))
 
-    async def node(self, request: Request, _who: Identity) -> op.NodeDetail:
+    async def node(self, request: Request, _who: Identity) -> endpoints.Tagged:
         node = request.path_params["node"]
         detail = views.node_detail(self._desk, node)
         docs = await self._store.read(lambda reader: reader.verdicts(node, limit=VERDICTS_SHOWN))
         verdicts = tuple(msgspec.json.decode(doc, type=Verdict) for doc in docs)
-        return msgspec.structs.replace(detail, verdicts=verdicts)
+        return endpoints.tagged(msgspec.structs.replace(detail, verdicts=verdicts), of=self._desk.node(node))
 
-    async def jobs(self, _request: Request, _who: Identity) -> op.JobList:
-        return views.job_list(self._desk)
+    async def jobs(self, request: Request, _who: Identity) -> op.JobList:
+        asked = asgi.query(request.scope)
+        return views.job_page(
+            self._desk, asked.get("job_state", ""), asked.get("cursor", ""), page_size(asked, LONGEST_PAGE)
+        )
 
-    async def job(self, request: Request, _who: Identity) -> op.JobDetail:
+    async def job(self, request: Request, _who: Identity) -> endpoints.Tagged:
         job = request.path_params["job"]
         detail = views.job_detail(self._desk, job)
         docs = await self._store.read(lambda reader: reader.recoveries(job, limit=RECOVERIES_SHOWN))
@@ -79,57 +66,14 @@ class OperatorRoutes:
         current = self._loop.boards.recoveries.current(self._desk.job(job))
         if current is not None and current.seconds is None:
             recoveries.append(current)
-        return msgspec.structs.replace(detail, recoveries=tuple(recoveries))
+        answer = msgspec.structs.replace(detail, recoveries=tuple(recoveries))
+        return endpoints.tagged(answer, of=views.job_tag(self._desk.job(job)))
 
-    async def generations(self, request: Request, _who: Identity) -> op.GenerationList:
-        asked = asgi.query(request.scope)
-        job, limit = asked.get("job", ""), min(asgi.integer(asked, "limit", 100), EVENTS_LIMIT)
-        rows = await self._store.read(lambda reader: reader.generations(job=job, limit=limit))
-        specs = (msgspec.json.decode(row.doc, type=GenerationSpec) for row in rows)
-        return op.GenerationList(generations=tuple(msgspec.structs.replace(spec, secret="") for spec in specs))
+    async def restorability(self, request: Request, _who: Identity) -> op.Restorability:
+        return restorability_of(self._desk.state, self._desk.job(request.path_params["job"]))
 
-    async def events(self, request: Request, _who: Identity) -> op.EventList:
-        asked = asgi.query(request.scope)
-        after, limit = asgi.integer(asked, "after", 0), min(asgi.integer(asked, "limit", 100), EVENTS_LIMIT)
-        newest = asked.get("newest", "") in ("1", "true")
-
-        def read(reader: Reader) -> list[op.Event]:
-            rows = reader.events(
-                after=after,
-                limit=limit,
-                trace=asked.get("trace", ""),
-                node=asked.get("node", ""),
-                job=asked.get("job", ""),
-                newest=newest,
-            )
-            return [event_of(row) for row in rows]
-
-        events = await self._store.read(read)
-        return op.EventList(events=tuple(events), next_after=events[-1].id if events else after)
-
-    async def stream(self, request: Request) -> Response:
-        """Server-sent events from ``Last-Event-ID`` (or ``?after=``) on; without either, from now on."""
-        endpoints.admit(self._gate, PLAIN["stream"].access, request)
-        asked = asgi.query(request.scope)
-        if "last-event-id" in request.headers:
-            asked["after"] = request.headers["last-event-id"]
-        after = asgi.integer(asked, "after", self._feed.newest)
-        return StreamingResponse(
-            server_sent(
-                self._feed,
-                after,
-                lambda seen: self._store.read(lambda reader: reader.events(after=seen, limit=EVENTS_LIMIT)),
-            ),
-            media_type="text/event-stream",
-            headers={"cache-control": "no-store"},
-        )
-
-    async def verdict(self, request: Request, _who: Identity) -> Verdict:
-        verdict = request.path_params["verdict"]
-        doc = await self._store.read(lambda reader: reader.verdict(verdict))
-        if doc is None:
-            raise NotFound(f"no verdict {verdict!r}: `everstep events` names them")
-        return msgspec.json.decode(doc, type=Verdict)
+    async def probes(self, _request: Request, _who: Identity) -> op.ProbeList:
+        return op.ProbeList(probes=self._loop.boards.probes.newest())
 
     async def probe(self, request: Request, _who: Identity) -> op.ProbeStatus:
         return self._loop.boards.probes.get(request.path_params["probe"])
@@ -137,41 +81,41 @@ class OperatorRoutes:
     # --- ordering ------------------------------------------------------------------------------------------------
 
     async def order(self, request: Request, who: Identity) -> op.Changed:
-        order = request.path_params["order"]
-        if order not in _NODE_ORDERS:
-            raise NotFound(f"a node cannot be told to {order!r}: there is {', '.join(_NODE_ORDERS)}")
         because = await endpoints.body(request, op.Because)
-        node = request.path_params["node"]
-        return await self._command(_NODE_ORDERS[order], who, because.reason, node=node)
+        kind, node = ev.OperatorAction(request.path_params["order"]), request.path_params["node"]
+        return await self._command(request, _order(kind, who, because.reason, node=node))
+
+    async def maintenance(self, request: Request, who: Identity) -> op.Changed:
+        window = await endpoints.body(request, past.Maintenance)
+        if (window.node is None) == (window.rack is None):
+            raise MalformedMessage("maintenance is of a node or of a rack: name one of them")
+        kind = ev.OperatorAction.MAINTENANCE
+        order = _order(kind, who, window.reason, node=window.node, rack=window.rack, until=window.until)
+        return await self._command(request, order)
 
     async def stop(self, request: Request, who: Identity) -> op.Changed:
         because = await endpoints.body(request, op.Because)
-        return await self._command(ev.OperatorAction.STOP_JOB, who, because.reason, job=request.path_params["job"])
+        job = request.path_params["job"]
+        return await self._command(request, _order(ev.OperatorAction.STOP_JOB, who, because.reason, job=job))
 
     async def resize(self, request: Request, who: Identity) -> op.Changed:
         resize = await endpoints.body(request, op.Resize)
-        job = request.path_params["job"]
-        return await self._command(ev.OperatorAction.RESIZE_JOB, who, resize.reason, job=job, size=resize.size)
+        job, kind = request.path_params["job"], ev.OperatorAction.RESIZE_JOB
+        return await self._command(request, _order(kind, who, resize.reason, job=job, size=resize.size))
 
     async def reset_breaker(self, request: Request, who: Identity) -> op.Changed:
         because = await endpoints.body(request, op.Because)
-        return await self._command(ev.OperatorAction.RESET_BREAKER, who, because.reason)
+        return await self._command(request, _order(ev.OperatorAction.RESET_BREAKER, who, because.reason))
 
-    async def _command(
-        self,
-        kind: ev.OperatorAction,
-        who: Identity,
-        reason: str,
-        *,
-        node: str | None = None,
-        job: str | None = None,
-        size: int | None = None,
-    ) -> op.Changed:
-        trace = new_trace()
-        command = ev.OperatorCommand(
-            kind=kind, actor=who.subject, reason=reason, node=node, job=job, size=size, trace=trace
-        )
-        return await self._loop.submit(lambda tx, now: _changed(command, tx, now))
+    async def _command(self, request: Request, command: ev.OperatorCommand) -> op.Changed:
+        def stimulus(tx: Transaction, now: float) -> op.Changed:
+            if command.node in self._desk.state.nodes:
+                endpoints.check_tag(request, self._desk.state.nodes[command.node])
+            if command.job in self._desk.state.jobs:
+                endpoints.check_tag(request, views.job_tag(self._desk.state.jobs[command.job]))
+            return _changed(command, tx, now)
+
+        return await self._loop.submit(stimulus)
 
     async def start_probe(self, request: Request, who: Identity) -> op.ProbeStatus:
         wanted = await endpoints.body(request, op.StartProbe)
@@ -180,6 +124,10 @@ class OperatorRoutes:
         )
         probe = await self._loop.submit(lambda tx, now: _started_probe(event, tx, now))
         return self._loop.boards.probes.get(probe)
+
+
+def _order(kind: ev.OperatorAction, who: Identity, reason: str, **subject: Any) -> ev.OperatorCommand:
+    return ev.OperatorCommand(kind=kind, actor=who.subject, reason=reason, trace=new_trace(), **subject)
 
 
 def _changed(command: ev.OperatorCommand, tx: Transaction, now: float) -> op.Changed:

@@ -8,9 +8,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from everstep.ids import Incarnation, JobId, NodeId, TraceId, Whole
-from everstep.vocabulary import Verdict
+from everstep.vocabulary import Decision, JobState, NodeState, Verdict
 from everstep.wire.v1 import agent, enrolment
+from everstep.wire.v1 import history as past
 from everstep.wire.v1 import operator as op
+from everstep.wire.v1.evidence import Evidence
 
 
 class Access(StrEnum):
@@ -22,6 +24,11 @@ class Access(StrEnum):
     CHANGE = "an operator"
     JOIN = "a node that joins"
     OPEN = "nobody"
+
+
+def _one_of(words: type[StrEnum]) -> Any:
+    """The words of an enumeration, spelled out: a parameter's schema stands by itself."""
+    return Literal[tuple(word.value for word in words)]
 
 
 Text = Annotated[str, msgspec.Meta(max_length=64)]
@@ -43,6 +50,18 @@ QUERY: dict[str, Any] = {
     "node": Text,
     "job": Text,
     "newest": bool,
+    "kind": Text,
+    "cursor": Annotated[str, msgspec.Meta(max_length=256)],
+    "state": _one_of(NodeState),
+    "job_state": _one_of(JobState),
+    "remedy_state": Literal["wanted", "begun", "confirmed", "failed", "superseded"],
+    "decision": _one_of(Decision),
+    "standing": bool,
+    "verified": bool,
+    "rack": Text,
+    "switch": Text,
+    "model": Text,
+    "label": Annotated[str, msgspec.Meta(max_length=128)],
     "incarnation": Incarnation,
     "wait_s": Annotated[float, msgspec.Meta(ge=0)],
 }
@@ -80,27 +99,72 @@ def _agent(verb: str, body: Any, answers: Any, summary: str) -> Route:
 
 OPERATOR: dict[str, Route] = {
     "status": _read("/v1/status", op.FleetStatus, "The fleet on one screen."),
-    "nodes": _read("/v1/nodes", op.NodeList, "All nodes."),
-    "node": _read("/v1/nodes/{node}", op.NodeDetail, "One node, with findings and newest verdicts."),
-    "jobs": _read("/v1/jobs", op.JobList, "All jobs."),
-    "job": _read("/v1/jobs/{job}", op.JobDetail, "One job, with its ranks and recoveries.", access=Access.JOB),
-    "generations": _read(
-        "/v1/generations", op.GenerationList, "Rosters, oldest first.", "job", "limit", access=Access.JOB
+    "nodes": _read(
+        "/v1/nodes",
+        op.NodeList,
+        "Nodes, in pages.",
+        *("state", "rack", "switch", "job", "model", "label", "limit", "cursor"),
     ),
-    "events": _read(
-        "/v1/events",
-        op.EventList,
-        "The audit log.",
-        *("after", "limit", "trace", "node", "job", "newest"),
+    "node": _read("/v1/nodes/{node}", op.NodeDetail, "One node, with findings and newest verdicts."),
+    "jobs": _read("/v1/jobs", op.JobList, "Jobs, in pages.", "job_state", "limit", "cursor"),
+    "job": _read("/v1/jobs/{job}", op.JobDetail, "One job, with its ranks and recoveries.", access=Access.JOB),
+    "restorability": _read(
+        "/v1/jobs/{job}/restorability",
+        op.Restorability,
+        "What the job would go back to now, and which loss it could not bear.",
         access=Access.JOB,
     ),
-    "verdict": _read("/v1/verdicts/{verdict}", Verdict, "One verdict, with its evidence."),
+    "probes": _read("/v1/probes", op.ProbeList, "The newest probes."),
     "probe": _read("/v1/probes/{probe}", op.ProbeStatus, "One probe."),
     "start_probe": _change("/v1/probes", op.StartProbe, "Let nodes run an all-reduce.", op.ProbeStatus),
     "reset_breaker": _change("/v1/breaker/reset", op.Because, "Allow automatic evictions again."),
     "stop": _change("/v1/jobs/{job}/stop", op.Because, "End a job."),
     "resize": _change("/v1/jobs/{job}/resize", op.Resize, "Bound a job's nodes from its next boundary on."),
+    "maintenance": _change("/v1/maintenance", past.Maintenance, "A window for people to work on a node or a rack."),
     "order": _change("/v1/nodes/{node}/{order}", op.Because, "drain, hold, readmit, evict or repair a node."),
+}
+
+HISTORY: dict[str, Route] = {
+    "generations": _read(
+        "/v1/generations", op.GenerationList, "Rosters, oldest first.", "job", "limit", "cursor", access=Access.JOB
+    ),
+    "events": _read(
+        "/v1/events",
+        op.EventList,
+        "The audit log.",
+        *("after", "limit", "trace", "node", "job", "kind", "newest"),
+        access=Access.JOB,
+    ),
+    "audit": _read("/v1/audit", op.EventList, "What people ordered, and why.", "after", "limit", "node", "newest"),
+    "findings": _read(
+        "/v1/findings", past.FindingList, "Findings, in pages.", "node", "kind", "standing", "limit", "cursor"
+    ),
+    "verdicts": _read("/v1/verdicts", past.VerdictList, "Verdicts, in pages.", "node", "decision", "limit", "cursor"),
+    "verdict": _read("/v1/verdicts/{verdict}", Verdict, "One verdict, with its evidence."),
+    "checkpoints": _read(
+        "/v1/checkpoints",
+        past.CheckpointList,
+        "Committed versions, in pages.",
+        *("job", "verified", "limit", "cursor"),
+        access=Access.JOB,
+    ),
+    "remedies": _read(
+        "/v1/remedies", past.RemedyList, "Actions on nodes, in pages.", "node", "remedy_state", "limit", "cursor"
+    ),
+    "evidence": _read("/v1/nodes/{node}/evidence", Evidence, "Everything known against a node, for its vendor."),
+}
+
+POLICY: dict[str, Route] = {
+    "policy": _read("/v1/policy", past.PolicyDocument, "The policy in force."),
+    "check_policy": msgspec.structs.replace(
+        _change("/v1/policy/check", past.PolicyChange, "Whether a change could be put in force.", past.PolicyChecked),
+        access=Access.READ,
+    ),
+    "try_policy": msgspec.structs.replace(
+        _change("/v1/policy/try", past.TryPolicy, "What a change would have done lately.", past.Tried),
+        access=Access.READ,
+    ),
+    "budget": _read("/v1/budget", past.BudgetStatus, "What may still be evicted, and what is held."),
 }
 
 CREDENTIALS: dict[str, Route] = {
@@ -136,7 +200,7 @@ AGENT: dict[str, Route] = {
     ),
 }
 
-ROUTES: dict[str, Route] = {**OPERATOR, **CREDENTIALS, **AGENT}
+ROUTES: dict[str, Route] = {**OPERATOR, **HISTORY, **POLICY, **CREDENTIALS, **AGENT}
 """Every route that has a message for its answer."""
 
 PLAIN: dict[str, Route] = {

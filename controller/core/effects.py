@@ -11,7 +11,7 @@ import msgspec
 
 from controller.core.state import FleetRecord, JobRecord, NodeRecord, VersionRecord
 from everstep.ids import GenerationNumber, JobId, NodeId, TraceId
-from everstep.vocabulary import Verdict
+from everstep.vocabulary import Finding, Verdict
 from everstep.wire.v1.directives import AnyDirective
 from everstep.wire.v1.evidence import Evidence
 from everstep.wire.v1.training import GenerationSpec
@@ -82,6 +82,22 @@ class Send(msgspec.Struct, frozen=True, tag=True):
     body: AnyDirective
 
 
+class NoteFinding(msgspec.Struct, frozen=True, tag=True):
+    """A finding was raised on the node, or took a graver form: for the history that people read."""
+
+    node: NodeId
+    finding: Finding
+    at: float
+
+
+class NoteCleared(msgspec.Struct, frozen=True, tag=True):
+    """The node's finding of this key has cleared."""
+
+    node: NodeId
+    key: str
+    at: float
+
+
 class RemedyKind(StrEnum):
     """What the outside can do to a node.
 
@@ -121,4 +137,16 @@ class RequestRemedy(msgspec.Struct, frozen=True, tag=True):
     remedy: Remedy
 
 
-Effect = PutFleet | PutNode | PutJob | PutGeneration | PutVersion | PutVerdict | Audit | Send | RequestRemedy
+Effect = (
+    PutFleet
+    | PutNode
+    | PutJob
+    | PutGeneration
+    | PutVersion
+    | PutVerdict
+    | Audit
+    | Send
+    | NoteFinding
+    | NoteCleared
+    | RequestRemedy
+)

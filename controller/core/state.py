@@ -110,6 +110,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     incarnation: Incarnation
     vault: Address
     domain: Domain = Domain()
+    labels: dict[str, str] = {}
     gpus: tuple[Gpu, ...] = ()
     agent_version: str = ""
     driver_version: str = ""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from sqlalchemy import Connection, Engine, desc, select
 
 from controller.store import tables
-from controller.store.records import AuditRow, GenerationRow, VersionRow
+from controller.store.records import AuditRow, VersionRow
+
+T = TypeVar("T")
 
 
 def newest_versions(connection: Connection, job: str, limit: int) -> list[VersionRow]:
@@ -34,31 +39,37 @@ class Reader:
         self._engine = engine
 
     def events(
-        self, *, after: int, limit: int, trace: str = "", node: str = "", job: str = "", newest: bool = False
+        self,
+        *,
+        after: int,
+        limit: int,
+        trace: str = "",
+        node: str = "",
+        job: str = "",
+        kind: str = "",
+        newest: bool = False,
     ) -> list[AuditRow]:
-        """Rows with an id over ``after``, oldest first: of all that match, the first (or ``newest``) ``limit``."""
+        """Rows with an id over ``after``, oldest first: of all that match, the first (or ``newest``) ``limit``.
+
+        ``kind``: those whose kind begins so.
+        """
         audit = tables.audit.c
         wanted = [audit.id > after]
         for column, value in ((audit.trace, trace), (audit.node, node), (audit.job, job)):
             if value:
                 wanted.append(column == value)
+        if kind:
+            wanted.append(audit.kind.startswith(kind, autoescape=True))
         order = desc(audit.id) if newest else audit.id
         with self._engine.connect() as connection:
             rows = connection.execute(select(tables.audit).where(*wanted).order_by(order).limit(limit)).mappings()
             found = [AuditRow(**row) for row in rows]
         return found[::-1] if newest else found
 
-    def generations(self, *, job: str = "", limit: int) -> list[GenerationRow]:
-        """The newest rosters, oldest first."""
-        generations = tables.generations.c
-        statement = select(tables.generations)
-        if job:
-            statement = statement.where(generations.job == job).order_by(desc(generations.number))
-        else:
-            statement = statement.order_by(desc(generations.issued_at), desc(generations.number))
+    def page(self, query: Callable[[Connection], T]) -> T:
+        """Runs a query of ``controller.store.history``."""
         with self._engine.connect() as connection:
-            rows = connection.execute(statement.limit(limit)).mappings()
-            return [GenerationRow(**row) for row in rows][::-1]
+            return query(connection)
 
     def recoveries(self, job: str, *, limit: int) -> list[str]:
         """The job's newest recoveries (JSON), oldest first."""

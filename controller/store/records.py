@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 
@@ -61,8 +63,15 @@ class VerdictRow(msgspec.Struct, frozen=True, kw_only=True):
     doc: str
 
 
+def generation_reference(job: str, number: int) -> str:
+    """What an outbox row says in place of a NewGeneration, whose roster is in a table of its own: half a megabyte for
+    each of 1,250 nodes would be more than a database writes in the time there is."""
+    return f"@{job}/{number}"
+
+
 class OutboxRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One directive for a node, not acknowledged yet. ``body`` is JSON."""
+    """One directive for a node, not acknowledged yet. ``body`` is JSON; as it is stored, a ``generation_reference``
+    stands for a generation."""
 
     node: str
     seq: int
@@ -109,6 +118,39 @@ class CredentialRow(msgspec.Struct, frozen=True, kw_only=True):
         return end is None or now < end
 
 
+class FindingRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A finding raised (``doc`` is the Finding in JSON), or cleared (``doc`` is empty), at ``at``."""
+
+    node: str
+    key: str
+    kind: str
+    at: float
+    doc: str = ""
+
+
+class RemedyState(StrEnum):
+    """How far a remedy has come. BEGUN: it may have been asked for outside."""
+
+    WANTED = "wanted"
+    BEGUN = "begun"
+    CONFIRMED = "confirmed"
+    FAILED = "failed"
+    SUPERSEDED = "superseded"
+
+
+class RemedyRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One remedy asked of the outside. ``doc`` is ``core.effects.Remedy`` in JSON; times are wall seconds."""
+
+    id: str
+    node: str
+    kind: str
+    state: RemedyState
+    requested_at: float
+    doc: str
+    ended_at: float | None = None
+    detail: str = ""
+
+
 class Batch(msgspec.Struct, kw_only=True):
     """Everything one transaction writes: the outcome of one or more events, none of them in part.
 
@@ -132,6 +174,8 @@ class Batch(msgspec.Struct, kw_only=True):
     marks: dict[tuple[str, int], int] = msgspec.field(default_factory=dict)
     poisoned: list[PoisonedRow] = msgspec.field(default_factory=list)
     credentials: dict[str, CredentialRow] = msgspec.field(default_factory=dict)
+    remedies: dict[str, RemedyRow] = msgspec.field(default_factory=dict)
+    findings: list[FindingRow] = msgspec.field(default_factory=list)
 
     def __bool__(self) -> bool:
         return self.fleet is not None or any(len(getattr(self, name)) > 0 for name in (*_KEYED, *_LISTED))
@@ -146,7 +190,7 @@ class Batch(msgspec.Struct, kw_only=True):
             if before is not None and row.verified_at is None:
                 row = msgspec.structs.replace(row, verified_at=before.verified_at)
             self.versions[place] = row
-        for name in ("nodes", "jobs", "pruned", "marks", "credentials"):
+        for name in ("nodes", "jobs", "pruned", "marks", "credentials", "remedies"):
             getattr(self, name).update(getattr(later, name))
         self.outbox = [row for row in self.outbox if row.seq > self.pruned.get(row.node, -1)]
 
@@ -160,8 +204,8 @@ class Batch(msgspec.Struct, kw_only=True):
         return sum(len(text) for text in texts) + _ROW_BYTES * rows
 
 
-_KEYED = ("nodes", "jobs", "versions", "pruned", "marks", "credentials")
-_LISTED = ("generations", "recoveries", "verdicts", "audit", "outbox", "poisoned")
+_KEYED = ("nodes", "jobs", "versions", "pruned", "marks", "credentials", "remedies")
+_LISTED = ("generations", "recoveries", "verdicts", "audit", "outbox", "poisoned", "findings")
 _ROW_BYTES = 400
 """Of an object's own in memory, beside its text."""
 
@@ -181,3 +225,4 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     newest_at: float
     versions: list[VersionRow]
     credentials: list[CredentialRow] = msgspec.field(default_factory=list)
+    remedies: list[RemedyRow] = msgspec.field(default_factory=list)

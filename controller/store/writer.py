@@ -10,12 +10,12 @@ from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
-from sqlalchemy import Connection, Engine, Table, and_, delete, func, insert, select, update
+from sqlalchemy import Connection, Engine, Table, and_, bindparam, delete, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql.dml import Insert
 
-from controller.store import credentials, remedies, tables
+from controller.store import credentials, findings, remedies, tables
 from controller.store.database import writing
 from controller.store.diagnose import diagnose
 from controller.store.load import load
@@ -174,17 +174,29 @@ def _write(connection: Connection, batch: Batch) -> None:
     upsert(connection, tables.versions, [msgspec.structs.asdict(row) for row in batch.versions.values()])
     credentials.write(connection, batch.credentials.values())
     remedies.write(connection, batch.remedies.values())
+    findings.write(connection, batch.findings)
     _write_delivery(connection, batch)
 
 
+_PRUNE_OUTBOX = delete(tables.outbox).where(
+    and_(tables.outbox.c.node == bindparam("of"), tables.outbox.c.seq <= bindparam("last"))
+)
+_PRUNE_MARKS = delete(tables.report_marks).where(
+    and_(tables.report_marks.c.node == bindparam("of"), tables.report_marks.c.incarnation < bindparam("last"))
+)
+
+
 def _write_delivery(connection: Connection, batch: Batch) -> None:
-    outbox, marks = tables.outbox, tables.report_marks
-    for node, through in batch.pruned.items():
-        connection.execute(delete(outbox).where(and_(outbox.c.node == node, outbox.c.seq <= through)))
-    for (node, incarnation), through in batch.marks.items():
-        upsert(connection, marks, [{"node": node, "incarnation": incarnation, "through": through}])
-        older = and_(marks.c.node == node, marks.c.incarnation < incarnation)
-        connection.execute(delete(marks).where(older))
+    marks = [
+        {"node": node, "incarnation": incarnation, "through": through}
+        for (node, incarnation), through in batch.marks.items()
+    ]
+    if batch.pruned:
+        pruned = [{"of": node, "last": through} for node, through in batch.pruned.items()]
+        connection.execute(_PRUNE_OUTBOX, pruned)
+    if marks:
+        upsert(connection, tables.report_marks, marks)
+        connection.execute(_PRUNE_MARKS, [{"of": mark["node"], "last": mark["incarnation"]} for mark in marks])
 
 
 def upsert(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:

@@ -24,11 +24,13 @@ from everstep.wire.v1.base import Message
 from everstep.wire.v1.directives import Directive
 from everstep.wire.v1.training import AnyReport, RankProgress
 
+LABEL_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,62}$"
+
 MAX_BODY_BYTES = 1 << 20
 """Largest request body the controller reads."""
 
 
-class Gpu(Message, frozen=True, kw_only=True):
+class Gpu(Message, frozen=True, kw_only=True, gc=False):
     """One GPU as NVML names it."""
 
     index: int
@@ -39,12 +41,19 @@ class Gpu(Message, frozen=True, kw_only=True):
     serial: str = ""
 
 
-class Domain(Message, frozen=True, kw_only=True):
+class Domain(Message, frozen=True, kw_only=True, gc=False):
     """Failure domains a node belongs to; equal strings fail together."""
 
     rack: str = ""
     switch: str = ""
     power: str = ""
+
+
+Labels = Annotated[
+    dict[Annotated[str, msgspec.Meta(pattern=LABEL_PATTERN)], Annotated[str, msgspec.Meta(max_length=63)]],
+    msgspec.Meta(max_length=32),
+]
+"""A site's own words for a node (``pool=a``, ``owner=vision``), by which people find it."""
 
 
 class Register(Message, frozen=True, kw_only=True):
@@ -58,6 +67,7 @@ class Register(Message, frozen=True, kw_only=True):
     boot_id: str = ""
     driver_version: str = ""
     domain: Domain = Domain()
+    labels: Labels = {}
     gpus: tuple[Gpu, ...] = ()
     findings: tuple[Finding, ...] = ()
     sent_at: float = 0.0

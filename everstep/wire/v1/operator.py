@@ -280,6 +280,12 @@ class ProbeStatus(Message, frozen=True, kw_only=True):
     rows: tuple[ProbeRow, ...] = ()
 
 
+class ProbeList(Message, frozen=True, kw_only=True):
+    """Newest first; those since the controller began to lead."""
+
+    probes: tuple[ProbeStatus, ...]
+
+
 class FleetStatus(Message, frozen=True, kw_only=True):
     """The fleet on one screen. ``nodes`` counts by state; ``jobs`` are the ones not over.
 

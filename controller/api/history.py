@@ -1,0 +1,203 @@
+"""What people and programs ask of the past: events, findings, verdicts, checkpoints, remedies, rosters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import Request, Response
+from fastapi.responses import StreamingResponse
+
+from controller import views
+from controller.api import asgi, endpoints
+from controller.api.auth import Gate
+from controller.api.routes import PLAIN
+from controller.api.stream import AuditFeed, event_of, server_sent
+from controller.core.evidence import evidence_of
+from controller.store import history
+from controller.store.reader import Reader
+from controller.store.threads import Store
+from everstep.errors import NotFound
+from everstep.ids import Version
+from everstep.tokens import Identity
+from everstep.vocabulary import Finding, Verdict
+from everstep.wire.v1 import history as past
+from everstep.wire.v1 import operator as op
+from everstep.wire.v1.evidence import Evidence
+from everstep.wire.v1.training import GenerationSpec
+
+PAGE = 100
+LONGEST_PAGE = 1000
+VERDICTS_IN_EVIDENCE = 100
+
+
+def page_size(asked: dict[str, str], default: int = PAGE) -> int:
+    """``?limit=``, within bounds."""
+    return max(1, min(asgi.integer(asked, "limit", default), LONGEST_PAGE))
+
+
+def flag(asked: dict[str, str], name: str) -> bool | None:
+    """A yes or no in the query; None where nothing is said."""
+    return asked[name] in ("1", "true") if name in asked else None
+
+
+class HistoryRoutes:
+    """The handlers of ``controller.api.routes.HISTORY``, by name."""
+
+    def __init__(self, *, desk: views.Desk, store: Store, feed: AuditFeed, gate: Gate) -> None:
+        self._desk = desk
+        self._store = store
+        self._feed = feed
+        self._gate = gate
+
+    async def events(self, request: Request, _who: Identity) -> op.EventList:
+        asked = asgi.query(request.scope)
+        return await self._events(asked, asked.get("kind", ""))
+
+    async def audit(self, request: Request, _who: Identity) -> op.EventList:
+        return await self._events(asgi.query(request.scope), "operator.")
+
+    async def _events(self, asked: dict[str, str], kind: str) -> op.EventList:
+        after, limit = asgi.integer(asked, "after", 0), page_size(asked)
+
+        def read(reader: Reader) -> list[op.Event]:
+            rows = reader.events(
+                after=after,
+                limit=limit,
+                trace=asked.get("trace", ""),
+                node=asked.get("node", ""),
+                job=asked.get("job", ""),
+                kind=kind,
+                newest=bool(flag(asked, "newest")),
+            )
+            return [event_of(row) for row in rows]
+
+        events = await self._store.read(read)
+        return op.EventList(events=tuple(events), next_after=events[-1].id if events else after)
+
+    async def stream(self, request: Request) -> Response:
+        """Server-sent events from ``Last-Event-ID`` (or ``?after=``) on; without either, from now on."""
+        endpoints.admit(self._gate, PLAIN["stream"].access, request)
+        asked = asgi.query(request.scope)
+        if "last-event-id" in request.headers:
+            asked["after"] = request.headers["last-event-id"]
+        after = asgi.integer(asked, "after", self._feed.newest)
+        return StreamingResponse(
+            server_sent(
+                self._feed,
+                after,
+                lambda seen: self._store.read(lambda reader: reader.events(after=seen, limit=LONGEST_PAGE)),
+            ),
+            media_type="text/event-stream",
+            headers={"cache-control": "no-store"},
+        )
+
+    # --- pages -----------------------------------------------------------------------------------------------------
+
+    async def findings(self, request: Request, _who: Identity) -> past.FindingList:
+        asked = asgi.query(request.scope)
+        rows, more = await self._page(
+            history.findings,
+            asked,
+            node=asked.get("node", ""),
+            kind=asked.get("kind", ""),
+            standing=flag(asked, "standing"),
+        )
+        found = tuple(
+            past.SeenFinding(
+                id=row["id"],
+                node=row["node"],
+                finding=msgspec.json.decode(row["doc"], type=Finding),
+                at=row["at"],
+                cleared_at=row["cleared_at"],
+            )
+            for row in rows
+        )
+        return past.FindingList(findings=found, next=more)
+
+    async def verdicts(self, request: Request, _who: Identity) -> past.VerdictList:
+        asked = asgi.query(request.scope)
+        wanted = {"node": asked.get("node", ""), "decision": asked.get("decision", "")}
+        rows, more = await self._page(history.verdicts, asked, **wanted)
+        return past.VerdictList(verdicts=tuple(_verdict(row["doc"]) for row in rows), next=more)
+
+    async def verdict(self, request: Request, _who: Identity) -> Verdict:
+        verdict = request.path_params["verdict"]
+        doc = await self._store.read(lambda reader: reader.verdict(verdict))
+        if doc is None:
+            raise NotFound(f"no verdict {verdict!r}: `everstep events` names them")
+        return _verdict(doc)
+
+    async def checkpoints(self, request: Request, _who: Identity) -> past.CheckpointList:
+        asked = asgi.query(request.scope)
+        rows, more = await self._page(
+            history.checkpoints, asked, job=asked.get("job", ""), verified=flag(asked, "verified")
+        )
+        found = tuple(
+            past.Checkpoint(
+                job=row["job"],
+                version=Version(row["generation"], row["step"]),
+                committed_at=row["committed_at"],
+                verified_at=row["verified_at"],
+                bytes=row["bytes"],
+                ranks=row["ranks"],
+            )
+            for row in rows
+        )
+        return past.CheckpointList(checkpoints=found, next=more)
+
+    async def remedies(self, request: Request, _who: Identity) -> past.RemedyList:
+        asked = asgi.query(request.scope)
+        wanted = {"node": asked.get("node", ""), "state": asked.get("remedy_state", "")}
+        rows, more = await self._page(history.remedies, asked, **wanted)
+        return past.RemedyList(remedies=tuple(_remedy(row) for row in rows), next=more)
+
+    async def generations(self, request: Request, _who: Identity) -> op.GenerationList:
+        asked = asgi.query(request.scope)
+        rows, more = await self._page(history.generations, asked, job=asked.get("job", ""))
+        return op.GenerationList(generations=tuple(_generation(row["doc"]) for row in rows[::-1]), next=more)
+
+    async def _page(self, query: Any, asked: dict[str, str], **wanted: Any) -> history.Page:
+        limit, cursor = page_size(asked), asked.get("cursor", "")
+        page: history.Page = await self._store.read(
+            lambda reader: reader.page(lambda connection: query(connection, cursor=cursor, limit=limit, **wanted))
+        )
+        return page
+
+    async def evidence(self, request: Request, _who: Identity) -> Evidence:
+        node = request.path_params["node"]
+        self._desk.node(node)
+        docs = await self._store.read(lambda reader: reader.verdicts(node, limit=VERDICTS_IN_EVIDENCE))
+        return evidence_of(self._desk.state, node, self._desk.now(), [_verdict(doc) for doc in docs])
+
+
+def _verdict(doc: str) -> Verdict:
+    return msgspec.json.decode(doc, type=Verdict)
+
+
+def _generation(doc: str) -> GenerationSpec:
+    return msgspec.structs.replace(msgspec.json.decode(doc, type=GenerationSpec), secret="")
+
+
+class _Asked(msgspec.Struct):
+    """Of a remedy's document, what its row does not have."""
+
+    sentence: str = ""
+    verdict: str = ""
+    trace: str = ""
+
+
+def _remedy(row: dict[str, Any]) -> past.RemedyStatus:
+    asked = msgspec.json.decode(row["doc"], type=_Asked)
+    return past.RemedyStatus(
+        id=row["id"],
+        node=row["node"],
+        kind=row["kind"],
+        state=row["state"],
+        sentence=asked.sentence,
+        requested_at=row["requested_at"],
+        ended_at=row["ended_at"],
+        detail=row["detail"],
+        verdict=asked.verdict,
+        trace=asked.trace,
+    )
