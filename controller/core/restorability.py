@@ -28,7 +28,8 @@ Kind = Literal["node", "pair", "rack", "switch", "power"]
 
 def restorability_of(state: FleetState, job: JobRecord) -> Restorability:
     """Which version would be restored now, and for each node, each domain, and each pair of a small job, whether that
-    one would still be whole without it, and whether the job could go on. Linear in the nodes (but for the pairs)."""
+    one would still be whole without it, and whether the job could go on. Linear in the nodes (but for the pairs, which
+    are told where neither node alone would cost it)."""
     live = state.live_jobs[job.job]
     version = live.committed
     shares = _Shares(state, job, live)
@@ -37,7 +38,9 @@ def restorability_of(state: FleetState, job: JobRecord) -> Restorability:
     exposures = [
         _exposure(shares, outlook, kind, name, lost, version) for kind, name, lost in _losses(state, job, shares)
     ]
-    exposures.sort(key=lambda one: (one.whole, one.nodes_left > 0))
+    fatal = {one.name for one in exposures if one.kind == "node" and not one.whole}
+    exposures = [one for one in exposures if one.kind != "pair" or fatal.isdisjoint(one.nodes)]
+    exposures.sort(key=lambda one: (one.whole, one.whole and one.nodes_left > 0, len(one.nodes)))
     return Restorability(
         job=job.job,
         sentence=_summary(job, version, shares, missing, exposures),

@@ -13,7 +13,7 @@ import secrets
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -69,6 +69,8 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     local_addr: this node's address for the other nodes' ranks; None: see ``rendezvous_host``.
     standbys: warm processes waiting for a death (1: single failures are by far the most frequent).
     standby_delay_s: seconds after a recovery began until the next standby is forked.
+    block_nodes, block_within: nodes that form one tensor x pipeline block, and the domain it must not leave.
+    priority: of jobs that want the same node the higher one gets it.
     replicas: nodes that hold each byte of a checkpoint; on a single node, ranks (2: any one may be lost).
     digest_interval: steps between parameter digests, besides those of what is to be committed (0: none at all).
     hang_threshold_s: seconds without progress that count as a hang; None: follows the job's own step time.
@@ -95,6 +97,9 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     local_addr: str | None = None
     standbys: int = 1
     standby_delay_s: float = 1.0
+    block_nodes: int = 1
+    block_within: Literal["", "rack", "switch"] = ""
+    priority: int = 0
     replicas: int = 2
     digest_interval: int = 50
     hang_threshold_s: float | None = None
@@ -126,6 +131,14 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigurationError(f"--{name.replace('_', '-')} cannot be negative")
         if not 1 <= self.replicas <= 8:
             raise ConfigurationError(f"--replicas {self.replicas}: between 1 and 8 failure domains")
+        if not 1 <= self.block_nodes <= self.max_nodes:
+            raise ConfigurationError(
+                f"--block-nodes {self.block_nodes}: a block has at least one node, and no more than --nnodes allows"
+            )
+        if self.block_within not in ("", "rack", "switch"):
+            raise ConfigurationError(f"--block-within {self.block_within}: rack or switch, or leave it out")
+        if not -1000 <= self.priority <= 1000:
+            raise ConfigurationError(f"--priority {self.priority}: between -1000 and 1000")
         if self.hang_threshold_s is not None and self.hang_threshold_s <= 0:
             raise ConfigurationError("--hang-threshold-s must be positive; leave it out to follow the job's step time")
         if self.tee and self.log_dir is None:
@@ -146,6 +159,9 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
             digest_interval=self.digest_interval,
             hang_threshold_s=self.hang_threshold_s,
             max_user_retries=self.user_retries,
+            block_nodes=self.block_nodes,
+            block_within=self.block_within,
+            priority=self.priority,
         )
 
 
@@ -180,6 +196,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
         local_addr=given.local_addr,
         standbys=given.standbys,
         standby_delay_s=given.standby_delay_s,
+        block_nodes=given.block_nodes,
+        block_within=given.block_within,
+        priority=given.priority,
         replicas=given.replicas,
         digest_interval=given.digest_interval,
         hang_threshold_s=given.hang_threshold_s,
@@ -239,6 +258,14 @@ def _own_flags(flag: _Flag) -> None:
     flag("agent-socket", default=None, help=f"the agent's socket (${AGENT_SOCKET_VARIABLE}, {DEFAULT_AGENT_SOCKET})")
     flag("standbys", type=int, default=1, help="warm processes waiting to replace one that died (1)")
     flag("standby-delay-s", type=float, default=1.0, help="seconds from a recovery to the next standby's fork (1)")
+    flag("block-nodes", type=int, default=1, help="nodes of one tensor x pipeline block; rosters are whole blocks (1)")
+    flag(
+        "block-within",
+        choices=("", "rack", "switch"),
+        default="",
+        help="the nodes of a block share their rack, or their switch",
+    )
+    flag("priority", type=int, default=0, help="of jobs that want the same node the higher one gets it (0)")
     flag("replicas", type=int, default=2, help="nodes (on a single one: ranks) that hold each byte (2)")
     flag(
         "digest-interval",

@@ -83,6 +83,8 @@ def test_a_module_needs_no_file() -> None:
         (["--job", "a b"], "letters"),
         (["--standbys", "-1"], "negative"),
         (["--user-retries", "-1"], "negative"),
+        (["--block-nodes", "2"], "no more than --nnodes allows"),
+        (["--priority", "2000"], "between -1000 and 1000"),
         (["--replicas", "9"], "between 1 and 8"),
         (["--hang-threshold-s", "0"], "positive"),
         (["--tee", "3"], "--log-dir"),
@@ -120,3 +122,22 @@ def test_every_byte_is_asked_for_twice_unless_told_otherwise(script: str) -> Non
 
     assert spec_replicas() == 2
     assert spec_replicas(max_nodes=4, replicas=3) == 3
+
+
+def test_blocks_and_priority_are_asked_of_the_controller(script: str) -> None:
+    flags = [
+        "--nnodes",
+        "4:8",
+        "--job",
+        "j",
+        "--agent-socket",
+        "/a.sock",
+        "--block-nodes",
+        "4",
+        "--block-within",
+        "rack",
+    ]
+    spec = parse([*flags, "--priority", "7", script], {}).job_spec(8)
+    assert (spec.block_nodes, spec.block_within, spec.priority) == (4, "rack", 7)
+    with pytest.raises(ConfigurationError, match="rack or switch"):
+        parse([script], {"PET_BLOCK_WITHIN": "row"})
