@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from controller.api import asgi, problems
 from controller.metrics import Metrics
@@ -23,6 +24,12 @@ def _route(request: Request) -> str:
     return path
 
 
+def _methods(request: Request) -> set[str]:
+    """Those that the path has: Starlette itself names only those of the first route that it meets."""
+    routes = [route for route in request.app.router.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return {method for route in routes for method in route.methods or ()}
+
+
 def install(app: FastAPI, metrics: Metrics) -> None:
     """Adds the handlers."""
 
@@ -36,7 +43,10 @@ def install(app: FastAPI, metrics: Metrics) -> None:
         assert isinstance(error, HTTPException)
         code, message = _SAID.get(error.status_code, ("http", str(error.detail)))
         metrics.refused(_route(request), code)
-        return _answer(error.status_code, code, message, dict(error.headers or {}))
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = ", ".join(sorted(_methods(request)))
+        return _answer(error.status_code, code, message, headers)
 
     async def gone(request: Request, _error: Exception) -> Response:
         metrics.refused(_route(request), "client_gone")

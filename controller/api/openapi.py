@@ -25,6 +25,8 @@ _MEANINGS = {
     429: "Too many requests: come again after Retry-After seconds.",
     503: "Not now: come again after Retry-After seconds.",
 }
+_PULSE = {"type": "object", "required": ["ok", "role"], "properties": {"ok": {"type": "boolean"}}}
+_NOT_READY = {"ready": {"503": {"description": "It does not.", "content": {"application/json": {"schema": _PULSE}}}}}
 _WITH_RETRY_AFTER = (429, 503)
 
 
@@ -44,9 +46,9 @@ def _parameters(route: Route) -> list[dict[str, Any]]:
 
 def _statuses(name: str, route: Route) -> list[int]:
     """Which refusals a route knows."""
-    statuses = {503}
-    if route.access is not Access.OPEN:
-        statuses |= {401, 403, 429}
+    if route.access is Access.OPEN:
+        return []
+    statuses = {401, 403, 429, 503}
     if "{" in route.path:
         statuses |= {404}
     if route.path.startswith("/v1/") and (route.body is not None or route.query):
@@ -80,7 +82,11 @@ def _operation(name: str, route: Route, schemas: dict[Any, dict[str, Any]]) -> d
         "tags": ["agents" if route.access is Access.AGENT else "operators"],
         "security": [] if route.access is Access.OPEN else [{"bearer": []}, {"certificate": []}],
         "parameters": _parameters(route),
-        "responses": {"200": {"description": "Done.", "content": done}, **_refusals(name, route)},
+        "responses": {
+            "200": {"description": "Done.", "content": done},
+            **_refusals(name, route),
+            **_NOT_READY.get(name, {}),
+        },
     }
     if route.body is not None:
         operation["requestBody"] = {"required": True, "content": _json(schemas[route.body])}
@@ -90,7 +96,7 @@ def _operation(name: str, route: Route, schemas: dict[Any, dict[str, Any]]) -> d
 def _plain(name: str) -> dict[str, Any]:
     if name in _OTHER_MEDIA:
         return {_OTHER_MEDIA[name]: {"schema": {"type": "string"}}}
-    return _json({"type": "object", "required": ["ok", "role"]})
+    return _json(_PULSE)
 
 
 def document() -> dict[str, Any]:

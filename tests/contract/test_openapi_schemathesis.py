@@ -1,0 +1,95 @@
+"""schemathesis over the whole OpenAPI description, against a controller process, with every check that it has.
+
+The checks: no 5xx; status codes, media types, headers and bodies as described; what fits the description is accepted
+and what does not is refused; methods that are not described are refused with ``Allow``; no route forgets to ask who is
+there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, settings
+from schemathesis.config import SchemathesisConfig
+
+from controller.api import openapi
+from controller.api.routes import ROUTES, Access
+from everstep.tokens import TokenRole
+from everstep.wire.v1 import enrolment as wire
+from tests.support.controllers import OPERATOR, ControllerProcess, bearer, controller_process
+
+EXAMPLES = 15
+"""Of each route and kind of data, besides what schemathesis derives from the description's own boundaries."""
+ENDLESS = "/v1/events/stream"
+
+REFUSALS = ["400", "401", "403", "404", "405", "409", "413", "415", "422", "426", "429"]
+CONFIG = SchemathesisConfig.from_dict(
+    {
+        "checks": {
+            # 426: a registration that offers only versions that are not spoken is well formed, and refused
+            "positive_data_acceptance": {"expected-statuses": ["2xx", "401", "403", "404", "409", "426"]},
+            "negative_data_rejection": {"expected-statuses": REFUSALS},
+        }
+    }
+)
+schema = schemathesis.openapi.from_dict(openapi.document(), config=CONFIG).exclude(path=ENDLESS)
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControllerProcess]:
+    limits = tmp_path_factory.mktemp("limits") / "limits.toml"
+    limits.write_text("agent_requests_per_s = 1e6\nrequests_per_s = 1e6\nfailed_authentications_per_s = 1e6\n")
+    with controller_process(tmp_path_factory.mktemp("controller"), arguments=("--settings", str(limits))) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def join(process: ControllerProcess) -> dict[str, str]:
+    wanted = wire.IssueJoin(reason="a test", uses=None, replace=True)
+    status, body = process.ask("POST", "/v1/credentials", wanted)
+    assert status == 200
+    return {"Authorization": f"Bearer {msgspec.json.decode(body, type=wire.Issued).token}"}
+
+
+def headers_for(case: Any, join: dict[str, str]) -> dict[str, str]:
+    """Those of somebody whom the route is for."""
+    name = case.operation.definition.raw["operationId"]
+    access = ROUTES[name].access if name in ROUTES else Access.READ
+    if access is Access.JOIN:
+        return join
+    if access is not Access.AGENT:
+        return OPERATOR
+    node = str(case.path_parameters["node"])
+    return bearer(TokenRole.AGENT, node if node and ":" not in node else "n1")
+
+
+def as_written(value: Any) -> Any:
+    """JSON Schema takes 7.0 for an integer; a controller wants it written as 7, and no schema can say so."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {name: as_written(inner) for name, inner in value.items()}
+    return [as_written(inner) for inner in value] if isinstance(value, list) else value
+
+
+@schema.parametrize()
+@settings(
+    max_examples=EXAMPLES,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    phases=(Phase.explicit, Phase.generate),
+    suppress_health_check=list(HealthCheck),
+)
+def test_every_route_does_what_its_description_says(
+    case: Any, process: ControllerProcess, join: dict[str, str]
+) -> None:
+    registers = case.operation.definition.raw["operationId"] == "register"
+    if registers and isinstance(case.body, dict) and {"node"} <= {*case.body} & {*case.path_parameters}:
+        case.body["node"] = case.path_parameters["node"]  # the two must agree, which no schema can say
+    case.body = as_written(case.body)
+    case.call_and_validate(base_url=process.url, headers=headers_for(case, join), timeout=30)
