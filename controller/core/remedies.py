@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from controller.core import casebook
-from controller.core.effects import Remedy, RemedyKind, RequestRemedy
+from controller.core.effects import Remedy, RemedyKind
 from controller.core.evidence import evidence_of, suspect_gpus
 from controller.core.turn import Turn
 from everstep.vocabulary import Action
@@ -75,19 +75,17 @@ def _request(turn: Turn, node: str, kind: RemedyKind, sentence: str) -> str:
     standing = (*record.findings.values(), *record.own.values())
     gpus = (suspect_gpus(record, standing) or record.gpus) if kind is RemedyKind.RESET_GPU else ()
     casebook.enter(record, turn.now, "action", f"{kind.replace('_', ' ')} asked for: {sentence}", {"remedy": name})
-    turn.emit(
-        RequestRemedy(
-            Remedy(
-                id=name,
-                node=node,
-                kind=kind,
-                sentence=sentence,
-                at=turn.now,
-                verdict=f"{node}-{record.verdicts}" if record.verdicts else "",
-                trace=turn.trace,
-                gpus=tuple(gpu.uuid for gpu in gpus),
-                evidence=evidence_of(state, node, turn.now) if kind is RemedyKind.REPAIR else None,
-            )
+    turn.remedy(
+        Remedy(
+            id=name,
+            node=node,
+            kind=kind,
+            sentence=sentence,
+            at=turn.now,
+            verdict=f"{node}-{record.verdicts}" if record.verdicts and kind is not RemedyKind.CORDON else "",
+            trace=turn.trace,
+            gpus=tuple(gpu.uuid for gpu in gpus),
+            evidence=evidence_of(state, node, turn.now) if kind is RemedyKind.REPAIR else None,
         )
     )
     return name

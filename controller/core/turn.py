@@ -10,7 +10,18 @@ from typing import Any, TypeVar
 import msgspec
 
 from controller.core import casebook
-from controller.core.effects import Audit, AuditEntry, Effect, PutFleet, PutJob, PutNode, PutVerdict, Send
+from controller.core.effects import (
+    Audit,
+    AuditEntry,
+    Effect,
+    PutFleet,
+    PutJob,
+    PutNode,
+    PutVerdict,
+    Remedy,
+    RequestRemedy,
+    Send,
+)
 from controller.core.progress import Laggards, Stride, laggards_of, stride_of
 from controller.core.state import FleetState
 from everstep.ids import JobId, NodeId, Rank
@@ -85,6 +96,8 @@ class Turn:
         self.freed: dict[str, None] = {}
         self.departed: dict[JobId, dict[NodeId, str]] = {}
         self._effects: list[Effect] = []
+        self._remedies: list[Remedy] = []
+        self._verdicts: dict[NodeId, str] = {}
         self._fleet = False
         self._nodes: dict[str, None] = {}
         self._jobs: dict[str, None] = {}
@@ -191,8 +204,13 @@ class Turn:
             trace=self.trace if trace is None else trace,
         )
         self.emit(PutVerdict(verdict))
+        self._verdicts[node] = verdict.id
         casebook.enter(record, self.now, "verdict", f"{decision}: {sentence}", {"verdict": verdict.id})
         self.audit(f"verdict.{decision}", sentence, node=node, trace=verdict.trace, data={"verdict": verdict.id})
+
+    def remedy(self, remedy: Remedy) -> None:
+        """Asks for an action on a node: last of all effects, so that the verdict it follows from is known by then."""
+        self._remedies.append(remedy)
 
     def ignore(self, why: str) -> None:
         """Counts what a rule drops; the log is spared."""
@@ -208,7 +226,10 @@ class Turn:
         puts: list[Effect] = [PutFleet(state.fleet)] if self._fleet else []
         puts += [PutNode(node, state.nodes[node]) for node in self._nodes]
         puts += [PutJob(job, state.jobs[job]) for job in self._jobs]
-        return puts + self._effects
+        return puts + self._effects + [RequestRemedy(self._with_verdict(remedy)) for remedy in self._remedies]
+
+    def _with_verdict(self, remedy: Remedy) -> Remedy:
+        return msgspec.structs.replace(remedy, verdict=self._verdicts.get(remedy.node, remedy.verdict))
 
 
 def _by_subject(reads: Iterable[Read]) -> dict[tuple[type, str], deque[Any]]:

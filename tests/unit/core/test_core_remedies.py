@@ -68,7 +68,7 @@ def _reset_due() -> CoreFleet:
 def test_a_node_that_leaves_is_cordoned_once_and_given_back_when_it_is_healthy() -> None:
     fleet = _fleet(remediate=Mode.RECOMMEND)
     cordon = _asked(fleet.raise_finding("n2", xid()))
-    assert [(one.kind, one.node) for one in cordon] == [(RemedyKind.CORDON, "n2")]
+    assert [(one.kind, one.node, one.verdict) for one in cordon] == [(RemedyKind.CORDON, "n2", "n2-1")]
     fleet.clear_finding("n2", xid().key)
     fleet.advance(2.5, *EVERYONE)
     fleet.probe_result("n1")
@@ -116,7 +116,7 @@ def test_a_cure_is_asked_for_once_the_node_has_left_its_jobs() -> None:
     reset = _asked(_leave_jobs(fleet))
     assert [one.kind for one in reset] == [RemedyKind.RESET_GPU]
     assert reset[0].gpus == ("GPU-n2",)
-    assert reset[0].verdict.startswith("n2-")
+    assert reset[0].verdict == "n2-1"
 
 
 def test_where_cures_are_only_recommended_none_is_asked_for_and_the_node_waits_until_it_clears() -> None:
