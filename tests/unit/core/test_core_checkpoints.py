@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.core.checkpoints import corroborated, count_votes
-from controller.core.effects import Effect, PutVersion
-from controller.core.events import OperatorAction
+from controller.core.effects import Effect, PutJob, PutVersion
+from controller.core.events import OperatorAction, StoreChanged
+from controller.core.state import Homes, Share
 from everstep.ids import Version
 from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.directives import NewGeneration, StopJob, VersionNotice
@@ -198,6 +199,32 @@ def test_after_a_restart_of_the_controller_commits_go_on() -> None:
     notice = sent(late, VersionNotice)["n1"]
     assert notice.committed == Version(1, 7)
     assert _versions(fleet.seal(notice.candidate)) == [(Version(1, notice.candidate), True)]
+
+
+def test_nothing_is_committed_while_the_database_is_away_and_the_next_candidate_is_when_it_is_back() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.progress(step=7, step_s=0.5)
+    fleet.seal(7)
+    fleet.feed(StoreChanged(away=True, reason="disk full", trace=fleet.trace()))
+    assert _versions(fleet.seal(9)) == []
+    fleet.progress(step=10, step_s=0.5)
+    assert sent(fleet.advance(6.0, "n1", "n2"), VersionNotice) == {}, "nothing is announced that cannot be kept"
+    assert fleet.spec().restore.floor is None
+    fleet.feed(StoreChanged(away=False, trace=fleet.trace()))
+    fleet.progress(step=22, step_s=0.5)
+    notice = sent(fleet.advance(4.0, "n1", "n2"), VersionNotice)["n1"]
+    assert notice.committed == Version(1, 7)
+    assert _versions(fleet.seal(notice.candidate)) == [(Version(1, notice.candidate), True)]
+
+
+def test_who_holds_a_committed_version_is_written_once_for_all_versions_of_a_generation() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.progress(step=7, step_s=0.5)
+    assert any(isinstance(effect, PutJob) for effect in fleet.seal(7))
+    assert fleet.job().homes == Homes(1, {"n1": Share(), "n2": Share()})
+    assert not any(isinstance(effect, PutJob) for effect in fleet.seal(9))
 
 
 # --- what a generation may start from ----------------------------------------------------------------------------

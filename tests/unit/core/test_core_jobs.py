@@ -10,13 +10,14 @@ import msgspec
 import pytest
 
 from controller.core import policy as policy_module
-from controller.core.events import OperatorAction
+from controller.core.events import ControllerStarted, OperatorAction, StoreChanged
 from controller.core.fleet import Heard
+from controller.core.generations import EPOCH_SPAN
 from controller.core.policy import CorePolicy
 from everstep.errors import ConfigurationError
 from everstep.ids import Version
 from everstep.vocabulary import JobState
-from everstep.wire.v1.directives import NewGeneration, StopJob
+from everstep.wire.v1.directives import NewGeneration, StopJob, VersionNotice
 from everstep.wire.v1.training import RestoreRule
 from tests.support.core_fleet import ENTROPY, CoreFleet, audits, generations, sent
 
@@ -113,6 +114,107 @@ def test_an_operator_bounds_a_job_and_frees_it_again() -> None:
     fleet.advance(1.1, "n1", "n2", "n3")
     fleet.order(OperatorAction.RESIZE_JOB, job="job", size=3)
     assert fleet.seats() == ["n1", "n2", "n3"]
+
+
+def test_the_boundary_is_the_step_of_the_version_that_is_committed_next() -> None:
+    fleet = CoreFleet()
+    fleet.start(2, min_nodes=1)
+    fleet.leave("n2")
+    fleet.resume()
+    fleet.join("n2")
+    fleet.advance(0.95, "n1", "n2")
+    fleet.progress(30)
+    before = len(fleet.effects)
+    fleet.seal(30)
+    candidate = sent(fleet.effects[before:], VersionNotice)["n1"].candidate
+    effects = fleet.advance(0.1, "n1", "n2")
+    assert generations(effects)[0].after_step == candidate
+    assert sent(effects, VersionNotice) == {}, "it is known already"
+
+
+def test_where_that_is_too_near_the_boundarys_own_version_is_announced_with_it() -> None:
+    fleet = CoreFleet()
+    fleet.start(2, min_nodes=1)
+    fleet.leave("n2")
+    fleet.resume()
+    fleet.progress(30)
+    fleet.seal(30)
+    fleet.progress(40)
+    fleet.join("n2")
+    effects = fleet.advance(1.1, "n1", "n2")
+    notice = sent(effects, VersionNotice)["n1"]
+    assert notice.candidate == generations(effects)[0].after_step
+    assert (notice.generation, notice.committed) == (2, Version(2, 30)), "of the generation that still runs"
+
+
+def test_nodes_that_return_together_come_back_in_one_generation() -> None:
+    fleet = CoreFleet()
+    fleet.start(4, min_nodes=1)
+    fleet.leave("n3")
+    fleet.resume()
+    fleet.leave("n4")
+    fleet.resume()
+    fleet.join("n3")
+    fleet.advance(0.5, "n1", "n2", "n3", "n4")
+    fleet.join("n4")
+    grown = generations(fleet.advance(1.1, "n1", "n2", "n3", "n4"))
+    assert [len(spec.seats) for spec in grown] == [4]
+
+
+# --- the database is away ----------------------------------------------------------------------------------------
+
+
+def _away(fleet: CoreFleet, away: bool = True) -> None:
+    fleet.feed(StoreChanged(away=away, reason="disk full", trace=fleet.trace()))
+
+
+def test_a_running_job_regroups_while_the_database_is_away_under_numbers_that_no_other_controller_gives() -> None:
+    fleet = CoreFleet()
+    fleet.feed(ControllerStarted(epoch=3))
+    fleet.start(3)
+    _away(fleet)
+    fleet.lose_rank(0)
+    assert fleet.spec().number == 3 * EPOCH_SPAN + 1
+    fleet.lose_rank(0)
+    assert fleet.spec().number == 3 * EPOCH_SPAN + 2
+    _away(fleet, False)
+    fleet.lose_rank(0)
+    assert fleet.spec().number == 3 * EPOCH_SPAN + 3, "numbers never go back"
+
+
+def test_a_controller_that_finds_ranks_ahead_of_its_records_goes_on_above_its_own_block() -> None:
+    fleet = CoreFleet()
+    fleet.feed(ControllerStarted(epoch=4))
+    fleet.start(2)
+    fleet.join("n1", generation=3 * EPOCH_SPAN + 7, again=True)
+    assert fleet.spec().number == 4 * EPOCH_SPAN + 1
+    assert "ahead of the records" in fleet.spec().sentence
+
+
+def test_no_job_forms_while_the_database_is_away_and_it_does_when_it_is_back() -> None:
+    fleet = CoreFleet()
+    fleet.register("n1", "n2")
+    _away(fleet)
+    fleet.join("n1", "n2", max_nodes=2)
+    fleet.advance(40.0, "n1", "n2")
+    assert fleet.job_state() is JobState.FORMING
+    _away(fleet, False)
+    fleet.advance(0.1, "n1", "n2")
+    assert fleet.seats() == ["n1", "n2"]
+
+
+def test_a_paused_job_goes_on_but_no_job_grows_while_the_database_is_away() -> None:
+    fleet = CoreFleet()
+    fleet.start(3, min_nodes=2)
+    fleet.leave("n3")
+    fleet.resume()
+    _away(fleet)
+    fleet.join("n3")
+    fleet.advance(5.0, "n1", "n2", "n3")
+    assert fleet.seats() == ["n1", "n2"]
+    fleet.leave("n2")
+    assert fleet.seats() == ["n1", "n3"], "a loss is made good at once"
+    _away(fleet, False)
 
 
 # --- resuming ----------------------------------------------------------------------------------------------------
