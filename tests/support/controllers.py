@@ -74,9 +74,10 @@ class InProcess:
         policy: CorePolicy | None = None,
         clock: Clock = SYSTEM_CLOCK,
         remediator: Remediator | None = None,
+        **settings: Any,
     ) -> None:
         self.settings = ControllerSettings(
-            secret_file="unused", policy=policy or CorePolicy.lab(), name="test", database=database
+            secret_file="unused", policy=policy or CorePolicy.lab(), name="test", database=database, **settings
         )
         self.clock = clock
         self.remediator = remediator or DryRun()

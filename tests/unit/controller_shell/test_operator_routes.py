@@ -11,30 +11,20 @@ from controller import metrics
 from controller.api.routes import AGENT
 from controller.api.routes import OPERATOR as OPERATOR_ROUTES
 from everstep.tokens import TokenRole
-from everstep.vocabulary import Action, Decision, Finding, FindingKind, JobState, NodeState, Severity, Verdict
+from everstep.vocabulary import Decision, JobState, NodeState, Verdict
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1.training import FindingRaised, ProbeFinished, RankLost, Resumed, UserError
+from everstep.wire.v1.training import FindingRaised, ProbeFinished, RankLost, UserError
 from tests.support.controllers import (
     OPERATOR,
     VIEWER,
     InProcess,
     Refused,
-    Speaker,
     bearer,
     get,
-    joined,
     post,
 )
+from tests.support.spoken import FELL_OFF, fleet, resume, running_job
 
-FELL_OFF = Finding(
-    kind=FindingKind.GPU_XID,
-    subject="gpu0",
-    severity=Severity.CRITICAL,
-    message="XID 79: GPU has fallen off the bus",
-    action=Action.REPAIR,
-    xid=79,
-    trace="bus-79",
-)
 BECAUSE = op.Because(reason="a smell of smoke")
 
 
@@ -42,31 +32,6 @@ BECAUSE = op.Because(reason="a smell of smoke")
 def client(tmp_path: Path) -> Iterator[TestClient]:
     with TestClient(InProcess(f"sqlite:///{tmp_path / 'c.db'}")) as client:
         yield client
-
-
-def fleet(client: TestClient, *nodes: str) -> list[Speaker]:
-    speakers = [Speaker(client, node) for node in nodes]
-    for speaker in speakers:
-        speaker.register()
-        speaker.beat(findings=())
-    return speakers
-
-
-def running_job(client: TestClient, *nodes: str, spare: str = "") -> list[Speaker]:
-    """A job ``j`` over ``nodes``, in generation 1, its ranks stepping."""
-    speakers = fleet(client, *nodes, *filter(None, [spare]))
-    for speaker in speakers:
-        speaker.report(joined("j", 1.0, nodes=len(nodes)))
-    resume(speakers[: len(nodes)], 1)
-    return speakers
-
-
-def resume(speakers: list[Speaker], generation: int) -> None:
-    for rank, speaker in enumerate(speakers):
-        phases = {"rendezvous": 0.01 * (rank + 1), "restore": 0.02}
-        speaker.report(
-            Resumed(job="j", at=1.0, generation=generation, rank=rank, step=1, restored=None, phases_s=phases)
-        )
 
 
 def test_the_status_counts_nodes_and_shows_running_jobs(client: TestClient) -> None:
