@@ -65,8 +65,9 @@ class Candidate:
 
     async def renewing(self, epoch: int, tenure: Tenure) -> None:
         """Keeps the lease for as long as it lasts. Raises Superseded when another controller has it."""
+        asked_at = self._clock.monotonic()
         while True:
-            await asyncio.sleep(self._renew_s)
+            await asyncio.sleep(max(0.0, asked_at + self._renew_s - self._clock.monotonic()))
             asked_at = self._clock.monotonic()
             try:
                 await self._lane.call(lambda: self._renew(epoch), self._renew_s)

@@ -192,8 +192,8 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             ),
             (self.away_limit_bytes < 1 << 20, "away_limit_bytes must be at least 1048576"),
             (
-                not 0 < self.lease_renew_s <= self.lease_s / 3,
-                f"lease_renew_s ({self.lease_renew_s}) must be positive and at most a third of lease_s "
+                not 0.2 <= self.lease_renew_s <= self.lease_s / 3,
+                f"lease_renew_s ({self.lease_renew_s}) must be at least 0.2 and at most a third of lease_s "
                 f"({self.lease_s}): one renewal may fail",
             ),
             (

@@ -28,6 +28,7 @@ from controller.serving import (
     listen,
     raise_file_limit,
     server_config,
+    settle_collector,
     warn_of_plain_text,
 )
 from controller.store.database import open_database, parse_url
@@ -174,6 +175,7 @@ def _run_serve(arguments: dict[str, Any], parent: int) -> int:
     if settings.die_with_parent:
         die_with_parent(parent)
     raise_file_limit()
+    settle_collector()
     with asyncio.Runner(loop_factory=_new_loop) as runner:
         return runner.run(_serve(settings))
 

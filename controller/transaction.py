@@ -112,6 +112,11 @@ class Transaction:
             self._collect(effect, now)
         return effects
 
+    def hear(self, event: ev.Event, now: float) -> list[fx.Effect]:
+        """``handle`` for what promises nothing: another controller would hear of it anew."""
+        self.forgettable = True
+        return self.handle(event, now)
+
     def mark(self, node: str, incarnation: int, through: int) -> None:
         """Remembers that the node's reports up to ``through`` were taken."""
         self._batch.marks[node, incarnation] = through

@@ -122,12 +122,11 @@ class AgentDesk:
 
     def _begin_life(self, register: Register, protocol: int, tx: Transaction, now: float) -> Registered:
         """Answers with the number of the first directive of this life. In a new life older ones are void."""
-        tx.forgettable = True  # another controller would ask the node to register
         node, outbox = register.node, self.outbox
         known = self._state.nodes.get(node)
         fresh = known is None or known.incarnation != register.incarnation
         first = outbox.next_number(node) if fresh else outbox.oldest(node)
-        tx.handle(ev.AgentRegistered(register=register, trace=new_trace()), now)
+        tx.hear(ev.AgentRegistered(register=register, trace=new_trace()), now)
         if fresh:
             outbox.acknowledge(node, first - 1)
             outbox.dismiss(node, register.incarnation)
@@ -170,11 +169,10 @@ class AgentDesk:
 
     @staticmethod
     def _changed(node: str, beat: Heartbeat, tx: Transaction, now: float) -> bool:
-        tx.forgettable = True  # another controller would ask for the whole picture
         event = ev.HeartbeatChanged(
             node=node, incarnation=beat.incarnation, findings=beat.findings, ranks=beat.ranks, trace=new_trace()
         )
-        tx.handle(event, now)
+        tx.hear(event, now)
         return False
 
     # --- reports -------------------------------------------------------------------------------------------------
@@ -226,7 +224,7 @@ class AgentDesk:
         """The node's connection ended without our doing, and it has no other."""
         event = ev.NodeDisconnected(node=node, incarnation=incarnation, trace=new_trace())
         try:
-            told = self._loop.enqueue(lambda tx, now: tx.handle(event, now))
+            told = self._loop.enqueue(lambda tx, now: tx.hear(event, now))
         except EverstepError as error:  # nobody is left to tell
             log.info("the end of a connection of node %s was not taken up: %s", node, error, extra={"node": node})
         else:

@@ -65,7 +65,7 @@ class Polls:
         doubted = self._loop.state.nodes[node].state in _DOUBTED or (live is not None and live.gone_at is not None)
         if doubted:
             event = ev.NodeHeard(node=node, incarnation=incarnation, trace=new_trace())
-            await self._loop.submit(lambda tx, now: tx.handle(event, now))
+            await self._loop.submit(lambda tx, now: tx.hear(event, now))
 
     async def _wait(self, node: str, wait_s: float, receive: Receive) -> bool:
         """False when the client went away meanwhile, even if something came at the same moment: it stays queued."""
@@ -84,7 +84,7 @@ class Polls:
             return
         event = ev.NodeDisconnected(node=node, incarnation=incarnation, trace=new_trace())
         try:
-            await self._loop.submit(lambda tx, now: tx.handle(event, now))
+            await self._loop.submit(lambda tx, now: tx.hear(event, now))
         except EverstepError as error:  # nobody is left to tell
             log.info("the end of a connection of node %s was not taken up: %s", node, error, extra={"node": node})
 

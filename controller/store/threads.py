@@ -20,7 +20,7 @@ from everstep.errors import Unavailable
 
 T = TypeVar("T")
 
-ABORT_S = 0.5
+ABORT_S = 0.2
 """Seconds that a call may take to fail once its connection was cut."""
 CLOSE_S = 2.0
 READ_TIMEOUT_S = 10.0

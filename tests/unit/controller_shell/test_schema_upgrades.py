@@ -10,10 +10,10 @@ from sqlalchemy.exc import DBAPIError
 
 from controller.store.database import engine_of, open_database, parse_url, writing
 from controller.store.migrate import head, upgrade
-from controller.store.records import AuditRow, Batch
 from controller.store.reader import Reader
-from controller.store.writer import Writer
+from controller.store.records import AuditRow, Batch
 from controller.store.tables import HEAD
+from controller.store.writer import Writer
 from tests.support.old_schemas import ROWS_0001, released_database
 
 

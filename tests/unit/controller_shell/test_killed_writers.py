@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_of_a_writer_killed_two_hundred_times_nothing_durable_is_lost_and_nothing_is_there_twice(
+    tmp_path: Path,
+) -> None:
+    """What is checked after each kill is in tests/support/killed_writer.py."""
+    command = [sys.executable, "-m", "tests.support.killed_writer", str(tmp_path / "c.db"), "200", "7"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) > 200
