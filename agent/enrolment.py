@@ -65,6 +65,18 @@ async def _pause(stop: asyncio.Event, seconds: float) -> None:
         pass
 
 
+async def renew_token(settings: AgentSettings, refused: str) -> str:
+    """The token to try next, after the controller did not know ``refused``: the file's, or one enrolled for anew.
+
+    Raises EverstepError where there is none.
+    """
+    token = read_token(settings.token_file, "agent token")
+    if token == refused and may_enrol(settings):
+        await asyncio.to_thread(enrol, settings)
+        token = read_token(settings.token_file, "agent token")
+    return token
+
+
 def enrol(settings: AgentSettings) -> None:
     """Asks for a credential and writes the token file, whatever it held. Blocks for one request at each controller.
 

@@ -18,12 +18,13 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from agent.config import AgentSettings, read_token, tls_context
+from agent.enrolment import renew_token
 from agent.uplink.connection import Connection, Controllers
 from agent.uplink.heartbeat import Conversation, Inbox, NodeFacts, Refusal, advice_for, meaning_of
 from agent.uplink.spool import MOST_IN_A_REQUEST, Spool
 from everstep.backoff import Backoff
 from everstep.clock import Clock
-from everstep.errors import AuthenticationError, ConfigurationError, EverstepError, ProtocolError
+from everstep.errors import AuthenticationError, EverstepError, ProtocolError
 from everstep.vocabulary import Finding
 from everstep.wire.v1.agent import (
     DirectivesAnswer,
@@ -123,6 +124,7 @@ class Uplink:
         self._clock = clock
         self._uniform = uniform
         self._token = read_token(settings.token_file, "agent token")
+        self._renewal: asyncio.Task[None] | None = None
         self._batch_limit = MOST_IN_A_REQUEST
         self._away_since: float | None = None
         self._said: set[str] = set()
@@ -319,18 +321,22 @@ class Uplink:
             self._away_since = None
 
     def _say_loudly(self, error: EverstepError) -> None:
-        if isinstance(error, AuthenticationError):
-            self._read_token_again()
+        if isinstance(error, AuthenticationError) and (self._renewal is None or self._renewal.done()):
+            self._renewal = asyncio.get_running_loop().create_task(self._renew_token())
         if error.code not in self._said:
             self._said.add(error.code)
             log.error("the controller refuses this agent: %s; %s", error, advice_for(error, self._settings.node))
 
-    def _read_token_again(self) -> None:
-        """Tokens are renewed in place; an unreadable file leaves us with the old one."""
+    async def _renew_token(self) -> None:
+        """Tokens are renewed in place, or by enrolling anew; where neither can be, we are left with the old one."""
         try:
-            self._token = read_token(self._settings.token_file, "agent token")
-        except ConfigurationError as error:
-            log.error("%s", error)
+            token = await renew_token(self._settings, self._token)
+        except EverstepError as error:
+            log.error("no other token: %s", error)
+            return
+        if token != self._token:
+            self._token = token
+            self._beat_now.set()
 
     @property
     def _timeout_s(self) -> float:
