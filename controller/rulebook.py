@@ -115,13 +115,14 @@ def _of_kind(rules: list[Rule], kind: FindingKind) -> tuple[Rule, ...]:
 
 def _contradictions(rule: Rule) -> tuple[tuple[bool, str], ...]:
     n, m = rule.n_of
-    seconds = (rule.window_s, rule.boot_grace_s, rule.repeat_s, rule.clear_s, rule.correlated_s)
+    seconds = (rule.window_s, rule.boot_grace_s, rule.repeat_s, rule.same_s, rule.clear_s, rule.correlated_s)
     order = [RUNGS.index(rung) for rung in rule.ladder if rung in RUNGS]
     return (
         (not rule.source, "it has no source: say where its numbers come from"),
         (not 1 <= n <= m <= REMEMBERED, f"n_of = [{n}, {m}] must be [n, m] with 1 <= n <= m <= {REMEMBERED}"),
         (n > 1 and rule.window_s <= 0, "n_of counts within window_s: give it, above zero"),
         (min(seconds) < 0, "seconds cannot be negative"),
+        (rule.same_s > rule.repeat_s, "same_s is the beginning of repeat_s, and so no longer"),
         (len(order) != len(rule.ladder), f"a ladder is made of {', '.join(RUNGS)}"),
         (not order or order != sorted(set(order)), "a ladder has its cures once each, weakest first"),
         (rule.passes < 1, "passes must be at least 1"),

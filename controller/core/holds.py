@@ -9,12 +9,11 @@ from collections.abc import Iterable
 
 from controller.core import casebook
 from controller.core.events import NodeObserved, OperatorCommand
-from controller.core.generations import Cause
-from controller.core.losses import node_left_jobs
+from controller.core.generations import Cause, regroup
 from controller.core.membership import jobs_seated_on, least_nodes, next_seats
 from controller.core.quarantine import begin_probation
 from controller.core.standing import kept_out, set_state
-from controller.core.state import FleetState, NodeRecord, Window
+from controller.core.state import FleetState, JobRecord, NodeRecord, Window
 from controller.core.turn import Turn
 from everstep.errors import Conflict, NotFound
 from everstep.vocabulary import GenerationReason, JobState, NodeState
@@ -93,8 +92,12 @@ def begin_maintenance(turn: Turn, order: OperatorCommand, sentence: str) -> None
     window = Window(until=until, sentence=sentence, node=order.node or "", rack="" if order.node else order.rack or "")
     fleet.maintenance = [*(one for one in fleet.maintenance if one.until > turn.now), window]
     turn.fleet_changed()
-    for node in _meant(turn.state, order):
+    nodes = _meant(turn.state, order)
+    jobs = {job.job: job for node in nodes for job in jobs_seated_on(turn.state, node)}
+    for node in nodes:
         enter_maintenance(turn, node, window)
+    for job in jobs.values():
+        _leave(turn, job, sentence)
 
 
 def window_of(state: FleetState, record: NodeRecord, now: float) -> Window | None:
@@ -108,7 +111,7 @@ def _covers(window: Window, record: NodeRecord) -> bool:
 
 
 def enter_maintenance(turn: Turn, node: str, window: Window) -> None:
-    """The node is in the window from now on."""
+    """The node is in the window from now on; who had seats on it is for the caller."""
     record = turn.state.nodes[node]
     record.maintenance_until = max(record.maintenance_until, window.until)
     turn.node_changed(node)
@@ -117,11 +120,12 @@ def enter_maintenance(turn: Turn, node: str, window: Window) -> None:
     if record.state not in IN_SERVICE:
         return
     set_state(turn, node, NodeState.HELD, window.sentence)
-    node_left_jobs(
-        turn,
-        node,
-        Cause(reason=GenerationReason.OPERATOR, sentence=window.sentence, trace=turn.trace, boundary=True),
-    )
+
+
+def _leave(turn: Turn, job: JobRecord, sentence: str) -> None:
+    """The job goes on without all nodes of the window at once, at its next boundary."""
+    if job.state is JobState.RUNNING:
+        regroup(turn, job, Cause(reason=GenerationReason.OPERATOR, sentence=sentence, trace=turn.trace, boundary=True))
 
 
 def check_end(turn: Turn, node: str) -> None:

@@ -44,18 +44,18 @@ def _carry_out(turn: Turn, node: str, course: Course) -> None:
     record, cure = turn.state.nodes[node], course.ladder[course.rung]
     place = f"step {course.rung + 1} of {len(course.ladder)} under {course.rule}"
     if cure is Action.REPAIR:
-        to_repair(turn, node, f"{record.sentence}; repair is {place}")
+        to_repair(turn, node, f"{node} needs a person: {', '.join(record.causes)} stands, and repair is {place}")
     elif cure not in remedies.KINDS:
         return
     elif jobs_seated_on(turn.state, node):
         turn.wake(turn.now + SEAT_RETRY_S, "care", node)
     elif why := remedies.node_cap(turn, node):
-        to_repair(turn, node, f"{why}, and {', '.join(record.causes)} stands: it needs a person")
+        to_repair(turn, node, f"{node} needs a person: {', '.join(record.causes)} stands, and {why}")
     elif (fleet := remedies.fleet_cap(turn))[0]:
         _hinder(turn, record, course, f"{in_words(cure)} of {node} waits: {fleet[0]}")
         turn.wake(fleet[1], "care", node)
     else:
-        sentence = f"{in_words(cure)} of {node}, {place}: {record.sentence}"
+        sentence = f"{in_words(cure)} of {node} against {', '.join(record.causes)}, {place}"
         course.remedy = remedies.treat(turn, node, cure, sentence)
         course.remedy_due = turn.now + turn.policy.remedy_timeout_s
         course.hindered, record.action = "", cure
@@ -71,7 +71,7 @@ def _next_rung(turn: Turn, node: str, course: Course, why: str) -> None:
     turn.audit("remedy.failed", sentence, node=node)
     casebook.enter(record, turn.now, "action", sentence)
     if course.rung + 1 >= len(course.ladder):
-        to_repair(turn, node, f"{sentence}: nothing is left to try")
+        to_repair(turn, node, f"{node} needs a person: {sentence}, and nothing is left to try")
         return
     course.rung += 1
     go_on(turn, node)

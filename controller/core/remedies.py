@@ -48,7 +48,7 @@ def node_cap(turn: Turn, node: str) -> str:
     count = len(_since(turn.state.nodes[node].remedied, turn.now - policy.remedy_node_window_s))
     if count < policy.remedies_per_node:
         return ""
-    return f"{node} was reset or rebooted {count} times within {policy.remedy_node_window_s / 86400:g} days"
+    return f"it was reset or rebooted {count} times within {policy.remedy_node_window_s / 86400:g} days"
 
 
 def fleet_cap(turn: Turn) -> tuple[str, float]:

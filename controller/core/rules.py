@@ -73,6 +73,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ``repeat_s`` takes the next. ``restart_rank`` costs no eviction, ``drain`` waits until the finding clears."""
     repeat_s: float = 7 * 86400.0
     """Seconds that a step of the ladder is remembered for: longer escalates what comes back now and then."""
+    same_s: float = 60.0
+    """Seconds within which another report belongs to the step that was taken: all GPUs of a node tell of one crash."""
     clear_s: float = 0.0
     """Seconds for which it must have been clear before a quarantined node may return, beyond the agent's own rule."""
     diagnostics: tuple[ProbeKind, ...] = (ProbeKind.ALL_REDUCE,)
@@ -156,10 +158,13 @@ def bad_reports(reports: Reports) -> int:
 
 
 def next_rung(rule: Rule, finding: Finding, steps: Steps, now: float) -> int:
-    """Which place of the ladder is due: the finding's own cure, or the one after what was chosen lately."""
-    first = _entry(rule, finding.action)
-    lately = [rule.ladder.index(rung) for at, rung in steps if at > now - rule.repeat_s and rung in rule.ladder]
-    return min(max([first, *(place + 1 for place in lately)]), len(rule.ladder) - 1)
+    """Which place of the ladder is due: the finding's own cure, or the one after what was chosen lately, or just now
+    that one again."""
+    due = [_entry(rule, finding.action)]
+    for at, rung in steps:
+        if at > now - rule.repeat_s and rung in rule.ladder:
+            due.append(rule.ladder.index(rung) + (at <= now - rule.same_s))
+    return min(max(due), len(rule.ladder) - 1)
 
 
 def _entry(rule: Rule, cure: Action) -> int:
@@ -175,9 +180,15 @@ def _entry(rule: Rule, cure: Action) -> int:
     return stronger[0] if stronger else len(rule.ladder) - 1
 
 
+def is_taken(steps: Steps, rule: Rule, rung: Action, now: float) -> bool:
+    """Whether this very step has been taken just now."""
+    return any(taken is rung and at > now - rule.same_s for at, taken in steps)
+
+
 def remember_step(steps: Steps, rule: Rule, rung: Action, now: float) -> Steps:
-    """The steps that count now, with one more."""
-    return [*(step for step in steps if step[0] > now - rule.repeat_s), (now, rung)][-REMEMBERED:]
+    """The steps that count now, with one more unless it has just been taken."""
+    lately = [step for step in steps if step[0] > now - rule.repeat_s]
+    return lately if is_taken(steps, rule, rung, now) else [*lately, (now, rung)][-REMEMBERED:]
 
 
 def in_words(rung: Action) -> str:

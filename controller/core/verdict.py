@@ -11,7 +11,17 @@ from controller.core.generations import Cause
 from controller.core.losses import node_left_jobs
 from controller.core.outbreaks import correlated
 from controller.core.quarantine import add_cause, check_quarantine, relapse
-from controller.core.rules import Rule, Scope, SecondPass, bad_reports, in_words, next_rung, remember, remember_step
+from controller.core.rules import (
+    Rule,
+    Scope,
+    SecondPass,
+    bad_reports,
+    in_words,
+    is_taken,
+    next_rung,
+    remember,
+    remember_step,
+)
 from controller.core.state import Burst, FleetState, NodeRecord
 from controller.core.turn import Turn
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, GenerationReason, Mode, NodeState, Severity
@@ -144,7 +154,7 @@ def _is_written(turn: Turn, node: str, finding: Finding, *, more: bool) -> bool:
 
 def _of_many(turn: Turn, node: str, finding: Finding) -> str:
     count = turn.state.live_nodes[node].bursts[finding.kind].count
-    return f"; the {count}th {finding.kind} of a burst" if count > turn.policy.finding_burst else ""
+    return f"; number {count} of a burst of {finding.kind}" if count > turn.policy.finding_burst else ""
 
 
 # --- judging -----------------------------------------------------------------------------------------------------
@@ -213,9 +223,11 @@ def _judge_by_rule(turn: Turn, node: str, finding: Finding, rule: Rule, *, writt
 def _recommend(turn: Turn, node: str, finding: Finding, rule: Rule, rung: Action, *, written: bool) -> None:
     """A step of the ladder that a person takes, or that the job takes by itself when a rank fails."""
     record = turn.state.nodes[node]
-    record.steps[rule.id] = remember_step(record.steps.get(rule.id, []), rule, rung, turn.now)
+    steps = record.steps.get(rule.id, [])
+    said = is_taken(steps, rule, rung, turn.now)
+    record.steps[rule.id] = remember_step(steps, rule, rung, turn.now)
     turn.node_changed(node)
-    if written:
+    if written and not said:
         words = f"{finding.message}; recommended for {node}: {in_words(rung)} ({by_rule(rule, record, finding, rung)})"
         _say(turn, node, Decision.RECOMMEND, words, finding, rung)
 

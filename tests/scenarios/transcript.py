@@ -8,11 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from controller.core.describe import describe
-from controller.core.events import OperatorAction, StoreChanged
+from controller.core.effects import RequestRemedy
+from controller.core.events import ActionReported, NodeObserved, OperatorAction, StoreChanged
+from controller.core.policy import CorePolicy
 from everstep.errors import EverstepError
 from everstep.ids import Version
+from everstep.vocabulary import Action, Finding, FindingKind, Severity
 from everstep.wire.v1.agent import Domain
+from everstep.wire.v1.training import ProbeFinished
 from tests.support.core_fleet import CoreFleet, xid
 
 Words = list[str]
@@ -112,7 +118,54 @@ def _order(fleet: CoreFleet, words: Words, options: Options) -> None:
     subject: dict[str, object] = {}
     if len(words) > 1:
         subject = {"node": words[1]} if words[1].startswith("n") else {"job": words[1]}
+    if "rack" in options:
+        subject["rack"] = options.pop("rack")
+    if "seconds" in options:
+        subject["until"] = fleet.now + float(options.pop("seconds"))
     fleet.order(OperatorAction(words[0]), **subject, **{key: int(value) for key, value in options.items()})
+
+
+def _finding(words: Words, options: Options) -> Finding:
+    """``find n1 a few words kind=network.slow_link subject=n2 severity=warning action=drain peer=n2``."""
+    kind = FindingKind(options["kind"])
+    subject = options.get("subject", "0")
+    return Finding(
+        kind=kind,
+        subject=subject,
+        severity=Severity(options.get("severity", "critical")),
+        action=Action(options.get("action", "none")),
+        message=" ".join(words[1:]) or f"{kind} of {subject}",
+        evidence={"peer": options["peer"]} if "peer" in options else {},
+    )
+
+
+def _flap(fleet: CoreFleet, words: Words, options: Options) -> None:
+    """``flap n1 600 every=0.1 kind=...``: so often raised and cleared."""
+    finding = _finding(words[:1], options)
+    for _ in range(int(words[1])):
+        fleet.raise_finding(words[0], finding)
+        fleet.clear_finding(words[0], finding.key)
+        fleet.now += float(options["every"])
+
+
+def _action(fleet: CoreFleet, words: Words, _options: Options) -> None:
+    """``action n1 ok`` or ``action n1 failed because``: how the node's newest remedy ended."""
+    remedies = [e.remedy for e in fleet.effects if isinstance(e, RequestRemedy) and e.remedy.node == words[0]]
+    fleet.feed(ActionReported(id=remedies[-1].id, node=words[0], ok=words[1] == "ok", detail=" ".join(words[2:])))
+
+
+def _answer(fleet: CoreFleet, words: Words, _options: Options) -> None:
+    """``answer n1 ok``: both sides of the probe that tries n1 report it."""
+    name, probe = next((n, p) for n, p in fleet.state.probes.items() if p.candidate == words[0])
+    for node in probe.nodes:
+        if name in fleet.state.probes:
+            fleet.report(node, ProbeFinished(probe=name, ok=words[1] == "ok", detail=" ".join(words[2:])))
+
+
+def _policy(fleet: CoreFleet, _words: Words, options: Options) -> None:
+    """``policy remediate=enforce``: other knobs than the lab's."""
+    knobs = msgspec.convert({**msgspec.structs.asdict(fleet.policy), **options}, CorePolicy, strict=False)
+    fleet.policy = fleet.state.policy = knobs
 
 
 COMMANDS: dict[str, Callable[[CoreFleet, Words, Options], object]] = {
@@ -141,5 +194,12 @@ COMMANDS: dict[str, Callable[[CoreFleet, Words, Options], object]] = {
     "operator": _order,
     "user-error": lambda fleet, words, _: fleet.raise_user_error(int(words[0])),
     "finish": lambda fleet, words, _: fleet.finish(*map(int, words)),
+    "find": lambda fleet, words, options: fleet.raise_finding(words[0], _finding(words, options)),
+    "clear": lambda fleet, words, options: fleet.clear_finding(words[0], _finding(words, options).key),
+    "flap": _flap,
+    "action": _action,
+    "answer": _answer,
+    "policy": _policy,
+    "observe": lambda fleet, words, options: fleet.feed(NodeObserved(node=words[0], cordoned_by=options.get("by", ""))),
     "restart": lambda fleet, words, _: fleet.restart(),
 }

@@ -150,15 +150,15 @@ def test_a_ladder_begins_with_the_findings_own_cure_where_that_is_stronger(cure:
 
 
 def test_repeats_inside_the_window_take_the_next_cure_and_end_with_the_last() -> None:
-    rule = Rule(kind=FindingKind.GPU_XID, source="test", ladder=LADDER, repeat_s=100.0)
+    rule = Rule(kind=FindingKind.GPU_XID, source="test", ladder=LADDER, repeat_s=100.0, same_s=5.0)
     finding = Finding(
         kind=FindingKind.GPU_XID, subject="0", severity=Severity.CRITICAL, message="", action=Action.RESET_GPU
     )
     steps: rules.Steps = []
     taken = []
-    for now in (0.0, 10.0, 20.0, 30.0):
+    for now in (0.0, 10.0, 12.0, 20.0, 30.0):
         rung = LADDER[next_rung(rule, finding, steps, now)]
         steps = rules.remember_step(steps, rule, rung, now)
         taken.append(rung)
-    assert taken == [Action.RESET_GPU, Action.REBOOT_NODE, Action.REPAIR, Action.REPAIR]
+    assert taken == [Action.RESET_GPU, Action.REBOOT_NODE, Action.REBOOT_NODE, Action.REPAIR, Action.REPAIR]
     assert LADDER[next_rung(rule, finding, steps, 200.0)] is Action.RESET_GPU

@@ -145,13 +145,21 @@ def test_what_is_counted_of_a_node_is_bounded() -> None:
 
 def test_a_power_cap_that_flaps_ten_times_a_second_costs_a_few_lines_and_delays_nobody() -> None:
     fleet = _fleet()
-    cap = Finding(kind=FindingKind.GPU_THROTTLED, subject="0", severity=Severity.WARNING, message="power cap")
+    cap = Finding(
+        kind=FindingKind.GPU_THROTTLED,
+        subject="0",
+        severity=Severity.WARNING,
+        action=Action.DRAIN,
+        message="power cap",
+        mode=Mode.RECOMMEND,
+    )
     for _ in range(600):
         fleet.raise_finding("n2", cap)
         fleet.clear_finding("n2", cap.key)
         fleet.now += 0.1
     lines = [e for e in fleet.effects if isinstance(e, Audit) and e.entry.kind.startswith("finding")]
     assert len(lines) < 40
+    assert decisions(fleet.effects).count(("n2", "recommend")) == 1
     assert decisions(fleet.raise_finding("n2", xid())) == [("n2", "evict")]
 
 
@@ -160,10 +168,10 @@ def test_a_storm_of_critical_findings_is_judged_every_time_and_advised_a_few_tim
     for number in range(200):
         fleet.raise_finding("n2", msgspec.structs.replace(xid(), subject=f"GPU-{number}"))
     assert len(_sentences(fleet, "n2")) < 16
-    assert audits(fleet.effects, "finding")[-1].endswith("the 128th gpu.xid of a burst")
+    assert audits(fleet.effects, "finding")[-1].endswith("number 128 of a burst of gpu.xid")
     fleet.advance(6.0, *SIX)
     fleet.raise_finding("n2", msgspec.structs.replace(xid(), subject="GPU-new"))
-    assert not audits(fleet.effects, "finding")[-1].endswith("of a burst")
+    assert "burst" not in audits(fleet.effects, "finding")[-1]
 
 
 # --- boot grace --------------------------------------------------------------------------------------------------
@@ -285,10 +293,17 @@ def test_a_repeat_of_a_recommended_cure_recommends_the_next() -> None:
     for _ in range(3):
         fleet.raise_finding("n2", once)
         fleet.clear_finding("n2", once.key)
-        fleet.advance(30.0, *SIX)
+        fleet.advance(61.0, *SIX)
     assert "recommended for n2: restart rank" in _sentences(fleet, "n2")[0]
     assert "step 2 of 4 is reset gpu" in _sentences(fleet, "n2")[1]
     assert _sentences(fleet, "n2")[1].endswith("evicted")
+
+
+def test_one_crash_that_all_gpus_of_a_node_tell_of_is_one_step_of_the_ladder() -> None:
+    fleet = _fleet()
+    for number in range(8):
+        fleet.raise_finding("n2", msgspec.structs.replace(xid(43, Action.RESTART_RANK), subject=f"GPU-{number}"))
+    assert decisions(fleet.effects) == [("n2", "recommend")]
 
 
 def test_every_shipped_rule_can_be_judged() -> None:
