@@ -78,6 +78,7 @@ async def _refuse(send: Send, error: NotLeading) -> None:
     """The problem with one field more, and a header that says the same to who reads no bodies."""
     said = msgspec.json.decode(problems.problem(error.status, error.code, str(error)))
     headers = [*asgi.error_headers(error), (b"connection", b"close")]
+    said["role"] = "standby"
     if error.leader:
         said["leader"] = error.leader
         headers.append((LEADER_HEADER, error.leader.encode()))

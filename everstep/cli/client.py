@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import ssl
+import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +21,7 @@ from everstep.errors import (
     EverstepError,
     MalformedMessage,
     NotFound,
+    Outdated,
     PermissionDenied,
     RateLimited,
     Unavailable,
@@ -28,6 +31,9 @@ T = TypeVar("T")
 TIMEOUT_S = 10.0
 STREAM_TIMEOUT_S = 60.0
 """Seconds without a byte after which a stream counts as broken; the controller comments every 15."""
+PAUSES_S = (0.2,) * 15
+"""Between two rounds of the controllers while none of them leads: a leader that is gone is followed within three
+seconds."""
 
 _BY_CODE: dict[str, type[EverstepError]] = {
     kind.code: kind
@@ -37,6 +43,7 @@ _BY_CODE: dict[str, type[EverstepError]] = {
         Conflict,
         MalformedMessage,
         NotFound,
+        Outdated,
         PermissionDenied,
         RateLimited,
         Unavailable,
@@ -44,21 +51,27 @@ _BY_CODE: dict[str, type[EverstepError]] = {
 }
 
 
+class _StandsBy(Unavailable):
+    """The one that was asked does not lead. ``leader``: the address of the one that does, as far as it knows."""
+
+    def __init__(self, message: str, leader: str) -> None:
+        super().__init__(message)
+        self.leader = leader
+
+
 class Client:
-    """Speaks to one controller.
+    """Speaks to whichever of several controllers leads, and finds it again when that changes.
 
     Args:
-        url: ``http://HOST:PORT`` or https. Raises ConfigurationError for anything else.
+        controllers: ``http://HOST:PORT`` or https, several separated by commas. Raises ConfigurationError for anything
+            else.
         token: a viewer's or an operator's; empty where the certificate in ``tls`` speaks for its owner.
         tls: for https; by default the system's authorities, and no certificate of our own.
     """
 
-    def __init__(self, url: str, token: str, *, tls: ssl.SSLContext | None = None) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigurationError(f"{url!r} is not a controller's address: use http://HOST:PORT")
-        self._parts = parts
-        self._url = url
+    def __init__(self, controllers: str, token: str, *, tls: ssl.SSLContext | None = None) -> None:
+        self._urls = [_checked(url.strip()) for url in controllers.split(",")]
+        self._leader = self._urls[0]
         self._tls = tls
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
@@ -67,66 +80,125 @@ class Client:
         asked = {name: value for name, value in query.items() if value not in ("", None)}
         return self._decode(self._ask("GET", path + (f"?{urlencode(asked)}" if asked else "")), kind)
 
-    def post(self, path: str, body: Any, kind: type[T]) -> T:
-        """The answer of a POST. Raises as ``get``."""
-        return self._decode(self._ask("POST", path, msgspec.json.encode(body)), kind)
+    def post(self, path: str, body: Any, kind: type[T], *, timeout_s: float = TIMEOUT_S) -> T:
+        """The answer of a POST. Raises as ``get``. One that may have been taken is not sent again."""
+        return self._decode(self._ask("POST", path, msgspec.json.encode(body), timeout_s), kind)
 
     def stream(self, path: str) -> Iterator[bytes]:
         """The ``data`` of each server-sent event. Raises Unavailable when the stream breaks."""
-        connection = self._connection(STREAM_TIMEOUT_S)
+        connection, response = self._reach("GET", path, None, STREAM_TIMEOUT_S)
         try:
-            response = self._send(connection, "GET", path, None)
             while line := response.readline():
                 if line.startswith(b"data: "):
                     yield line[len(b"data: ") :].strip()
         except (OSError, http.client.HTTPException) as error:
-            raise Unavailable(f"the stream from {self._url} broke: {error}") from error
+            raise Unavailable(f"the stream from {self._leader} broke: {error}") from error
         finally:
             connection.close()
 
-    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
-        host, port = str(self._parts.hostname), self._parts.port
-        if self._parts.scheme == "https":
+    def _ask(self, method: str, path: str, body: bytes | None = None, timeout_s: float = TIMEOUT_S) -> bytes:
+        connection, response = self._reach(method, path, body, timeout_s)
+        try:
+            return response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise Unavailable(f"no answer from {self._leader}: {error}") from error
+        finally:
+            connection.close()
+
+    def _reach(
+        self, method: str, path: str, body: bytes | None, timeout_s: float
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """The leader's answer. While controllers stand by and none leads yet, it waits a little for one that does."""
+        for pause_s in (*PAUSES_S, None):
+            refused: Unavailable | None = None
+            stand_by = False
+            left = deque(dict.fromkeys((self._leader, *self._urls)))
+            tried: set[str] = set()
+            while left:
+                url = left.popleft()
+                tried.add(url)
+                try:
+                    found = self._send(url, method, path, body, timeout_s)
+                except _StandsBy as error:
+                    refused, stand_by = error, True
+                    if error.leader not in tried and urlsplit(error.leader).scheme == urlsplit(url).scheme:
+                        left.appendleft(error.leader)
+                except _Away as error:
+                    refused = refused or error
+                else:
+                    self._leader = url
+                    return found
+            assert refused is not None
+            if not stand_by or pause_s is None:
+                raise refused
+            time.sleep(pause_s)
+        raise AssertionError("the last pause is None")
+
+    def _connection(self, url: str, timeout_s: float) -> http.client.HTTPConnection:
+        parts = urlsplit(url)
+        host, port = str(parts.hostname), parts.port
+        if parts.scheme == "https":
             tls = self._tls or ssl.create_default_context()
             return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=tls)
         return http.client.HTTPConnection(host, port, timeout=timeout_s)
 
-    def _ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        connection = self._connection(TIMEOUT_S)
-        try:
-            return self._send(connection, method, path, body).read()
-        except (OSError, http.client.HTTPException) as error:
-            raise Unavailable(f"no answer from {self._url}: {error}") from error
-        finally:
-            connection.close()
-
     def _send(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None
-    ) -> http.client.HTTPResponse:
+        self, url: str, method: str, path: str, body: bytes | None, timeout_s: float
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """One controller's answer. Raises _Away where it is certain that it took nothing."""
+        connection = self._connection(url, timeout_s)
+        try:
+            connection.connect()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise _away(url, error) from error
         try:
             connection.request(method, path, body, self._headers)
             response = connection.getresponse()
+            if response.status >= 400:
+                raise _refusal(response.status, response.read(), url)
         except (OSError, http.client.HTTPException) as error:
-            if isinstance(error, ssl.SSLCertVerificationError):
-                raise Unavailable(
-                    f"the certificate of {self._url} is not trusted ({error.verify_message}): give the authority that "
-                    "signed it, SSL_CERT_FILE=ca.pem"
-                ) from error
+            connection.close()
+            if method == "GET":
+                raise _away(url, error) from error
             raise Unavailable(
-                f"no controller answers at {self._url} ({error}): is it running, and is the address right "
-                "(--controller or EVERSTEP_CONTROLLER)?"
+                f"{url} broke off ({error}), and whether it took the order is not known: look before you give it again"
             ) from error
-        if response.status >= 400:
-            raise _refusal(response.status, response.read(), self._url)
-        return response
+        except EverstepError:
+            connection.close()
+            raise
+        return connection, response
 
     def _decode(self, body: bytes, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(body, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise MalformedMessage(
-                f"the answer of {self._url} is not understood ({error}): is it a controller of this release?"
+                f"the answer of {self._leader} is not understood ({error}): is it a controller of this release?"
             ) from error
+
+
+class _Away(Unavailable):
+    """Nobody answers at an address."""
+
+
+def _away(url: str, error: Exception) -> _Away:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return _Away(
+            f"the certificate of {url} is not trusted ({error.verify_message}): give the authority that signed it, "
+            "SSL_CERT_FILE=ca.pem"
+        )
+    return _Away(
+        f"no controller answers at {url} ({error}): is it running, and is the address right "
+        "(--controller or EVERSTEP_CONTROLLER)?"
+    )
+
+
+def _checked(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigurationError(f"{url!r} is not a controller's address: use http://HOST:PORT")
+    return url
 
 
 def _refusal(status: int, body: bytes, url: str) -> EverstepError:
@@ -135,6 +207,8 @@ def _refusal(status: int, body: bytes, url: str) -> EverstepError:
         code, message = str(said["code"]), str(said["detail"])
     except (ValueError, KeyError, TypeError):
         return EverstepError(f"{url} answered {status}, and not as a controller does: is the address right?")
+    if said.get("role") == "standby":
+        return _StandsBy(message, str(said.get("leader", "")))
     if code == "unauthenticated":
         message += "; give the right token file (--token-file or EVERSTEP_TOKEN_FILE)"
     return _BY_CODE.get(code, EverstepError)(message)

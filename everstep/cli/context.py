@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 from rich.console import Console, RenderableType
+from rich.text import Text
 
 from everstep.cli.client import Client, read_token
 from everstep.errors import AuthenticationError, ConfigurationError, EverstepError, Unavailable
@@ -53,12 +54,12 @@ def controller(context: typer.Context) -> Iterator[Client]:
     """A client; errors become a sentence and an exit code."""
     access: Access = context.obj
     try:
-        yield Client(access.controller.split(",")[0], access.token(), tls=access.tls())
+        yield Client(access.controller, access.token(), tls=access.tls())
     except (ConfigurationError, AuthenticationError, Unavailable) as error:
-        complaints.print(f"[bold red]everstep:[/] {error}", highlight=False, soft_wrap=True)
+        complaints.print(Text.assemble(("everstep: ", "bold red"), str(error)), soft_wrap=True)
         raise typer.Exit(2) from None
     except EverstepError as error:
-        complaints.print(f"[bold red]refused:[/] {error}", highlight=False, soft_wrap=True)
+        complaints.print(Text.assemble(("refused: ", "bold red"), str(error)), soft_wrap=True)
         raise typer.Exit(1) from None
 
 
@@ -72,5 +73,5 @@ def show(message: Any, as_json: bool, view: RenderableType) -> None:
 
 def print_changed(sentence: str, trace: str) -> None:
     """What an order led to, and how to follow it."""
-    console.print(sentence or "done", highlight=False)
+    console.print(sentence or "done", highlight=False, markup=False)
     console.print(f"everstep events --trace {trace}", style="dim", highlight=False)

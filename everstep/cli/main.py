@@ -17,12 +17,13 @@ from rich.live import Live
 from rich.text import Text
 
 from everstep import __version__
-from everstep.cli import tables, tokens
+from everstep.cli import past, policy, tables, tokens
 from everstep.cli.client import Client
 from everstep.cli.context import Access, Json, Reason, console, controller, print_changed, show
 from everstep.errors import Unavailable
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import Verdict
+from everstep.wire.v1 import history
 from everstep.wire.v1 import operator as op
 
 DEFAULT_CONTROLLER = "http://127.0.0.1:7700"
@@ -36,6 +37,9 @@ app.add_typer(node_app, name="node")
 app.add_typer(job_app, name="job")
 app.add_typer(verdict_app, name="verdict")
 app.add_typer(tokens.app, name="token")
+app.add_typer(policy.app, name="policy")
+past.register(app)
+job_app.command()(past.exposures)
 
 NodeName = Annotated[str, typer.Argument(metavar="NODE")]
 JobName = Annotated[str, typer.Argument(metavar="JOB")]
@@ -45,7 +49,7 @@ JobName = Annotated[str, typer.Argument(metavar="JOB")]
 def connect(
     context: typer.Context,
     address: Annotated[
-        str, typer.Option("--controller", envvar="EVERSTEP_CONTROLLER", help="The controller's address.")
+        str, typer.Option("--controller", envvar="EVERSTEP_CONTROLLER", help="Where controllers are, commas between.")
     ] = DEFAULT_CONTROLLER,
     token_file: Annotated[str, typer.Option(envvar="EVERSTEP_TOKEN_FILE", help="A file with your token.")] = "",
     ca_file: Annotated[
@@ -100,15 +104,30 @@ def top(
 
 def _look(client: Client) -> RenderableType:
     fleet = client.get("/v1/status", op.FleetStatus)
-    return tables.top(fleet, client.get("/v1/nodes", op.NodeList).nodes, SYSTEM_CLOCK.wall())
+    return tables.top(fleet, _all_nodes(client), SYSTEM_CLOCK.wall())
 
 
 @app.command()
-def nodes(context: typer.Context, as_json: Json = False) -> None:
-    """All nodes and how they stand."""
+def nodes(
+    context: typer.Context,
+    state: Annotated[str, typer.Option(help="Only in this state, such as quarantined.")] = "",
+    rack: Annotated[str, typer.Option(help="Only in this rack.")] = "",
+    job: Annotated[str, typer.Option(help="Only in this job's roster.")] = "",
+    model: Annotated[str, typer.Option(help="Only with GPUs of whose name this is a part.")] = "",
+    label: Annotated[str, typer.Option(metavar="NAME[=VALUE]", help="Only with this label.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Nodes and how they stand."""
     with controller(context) as client:
-        found = client.get("/v1/nodes", op.NodeList)
-        show(found, as_json, tables.nodes(found.nodes, SYSTEM_CLOCK.wall()))
+        wanted = {"state": state, "rack": rack, "job": job, "model": model, "label": label}
+        found = _all_nodes(client, **wanted)
+        show(op.NodeList(nodes=found, total=len(found)), as_json, tables.nodes(found, SYSTEM_CLOCK.wall()))
+
+
+def _all_nodes(client: Client, **wanted: str) -> tuple[op.NodeSummary, ...]:
+    return tuple(
+        node for page in past.pages(client, "/v1/nodes", op.NodeList, sys.maxsize, **wanted) for node in page.nodes
+    )
 
 
 @node_app.command("show")
@@ -147,6 +166,20 @@ def readmit(context: typer.Context, node: NodeName, reason: Reason) -> None:
 def evict(context: typer.Context, node: NodeName, reason: Reason) -> None:
     """Take the node out of every job at once, whatever the budget says."""
     _order(context, f"/v1/nodes/{node}/evict", op.Because(reason=reason))
+
+
+@node_app.command()
+def maintenance(
+    context: typer.Context,
+    reason: Reason,
+    hours: Annotated[float, typer.Option(min=0.01, help="How long from now.")],
+    node: Annotated[str, typer.Argument(metavar="NODE")] = "",
+    rack: Annotated[str, typer.Option(help="All nodes of this rack instead.")] = "",
+) -> None:
+    """Leave jobs at a boundary for so long, and come back by probation; nothing that happens meanwhile counts."""
+    until = SYSTEM_CLOCK.wall() + hours * 3600
+    window = history.Maintenance(until=until, reason=reason, node=node or None, rack=rack or None)
+    _order(context, "/v1/maintenance", window)
 
 
 @node_app.command()
