@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from controller.core import casebook, offenders, remedies
 from controller.core.events import ActionReported
 from controller.core.membership import jobs_seated_on
@@ -48,7 +50,7 @@ def _carry_out(turn: Turn, node: str, course: Course) -> None:
     elif cure not in remedies.KINDS:
         return
     elif jobs_seated_on(turn.state, node):
-        turn.wake(turn.now + SEAT_RETRY_S, "care", node)
+        turn.wake(math.floor(turn.now) + SEAT_RETRY_S, "care", node)  # whole seconds: one look, however often asked for
     elif why := remedies.node_cap(turn, node):
         to_repair(turn, node, f"{node} needs a person: {', '.join(record.causes)} stands, and {why}")
     elif (fleet := remedies.fleet_cap(turn))[0]:

@@ -142,12 +142,10 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     probe_retry_max_s: float = 3600.0
     """Bound of that wait."""
     offender_wait_s: float = 600.0
-    """Seconds in quarantine after a second eviction inside ``offender_window_s``; doubles with each further one. A
-    first eviction waits only for its causes to clear."""
+    """Seconds in quarantine of a node whose score of offences is 2; doubles with each point more. A first offence waits
+    only for its causes to clear."""
     offender_wait_max_s: float = 86400.0
     """Bound of that wait."""
-    offender_window_s: float = 7 * 86400.0
-    """Seconds that a node's evictions are remembered for."""
 
     # findings
     rules: Rulebook = Rulebook()
@@ -158,7 +156,8 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     finding_quiet_s: float = 60.0
     """Seconds without a finding of the kind after which they are written down one by one again."""
     slow_link_bytes_per_s: float = 0.0
-    """Bus bandwidth of the largest probe below which a link is called slow. It depends on the network: 0 judges none."""
+    """Bus bandwidth of the largest probe below which a link is called slow. It depends on the network; 0 judges none.
+    """
 
     # remedies
     remediate: Mode = Mode.RECOMMEND
@@ -229,7 +228,6 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             probe_timeout_s=30.0,
             probe_retry_s=2.0,
             offender_wait_s=5.0,
-            offender_window_s=120.0,
             finding_quiet_s=5.0,
             remedy_timeout_s=30.0,
             remedy_settle_s=5.0,

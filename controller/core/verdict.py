@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from controller.core import casebook, second_pass
@@ -294,9 +295,10 @@ def _ask_others(turn: Turn, node: str, finding: Finding) -> None:
 
 
 def _look_later(turn: Turn, node: str, finding: Finding, why: str, due: float) -> None:
+    """One look a second at most, however often findings are raised meanwhile."""
     turn.state.nodes[node].undecided[finding.key] = why
     turn.node_changed(node)
-    turn.wake(due, "care", node)
+    turn.wake(float(math.ceil(due)), "care", node)
 
 
 def look_again(turn: Turn, node: str) -> None:

@@ -174,6 +174,18 @@ def test_a_storm_of_critical_findings_is_judged_every_time_and_advised_a_few_tim
     assert "burst" not in audits(fleet.effects, "finding")[-1]
 
 
+def test_a_storm_during_an_outbreak_queues_one_look_a_second() -> None:
+    fleet = _fleet(nodes=12)
+    for i in range(1, 5):
+        fleet.raise_finding(f"n{i}", xid())
+    before = len(fleet.state.deadlines)
+    for _ in range(100):
+        fleet.clear_finding("n4", xid().key)
+        fleet.raise_finding("n4", xid())
+        fleet.now += 0.01
+    assert len(fleet.state.deadlines) <= before + 2
+
+
 # --- boot grace --------------------------------------------------------------------------------------------------
 
 
