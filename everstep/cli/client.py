@@ -75,7 +75,7 @@ class Client:
         self._tls = tls
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
-    def get(self, path: str, kind: type[T], **query: str | int) -> T:
+    def get(self, path: str, kind: type[T], /, **query: str | int) -> T:
         """The answer of a GET. Raises EverstepError with what the controller said, Unavailable where none answers."""
         asked = {name: value for name, value in query.items() if value not in ("", None)}
         return self._decode(self._ask("GET", path + (f"?{urlencode(asked)}" if asked else "")), kind)

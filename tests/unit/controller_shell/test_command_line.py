@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import socket
 import threading
@@ -21,8 +20,10 @@ from everstep.cli.main import app
 from everstep.ids import Version
 from everstep.tokens import TokenRole, mint
 from everstep.vocabulary import Action, Finding, FindingKind, JobState, NodeState, Severity, Verdict
+from everstep.wire.v1 import history as past
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.agent import Domain, Gpu, Heartbeat, Numbered, Reports
+from everstep.wire.v1.evidence import Evidence
 from everstep.wire.v1.training import AnyReport, FindingRaised, JobSpec, ProbeFinished, RankLost, RankProgress, Resumed
 from tests.support.controllers import (
     SECRET,
@@ -93,8 +94,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everstep.cli.main.console.width", 240)
-    monkeypatch.setattr("everstep.cli.main.complaints.width", 240)
+    monkeypatch.setattr("everstep.cli.context.console.width", 240)
+    monkeypatch.setattr("everstep.cli.context.complaints.width", 240)
     for name in ("EVERSTEP_CONTROLLER", "EVERSTEP_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -230,12 +231,51 @@ def test_a_verdict_is_explained(run: Any) -> None:
         (("jobs",), op.JobList),
         (("job", "show", "gpt"), op.JobDetail),
         (("verdict", "explain", "n1-1"), Verdict),
+        (("findings",), past.FindingList),
+        (("verdicts", "--node", "n1"), past.VerdictList),
+        (("checkpoints", "--job", "gpt"), past.CheckpointList),
+        (("remedies",), past.RemedyList),
+        (("budget",), past.BudgetStatus),
+        (("policy", "show"), past.PolicyDocument),
+        (("job", "exposures", "gpt"), op.Restorability),
     ],
 )
 def test_every_reader_prints_json_for_scripts(run: Any, arguments: tuple[str, ...], kind: Any) -> None:
     result = run(*arguments, "--json")
     assert result.exit_code == 0, result.output
     msgspec.json.decode(result.output, type=kind)
+
+
+def test_the_past_and_what_is_left_are_shown(run: Any) -> None:
+    assert "XID 79: GPU has fallen off the bus" in run("findings", "--standing").output
+    assert re.search(r"n1-1\s+evict", run("verdicts").output)
+    assert re.search(r"n1\s+cordon", run("remedies").output)
+    assert re.search(r"fleet\s+\d+", run("budget").output)
+    assert "eviction_count" in run("policy", "show").output
+    assert "gpu.xid" in run("policy", "show", "--rules").output
+    assert "node n2" in run("job", "exposures", "gpt").output
+    listed = run("nodes", "--state", "healthy", "--rack", "r1").output
+    assert ("n1" in listed, "n2" in listed) == (False, True)
+
+
+def test_a_nodes_evidence_is_written_for_its_owner_only(run: Any, tmp_path: Path) -> None:
+    file = tmp_path / "n1.json"
+    assert "findings" in run("evidence", "n1", "--output", str(file)).output
+    assert msgspec.json.decode(file.read_bytes(), type=Evidence).node == "n1"
+    assert file.stat().st_mode & 0o077 == 0
+
+
+def test_a_change_of_policy_is_checked_from_a_file(run: Any, tmp_path: Path) -> None:
+    change = tmp_path / "change.toml"
+    change.write_text('[policy]\neviction_count = 2\n\n[[rule]]\nkind = "gpu.lost"\nmode = "observe"\n')
+    assert re.search(r"eviction_count\s+4 -> 2", run("policy", "check", str(change)).output)
+    change.write_text("[policy]\neviction_cuont = 2\n")
+    wrong = run("policy", "check", str(change))
+    assert (wrong.exit_code, "eviction_cuont" in wrong.output) == (2, True)
+    change.write_text("[knobs]\n")
+    assert "give [policy] and [[rule]] only" in run("policy", "check", str(change)).output
+    refused = run("policy", "try", str(tmp_path / "absent.toml"))
+    assert "cannot be read" in refused.output
 
 
 def test_events_in_json_are_one_a_line(run: Any) -> None:
@@ -263,13 +303,14 @@ def test_a_refusal_is_said_with_status_1(run: Any) -> None:
 
 def test_a_probe_waits_for_its_result(run: Any, fleet: Fleet) -> None:
     def answer() -> None:
+        asked: list[op.ProbeStatus] = []
+        while not asked:
+            _, body = fleet.process.ask("GET", "/v1/probes")
+            probes = msgspec.json.decode(body, type=op.ProbeList).probes
+            asked = [probe for probe in probes if set(probe.nodes) == {"n2", "n3"}]
+            time.sleep(0.005)
         for node in ("n2", "n3"):
-            status, body = 0, b""
-            while status != 200:
-                status, body = fleet.process.ask("GET", "/v1/probes/probe-1")
-                time.sleep(0.005)
-            assert json.loads(body)["probe"] == "probe-1"
-            fleet.report(node, ProbeFinished(probe="probe-1", ok=True, rows=((65536, 0.0005, 2.0e9),)))
+            fleet.report(node, ProbeFinished(probe=asked[0].probe, ok=True, rows=((65536, 0.0005, 2.0e9),)))
 
     answering = threading.Thread(target=answer)
     answering.start()
@@ -277,6 +318,13 @@ def test_a_probe_waits_for_its_result(run: Any, fleet: Fleet) -> None:
     answering.join(30)
     assert result.exit_code == 0, result.output
     assert re.search(r"64\.0 KiB\s+500 us\s+1\.9 GiB/s", result.output)
+
+
+def test_maintenance_is_ordered_for_a_while(run: Any) -> None:
+    result = run("node", "maintenance", "n3", "--hours", "0.5", "--reason", "a new fan")
+    assert result.exit_code == 0, result.output
+    assert "a new fan" in result.output
+    assert run("node", "readmit", "n3", "--reason", "done early").exit_code == 0
 
 
 def test_no_controller_there_is_said_with_status_2(tmp_path: Path) -> None:
@@ -317,7 +365,7 @@ def test_a_viewer_is_told_that_orders_need_an_operator(fleet: Fleet, tmp_path: P
     head = ["--controller", fleet.process.url, "--token-file", token(tmp_path, TokenRole.VIEWER)]
     result = CliRunner().invoke(app, [*head, "node", "hold", "n3", "--reason", "x"])
     assert result.exit_code == 1
-    assert "use an operator token" in result.stderr
+    assert "it needs that of an operator" in result.stderr
 
 
 def test_the_environment_names_controller_and_token(fleet: Fleet, tmp_path: Path) -> None:

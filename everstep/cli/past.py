@@ -1,0 +1,180 @@
+"""``everstep findings``, ``verdicts``, ``checkpoints``, ``remedies``, ``budget`` and ``evidence``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import typer
+from rich.text import Text
+
+from everstep.cli import tables
+from everstep.cli.client import Client
+from everstep.cli.context import Json, console, controller, show
+from everstep.cli.words import age, size
+from everstep.errors import ConfigurationError
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep.wire.v1 import history as past
+from everstep.wire.v1 import operator as op
+from everstep.wire.v1.evidence import Evidence
+
+T = TypeVar("T")
+PAGE = 1000
+
+Node = Annotated[str, typer.Option(help="Only of this node.")]
+Most = Annotated[int, typer.Option("--limit", min=1, help="At most so many, newest first.")]
+
+
+def pages(client: Client, path: str, kind: type[T], most: int, /, **query: str) -> Iterator[T]:
+    """The pages of a list, as many as it takes for ``most`` entries."""
+    cursor = ""
+    while most > 0:
+        page: Any = client.get(path, kind, **query, limit=min(most, PAGE), cursor=cursor)
+        yield page
+        most -= PAGE
+        cursor = page.next
+        if not cursor:
+            return
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands."""
+    for command in (findings, verdicts, checkpoints, remedies, budget, evidence):
+        app.command()(command)
+
+
+def findings(
+    context: typer.Context,
+    node: Node = "",
+    kind: Annotated[str, typer.Option(help="Only of this kind, such as gpu.xid.")] = "",
+    standing: Annotated[bool, typer.Option(help="Only those that have not cleared.")] = False,
+    limit: Most = 100,
+    as_json: Json = False,
+) -> None:
+    """What was found on nodes, newest first."""
+    with controller(context) as client:
+        wanted = {"node": node, "kind": kind, "standing": "true" if standing else ""}
+        seen = tuple(
+            one for page in pages(client, "/v1/findings", past.FindingList, limit, **wanted) for one in page.findings
+        )
+        now, view = SYSTEM_CLOCK.wall(), tables.table("node", "severity", "finding", "seen", "cleared")
+        for one in seen:
+            cleared = "-" if one.cleared_at is None else f"{age(now - one.cleared_at)} ago"
+            view.add_row(one.node, one.finding.severity, one.finding.message, f"{age(now - one.at)} ago", cleared)
+        show(past.FindingList(findings=seen), as_json, view)
+
+
+def verdicts(
+    context: typer.Context,
+    node: Node = "",
+    decision: Annotated[str, typer.Option(help="Only these: evict, hold_by_budget, readmit, ...")] = "",
+    limit: Most = 100,
+    as_json: Json = False,
+) -> None:
+    """What was decided about nodes, newest first."""
+    with controller(context) as client:
+        wanted = {"node": node, "decision": decision}
+        given = tuple(
+            one for page in pages(client, "/v1/verdicts", past.VerdictList, limit, **wanted) for one in page.verdicts
+        )
+        now, view = SYSTEM_CLOCK.wall(), tables.table("verdict", "decision", "when", "why")
+        for one in given:
+            view.add_row(one.id, one.decision, f"{age(now - one.at)} ago", one.sentence)
+        show(past.VerdictList(verdicts=given), as_json, view)
+
+
+def checkpoints(
+    context: typer.Context,
+    job: Annotated[str, typer.Option(help="Only of this job.")] = "",
+    limit: Most = 20,
+    as_json: Json = False,
+) -> None:
+    """Versions that were committed, newest first."""
+    with controller(context) as client:
+        kept = tuple(
+            one
+            for page in pages(client, "/v1/checkpoints", past.CheckpointList, limit, job=job)
+            for one in page.checkpoints
+        )
+        now, view = (
+            SYSTEM_CLOCK.wall(),
+            tables.table("job", "version", "committed", "verified", "size", right=("size",)),
+        )
+        for one in kept:
+            verified = "-" if one.verified_at is None else f"{age(now - one.verified_at)} ago"
+            view.add_row(one.job, str(one.version), f"{age(now - one.committed_at)} ago", verified, size(one.bytes))
+        show(past.CheckpointList(checkpoints=kept), as_json, view)
+
+
+def remedies(context: typer.Context, node: Node = "", limit: Most = 50, as_json: Json = False) -> None:
+    """What was asked of Slurm, Kubernetes or the webhook, and what came of it."""
+    with controller(context) as client:
+        asked = tuple(
+            one for page in pages(client, "/v1/remedies", past.RemedyList, limit, node=node) for one in page.remedies
+        )
+        now, view = SYSTEM_CLOCK.wall(), tables.table("node", "action", "state", "asked", "why")
+        for one in asked:
+            why = f"{one.sentence} ({one.detail})" if one.detail else one.sentence
+            view.add_row(one.node, one.kind.replace("_", " "), one.state, f"{age(now - one.requested_at)} ago", why)
+        show(past.RemedyList(remedies=asked), as_json, view)
+
+
+def budget(context: typer.Context, as_json: Json = False) -> None:
+    """What may still be evicted, and who is held."""
+    with controller(context) as client:
+        now, left = SYSTEM_CLOCK.wall(), client.get("/v1/budget", past.BudgetStatus)
+        view = tables.table(
+            "of", "left", "limit", "used", "nodes", "frees in", right=("left", "limit", "used", "nodes")
+        )
+        for one in left.scopes:
+            frees = age(now - 2 * now - one.frees_at) if one.frees_at > now else "-"
+            numbers = (one.left, one.limit, one.used, one.nodes)
+            view.add_row(" ".join(filter(None, (one.kind, one.name))), *map(str, numbers), frees)
+        show(left, as_json, view)
+        if not as_json:
+            if left.breaker:
+                console.print(Text(left.breaker, style="bold red"))
+            for held in left.held:
+                console.print(
+                    f"{held.node} stays, held by {held.held_by}: {held.finding}", highlight=False, markup=False
+                )
+
+
+def evidence(
+    context: typer.Context,
+    node: Annotated[str, typer.Argument(metavar="NODE")],
+    output: Annotated[Path | None, typer.Option(help="Write the document there instead of showing it.")] = None,
+) -> None:
+    """Everything known against a node in one JSON document, for its vendor."""
+    with controller(context) as client:
+        bundle = client.get(f"/v1/nodes/{node}/evidence", Evidence)
+        text = msgspec.json.format(msgspec.json.encode(bundle), indent=2) + b"\n"
+        if output is None:
+            sys.stdout.buffer.write(text)
+            return
+        try:
+            with os.fdopen(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(text)
+        except OSError as error:
+            raise ConfigurationError(f"{output} cannot be written: {error.strerror}") from error
+        console.print(f"{output}: {len(bundle.findings)} findings, {len(bundle.verdicts)} verdicts of {node}")
+
+
+def exposures(
+    context: typer.Context, job: Annotated[str, typer.Argument(metavar="JOB")], as_json: Json = False
+) -> None:
+    """What the job would go back to now, and which loss it could not bear."""
+    with controller(context) as client:
+        told = client.get(f"/v1/jobs/{job}/restorability", op.Restorability)
+        view = tables.table("loss", "checkpoint", "nodes left", "what follows", right=("nodes left",))
+        for one in told.exposures:
+            name = one.name or "+".join(one.nodes)
+            whole = Text("whole", style="green") if one.whole else Text("broken", style="bold red")
+            view.add_row(f"{one.kind} {name}", whole, str(one.nodes_left), one.sentence)
+        if not as_json:
+            console.print(told.sentence, highlight=False, markup=False)
+        show(told, as_json, view)

@@ -1,0 +1,94 @@
+"""``everstep policy``: the rules in force, and a change of them, checked and tried before it is made."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from everstep.cli import tables
+from everstep.cli.context import Json, console, controller, show
+from everstep.errors import ConfigurationError
+from everstep.wire.v1 import history as past
+
+app = typer.Typer(help="The policy: show, check, try.", no_args_is_help=True)
+
+Change = Annotated[Path, typer.Argument(metavar="FILE", help="TOML: knobs under [policy], rules as [[rule]] tables.")]
+
+
+def _read(file: Path) -> past.PolicyChange:
+    """The change in a file, written as it would be put in force: in the settings, and in a policy file."""
+    try:
+        written: dict[str, Any] = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise ConfigurationError(f"{file} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{file} is not TOML: {error}") from error
+    if unknown := written.keys() - {"policy", "rule"}:
+        raise ConfigurationError(f"{file} has {', '.join(sorted(unknown))}: give [policy] and [[rule]] only")
+    try:
+        return msgspec.convert(
+            {"knobs": written.get("policy", {}), "rules": written.get("rule", [])}, past.PolicyChange
+        )
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"{file}: {error}") from error
+
+
+@app.command("show")
+def show_(
+    context: typer.Context,
+    rules: Annotated[bool, typer.Option("--rules", help="The rules on findings instead of the knobs.")] = False,
+    as_json: Json = False,
+) -> None:
+    """The policy in force."""
+    with controller(context) as client:
+        policy = client.get("/v1/policy", past.PolicyDocument)
+        if rules:
+            view = tables.table("rule", "mode", "ladder", "n of m", "source")
+            for rule in policy.rules:
+                name = ".".join(filter(None, (rule["kind"], rule.get("name", ""))))
+                counted = "-".join(map(str, rule.get("n_of", (1, 1))))
+                ladder = ", ".join(rule.get("ladder", ("drain", "repair")))
+                view.add_row(name, rule.get("mode", "enforce"), ladder, counted, rule["source"])
+        else:
+            view = tables.table("knob", "value")
+            for name, value in policy.knobs.items():
+                view.add_row(name, str(value))
+        show(policy, as_json, view)
+
+
+@app.command()
+def check(context: typer.Context, file: Change, as_json: Json = False) -> None:
+    """Whether a change could be put in force, and what it changes."""
+    with controller(context) as client:
+        checked = client.post("/v1/policy/check", _read(file), past.PolicyChecked)
+        view = tables.table("what", "change")
+        for name, change in checked.changes.items():
+            view.add_row(name, change)
+        if checked.ok or as_json:
+            show(checked, as_json, view)
+        if not checked.ok:
+            raise ConfigurationError(f"{file}: {checked.complaint}")
+
+
+@app.command("try")
+def try_(
+    context: typer.Context,
+    file: Change,
+    hours: Annotated[float, typer.Option(min=0.01, help="How far back.")] = 168.0,
+    as_json: Json = False,
+) -> None:
+    """What a change would have done with what the journal recorded."""
+    with controller(context) as client:
+        told = client.post("/v1/policy/try", past.TryPolicy(change=_read(file), hours=hours), past.Tried, timeout_s=600)
+        view = tables.table("would have been evicted", "why")
+        for verdict in told.also:
+            view.add_row(verdict.node, verdict.sentence)
+        show(told, as_json, view if told.also else told.sentence)
+        if not as_json:
+            console.print(f"{told.events} events decided again; {told.sentence}", highlight=False, markup=False)
+            for line in told.not_then:
+                console.print(f"would not have been: {line}", highlight=False, markup=False)
