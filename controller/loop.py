@@ -45,6 +45,9 @@ _Waiting = Waiting[Stimulus[Any]]
 
 UNSURE_S = 0.05
 """Seconds between two looks whether this controller may be sure again that it leads."""
+TICKS_APART_S = 0.01
+"""Least seconds between two Ticks. A fleet of 12,500 nodes has 2,500 deadlines a second at which all is well:
+twenty-five to a Tick, they cost a tenth. Nothing that is counted in deadlines is shorter than five times this."""
 UNPROMISED = (
     "the database is away, so this is kept in memory only, and not promised: send it again; what was ordered may count "
     "when the database is back"
@@ -135,6 +138,7 @@ class FleetLoop:
         self._in_flight: list[_Waiting] = []
         self._work = asyncio.Event()
         self._armed: _Timer | None = None
+        self._ticked_at = 0.0
         self._over = False
         self.started = asyncio.Event()
 
@@ -211,7 +215,7 @@ class FleetLoop:
             self._armed.handle.cancel()
         self._armed = None
         if deadline is not None:
-            due = max(deadline, self.now())
+            due = max(deadline, self.now(), self._ticked_at + TICKS_APART_S)
             handle = asyncio.get_running_loop().call_later(due - self.now(), self._work.set)
             self._armed = _Timer(deadline, due, handle)
 
@@ -259,6 +263,7 @@ class FleetLoop:
         waited = max(self._queue.oldest_s(), *(time.perf_counter() - waiting.arrived_at for waiting in taken), 0.0)
         late = now - self._armed.due if self._armed is not None and self._armed.deadline == deadline else 0.0
         lag_s = max(self.lag.recent_s(), waited, late)
+        self._ticked_at = now
         transaction.handle(ev.Tick(lag_s=lag_s, trace=new_trace()), now)
 
     async def _note_poison(self, event: ev.Event | None) -> None:

@@ -41,6 +41,7 @@ everstep_controller_recoveries_total{job,reason}         counter    generations 
 everstep_controller_recovery_seconds{reason}             histogram  decision to the last rank's first step
 everstep_controller_user_errors_total{job}               counter    exceptions of a training function's own
 everstep_controller_remediation_failures_total           counter    calls to the outside that were given up
+everstep_controller_streams_cut_total                    counter    event streams cut off: their readers did not read
 =======================================================  =========  ==============================================
 
 No series carries a node's name: a fleet has thousands. What a node says of itself is in its agent's metrics.
@@ -79,6 +80,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._events = self._counter("events", "Events the core has handled.", "kind")
+        self._of_kind: dict[str, Counter] = {}
         self._handle = self._histogram("handle_seconds", "The core's time per event.", _FAST)
         self._commit = self._histogram("commit_seconds", "A transaction, until it is durable.", _COMMIT)
         self._commit_events = self._histogram("commit_events", "Events that shared a transaction.", _COUNTS)
@@ -99,6 +101,7 @@ class Metrics:
             registry=self.registry,
         )
         self._user_errors = self._counter("user_errors", "Exceptions of a training function's own.", "job")
+        self.streams_cut = self._counter("streams_cut", "Event streams whose readers took nothing for too long.")
         self.remediation_failures = self._counter("remediation_failures", "Calls to the outside that were given up.")
         Gauge(_PREFIX + "info", "The program.", ["version"], registry=self.registry).labels(__version__).set(1)
 
@@ -109,7 +112,10 @@ class Metrics:
         return Histogram(_PREFIX + name, text, buckets=tuple(buckets), registry=self.registry)
 
     def handled(self, kind: str, seconds: float) -> None:
-        self._events.labels(kind).inc()
+        counter = self._of_kind.get(kind)
+        if counter is None:
+            counter = self._of_kind[kind] = self._events.labels(kind)
+        counter.inc()
         self._handle.observe(seconds)
 
     def committed(self, seconds: float, events: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import logging
 import resource
 import signal
@@ -29,6 +30,9 @@ log = logging.getLogger("controller")
 BACKLOG = 4096
 """Connections that may wait to be accepted: after a failover the whole fleet comes at once. The kernel's own bound
 (net.core.somaxconn) holds too."""
+COLLECT_AFTER = (20_000, 50, 10)
+"""New objects to a collection of the young, such collections to one of the middle-aged, and those to one of all: all
+is then looked at after ten million objects more, at most."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 4))
 """A node that lost its power closes nothing: after two minutes without a sign the kernel ends its connection."""
 
@@ -163,6 +167,14 @@ def _check_authorities(context: ssl.SSLContext, file: str) -> None:
         context.load_verify_locations(file)
     except OSError as error:
         raise ConfigurationError(f"the authorities of client certificates in {file} cannot be read: {error}") from error
+
+
+def settle_collector() -> None:
+    """What a fleet consists of lives long and has no cycles: the garbage collector need not look for them in it while
+    agents wait. By default it passes over everything each time that it has grown by a quarter, in between over what is
+    young after every 700 new objects; a fleet of 12,500 nodes was 0.2 s at a time unanswered for it."""
+    gc.freeze()
+    gc.set_threshold(*COLLECT_AFTER)
 
 
 def raise_file_limit() -> None:

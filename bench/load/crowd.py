@@ -180,6 +180,8 @@ class Crowd:
             self._beat(agent)
 
     def _beat(self, agent: Agent) -> None:
+        if not agent.seq:
+            return  # it has not registered yet
         if agent.beat_sent_at:  # as the real agent, which waits for its answer
             self.skipped += 1
             return

@@ -321,7 +321,10 @@ class Session(asyncio.Protocol):
             self._cut()
 
     def _push_small(self, directives: list[Outgoing]) -> None:
-        if directives:
+        if len(directives) == 1:  # a notice to a whole job, mostly
+            (one,) = directives
+            self._send(Frame.PUSH, b'{"directives":[{"seq":%d,"body":%b}]}' % (one.seq, one.body.json))
+        elif directives:
             self._send(Frame.PUSH, asgi.encode(_Directives(tuple(one.encoded() for one in directives))))
 
     def _push_large(self, one: Outgoing) -> None:
