@@ -243,8 +243,8 @@ def decode_register(body: bytes) -> Register:
         return asgi.decode(_REGISTER, body)
     except MalformedMessage:
         try:
-            offer = _OFFER.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+            offer = asgi.decode(_OFFER, body)
+        except MalformedMessage:
             offer = _Offer(protocols=SPOKEN)
         negotiate(offer.protocols)
         raise
