@@ -21,15 +21,15 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Most seconds of that. Larger bears with agents that stand still for long, smaller bounds what a node that has
     become slow bit by bit can ask for."""
     dead_after_s: float = 20.0
-    """Seconds without a word until a node is lost that was suspected after ``suspect_after_s``: its jobs regroup without
-    it. One that is suspected later is lost as much later. Witnesses shorten this wait."""
+    """Seconds without a word until a node is lost that was suspected after ``suspect_after_s``: its jobs regroup
+    without it. One that is suspected later is lost as much later. Witnesses shorten this wait."""
     accused_after_s: float = 1.5
     """Least seconds without a word until a node is suspected that others have lost (``peer_witnesses``, or one and a
     failure in its job). More than the second between beats, else a node that is there could not refute it in time;
     longer lets its job wait."""
     peer_witnesses: int = 2
-    """Nodes whose vaults must have lost a silent node's, where nothing in its job says that somebody is missing. One can
-    be wrong about its own network; more are rarely there, since copies go to few nodes."""
+    """Nodes whose vaults must have lost a silent node's, where nothing in its job says that somebody is missing. One
+    can be wrong about its own network; more are rarely there, since copies go to few nodes."""
     disconnect_grace_s: float = 3.0
     """Seconds a node whose connection closed may take to come back (an agent's restart takes about one) before its
     jobs regroup without it. With a witness in the job there is no grace."""
@@ -42,8 +42,9 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Share of the fleet that, silent at once, is taken for a fault of the network or of this controller: no node is
     declared lost on silence alone until it is over. Smaller protects more and reacts later to real mass failures."""
     correlated_part_share: float = 0.75
-    """The same of the nodes of one rack, switch, power domain, driver or agent version: that part of the network, or that
-    software, is suspected first. Larger believes a half dead rack node by node; smaller doubts a rack's switch sooner."""
+    """The same of the nodes of one rack, switch, power domain, driver or agent version: that part of the network, or
+    that software, is suspected first. Larger believes a half dead rack node by node; smaller doubts a rack's switch
+    sooner."""
     correlated_minimum: int = 3
     """Fewest silent nodes that can be called correlated; below, every loss is taken at its word."""
     correlated_patience_s: float = 60.0
@@ -112,9 +113,9 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The same as a share of known nodes; the smaller of both holds, but one eviction is always allowed. It is what
     keeps a small fleet from losing half of itself to one bad rule."""
     eviction_rack_count: int = 2
-    """Evictions that one rack may suffer inside the window, as far as the fleet's own budget goes. Further ones are held
-    until it has passed: many sick nodes in one rack have their rack in common. Larger trusts the findings, smaller the
-    coincidence."""
+    """Evictions that one rack may suffer inside the window, as far as the fleet's own budget goes. Further ones are
+    held until it has passed: many sick nodes in one rack have their rack in common. Larger trusts the findings, smaller
+    the coincidence."""
     eviction_rack_share: float = 0.5
     """The same as a share of the rack's nodes."""
     eviction_job_count: int = 3

@@ -27,7 +27,7 @@ class Window(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Eviction(msgspec.Struct, frozen=True, kw_only=True):
-    """One automatic eviction, and against whose budgets it counts: ``rack`` (empty: none), ``jobs`` with a seat there."""
+    """An automatic eviction, and whose budgets it counts against: ``rack`` (empty: none), ``jobs`` with a seat there."""
 
     at: float
     node: NodeId
@@ -404,7 +404,7 @@ class Case(msgspec.Struct, kw_only=True):
 
 
 class Tally(msgspec.Struct):
-    """Of nodes that have something in common: how many are ``expected`` (reachable), and how many of these ``silent``."""
+    """Of nodes with something in common: how many are ``expected`` (reachable), and how many of these ``silent``."""
 
     expected: int = 0
     silent: int = 0
@@ -423,10 +423,10 @@ class FleetState(msgspec.Struct, kw_only=True):
 
     ``deadlines``: a heap of (due, order, kind, subject); an entry is a hint to look, never a decision. ``silent``:
     reachable nodes over their first deadline or with a closed connection. ``tallies`` count both by what nodes have in
-    common, ``crossed`` names those of them that are silent at once, in an ``episode``; ``calm_since``: when the last one
-    ended. ``unmet``: reachable nodes that this controller has not heard; until ``reunion_at`` they are waited for. ``held``: nodes whose eviction is held, by
-    what holds it; ``short``: jobs that can spare no node: until when that is taken as known, and why. ``slack_s``: the
-    observer's own lag. ``cases``: second passes under way. ``sightings``:
+    common, ``crossed`` names those of them that are silent at once, in an ``episode``; ``calm_since``: when the last
+    one ended. ``unmet``: reachable nodes that this controller has not heard; until ``reunion_at`` they are waited for.
+    ``held``: nodes whose eviction is held, by what holds it; ``short``: jobs that can spare no node: until when that is
+    taken as known, and why. ``slack_s``: the observer's own lag. ``cases``: second passes under way. ``sightings``:
     where and when each kind of finding (and XID) was seen lately; ``outbreaks``: those of them taken for no node's own.
     ``epoch``: which life of a controller over its database this is. ``store_away``: why the database cannot be written
     now, empty while it can.

@@ -120,9 +120,6 @@ def test_the_window_frees_the_budget_only_before_the_breaker_latched() -> None:
     assert decisions(fleet.raise_finding("n4", xid(62))) == [("n4", "hold_by_budget")]
 
 
-
-
-
 # --- ways back ---------------------------------------------------------------------------------------------------
 
 
