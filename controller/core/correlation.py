@@ -205,6 +205,3 @@ def _name(state: FleetState, name: str) -> str:
     kind, _, which = name.partition(":")
     tally = state.tallies[name]
     return f"{kind} {which} ({tally.silent} of {tally.expected})"
-
-
-

@@ -27,7 +27,7 @@ class Window(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Eviction(msgspec.Struct, frozen=True, kw_only=True):
-    """An automatic eviction, and whose budgets it counts against: ``rack`` (empty: none), ``jobs`` with a seat there."""
+    """An automatic eviction, and whose budgets it uses: of ``rack`` (empty: none), of ``jobs`` with a seat there."""
 
     at: float
     node: NodeId
