@@ -37,10 +37,12 @@ from controller.metrics import FleetCollector, Metrics
 from controller.push import Outbox
 from controller.remediation.base import Remediator
 from controller.remediation.outside import Outside
+from controller.retention import retaining
 from controller.rulebook import with_rules
 from controller.secret_file import Keyring
 from controller.steady_time import SteadyTime
 from controller.store.records import Loaded
+from controller.store.retention import Keep
 from controller.store.threads import Store
 from controller.transaction import AuditNumbers
 from everstep import __version__
@@ -166,6 +168,8 @@ class Controller:
             long_poll_max_s=settings.long_poll_max_s,
         )
         self.task: asyncio.Task[None] | None = None
+        self.retaining: asyncio.Task[None] | None = None
+        self._settings = settings
 
     @classmethod
     async def lead(
@@ -193,6 +197,7 @@ class Controller:
             store.close()
             await task
         controller.outside.start()
+        controller.retaining = asyncio.create_task(retaining(store, controller.keep), name="retention")
         return controller
 
     @classmethod
@@ -208,6 +213,15 @@ class Controller:
         store = Store(engine, commit_timeout_s=settings.commit_timeout_s)
         return await cls.lead(settings, keyring, store, await store.take_over(), clock, make_remediator)
 
+    def keep(self) -> Keep:
+        """What history stays, as of now."""
+        settings = self._settings
+        return Keep(
+            since=self.loop.now() - settings.retention_days * 86400,
+            events=settings.retention_events,
+            generations=settings.retention_generations,
+        )
+
     def certain(self) -> bool:
         """Whether it may answer as the leader now."""
         return self._tenure is None or self._tenure.certain()
@@ -220,9 +234,10 @@ class Controller:
     async def stop(self) -> None:
         """Ends the loop and closes the database, once what is being written has been."""
         self.release()
-        assert self.task is not None
-        self.task.cancel()
-        await asyncio.wait({self.task})
+        tasks = {task for task in (self.task, self.retaining) if task is not None}
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
         await self.outside.stop()
         if self.journal is not None:
             await asyncio.to_thread(self.journal.close)
@@ -238,7 +253,9 @@ class Controller:
         document: dict[str, Any] = openapi.document()
         app.openapi = lambda: document  # type: ignore[method-assign]
         errors.install(app, self.metrics)
-        past = HistoryRoutes(desk=self.desk, store=self.store, feed=self.feed, gate=gate)
+        past = HistoryRoutes(
+            desk=self.desk, store=self.store, feed=self.feed, gate=gate, cut=self.metrics.streams_cut.inc
+        )
         app.add_api_route(PLAIN["stream"].path, past.stream, methods=["GET"], include_in_schema=False)
         endpoints.install(app, gate, OPERATOR, OperatorRoutes(desk=self.desk, loop=self.loop, store=self.store))
         endpoints.install(app, gate, HISTORY, past)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from fastapi import Request, Response
-from fastapi.responses import StreamingResponse
 
 from controller import views
 from controller.api import asgi, endpoints
 from controller.api.auth import Gate
 from controller.api.routes import PLAIN
-from controller.api.stream import AuditFeed, event_of, server_sent
+from controller.api.stream import AuditFeed, EventStream, event_of, server_sent
 from controller.core.evidence import evidence_of
 from controller.store import history
 from controller.store.reader import Reader
@@ -44,8 +44,9 @@ def flag(asked: dict[str, str], name: str) -> bool | None:
 class HistoryRoutes:
     """The handlers of ``controller.api.routes.HISTORY``, by name."""
 
-    def __init__(self, *, desk: views.Desk, store: Store, feed: AuditFeed, gate: Gate) -> None:
+    def __init__(self, *, desk: views.Desk, store: Store, feed: AuditFeed, gate: Gate, cut: Callable[[], None]) -> None:
         self._desk = desk
+        self._cut = cut
         self._store = store
         self._feed = feed
         self._gate = gate
@@ -82,15 +83,12 @@ class HistoryRoutes:
         if "last-event-id" in request.headers:
             asked["after"] = request.headers["last-event-id"]
         after = asgi.integer(asked, "after", self._feed.newest)
-        return StreamingResponse(
-            server_sent(
-                self._feed,
-                after,
-                lambda seen: self._store.read(lambda reader: reader.events(after=seen, limit=LONGEST_PAGE)),
-            ),
-            media_type="text/event-stream",
-            headers={"cache-control": "no-store"},
+        frames = server_sent(
+            self._feed,
+            after,
+            lambda seen: self._store.read(lambda reader: reader.events(after=seen, limit=LONGEST_PAGE)),
         )
+        return EventStream(frames, self._cut)
 
     # --- pages -----------------------------------------------------------------------------------------------------
 

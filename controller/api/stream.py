@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
+from starlette.responses import StreamingResponse
+from starlette.types import Send
 
 from controller.store.records import AuditRow
 from everstep.wire.v1.operator import Event
@@ -15,6 +17,9 @@ KEPT = 4096
 """Rows in memory. A reader that falls farther behind is served from the store."""
 KEEPALIVE_S = 15.0
 """Seconds between comments on an idle stream, below the 30 s after which proxies give connections up."""
+
+SLOW_S = 10.0
+"""Seconds that a reader may take for what fits a socket's buffers. A dashboard on a train may take as long once."""
 
 ReadRows = Callable[[int], Awaitable[list[AuditRow]]]
 
@@ -73,9 +78,33 @@ class AuditFeed:
         if self.closed:
             return
         try:
-            await asyncio.wait_for(self._more.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._more.wait()
         except TimeoutError:
             pass
+
+
+class EventStream(StreamingResponse):
+    """Sends frames to a reader as long as it reads; one that takes nothing for SLOW_S is cut off, and ``cut`` called.
+
+    What it did not get is in the audit log: it comes again with Last-Event-ID.
+    """
+
+    def __init__(self, frames: AsyncIterator[bytes], cut: Callable[[], None], *, slow_s: float = SLOW_S) -> None:
+        super().__init__(frames, media_type="text/event-stream", headers={"cache-control": "no-store"})
+        self._cut = cut
+        self._slow_s = slow_s
+
+    async def stream_response(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for frames in self.body_iterator:
+                async with asyncio.timeout(self._slow_s):
+                    await send({"type": "http.response.body", "body": frames, "more_body": True})
+        except TimeoutError:
+            self._cut()
+            return  # unfinished: the server closes the connection
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _frame(row: AuditRow) -> bytes:
