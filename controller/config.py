@@ -17,6 +17,7 @@ from controller.rulebook import with_rules
 from everstep.errors import ConfigurationError
 from everstep.ids import split_address
 from everstep.tokens import check_secret, split_secrets
+from everstep.vocabulary import Mode
 
 ENVIRONMENT_PREFIX = "EVERSTEP_CONTROLLER_"
 POLICY_PREFIX = ENVIRONMENT_PREFIX + "POLICY_"
@@ -74,10 +75,17 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """Requests that may wait for a transaction; beyond it agents are told to come again, and their spools hold."""
     commit_timeout_s: float = 2.0
     """Seconds a transaction may take before it is broken off and the database counts as away. Nothing is decided while
-    one is written: longer makes a database that hangs delay a regroup, shorter takes a slow one for one that is gone."""
+    one is written: longer makes a database that hangs delay a regroup, shorter takes a slow one for a dead one."""
     away_limit_bytes: int = 64 << 20
-    """About how many bytes of decisions are kept in memory while the database is away; beyond it agents are told to come
-    again, and their spools hold. An hour of a fleet of 1,000 nodes is some 4 MiB."""
+    """About how many bytes of decisions are kept in memory while the database is away; beyond it agents are told to
+    come again, and their spools hold. A regroup of 1,000 ranks is some 100 KiB."""
+    retention_days: float = 90.0
+    """Days for which the audit log, verdicts, and findings and remedies that are over are kept. What a controller
+    starts from is kept whatever its age, and so is each node's newest verdict."""
+    retention_events: int = 2_000_000
+    """Most lines of the audit log, about half a KiB each; the oldest go first, however young."""
+    retention_generations: int = 1000
+    """Most rosters of each job that are kept, a few KiB each, up to some MiB in a fleet of 10,000 nodes."""
     lease_s: float = 5.0
     """Seconds for which a leader leads without renewing, over PostgreSQL: after so long a controller that was stopped,
     or cut off from the database, is followed by another. (One that died is followed at once.) Shorter follows sooner,
@@ -190,6 +198,10 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
                 self.commit_timeout_s <= 0 or self.stop_grace_s < 0,
                 "commit_timeout_s must be positive and stop_grace_s not negative",
             ),
+            (
+                self.retention_days <= 0 or self.retention_events < 1000 or self.retention_generations < 16,
+                "retention_days must be positive, retention_events at least 1000, retention_generations at least 16",
+            ),
             (self.away_limit_bytes < 1 << 20, "away_limit_bytes must be at least 1048576"),
             (
                 not 0.2 <= self.lease_renew_s <= self.lease_s / 3,
@@ -207,6 +219,11 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             (
                 bool(self.alert_token_file) and not self.alert_url,
                 "alert_token_file is for alert_url, and there is none",
+            ),
+            (
+                self.policy.remediate is Mode.ENFORCE and self.remediation == "dry_run",
+                "policy.remediate = enforce asks for resets and reboots, and remediation = dry_run carries none out: "
+                "name what does",
             ),
             (
                 webhook and urlsplit(self.webhook_url).scheme not in ("http", "https"),

@@ -8,7 +8,9 @@ import pytest
 
 from controller.config import ControllerSettings, load_settings, read_password, read_secret
 from controller.core.policy import CorePolicy
+from controller.rulebook import with_rules
 from everstep.errors import ConfigurationError
+from everstep.vocabulary import FindingKind, Mode
 
 GIVEN = {"secret_file": "secret"}
 
@@ -32,7 +34,25 @@ def test_an_explicit_argument_wins_over_file_environment_and_preset(tmp_path: Pa
 
 def test_what_a_platform_puts_into_the_environment_is_not_taken_for_a_setting() -> None:
     environment = {"EVERSTEP_CONTROLLER_PORT": "tcp://10.0.0.1:7700", "EVERSTEP_CONTROLLER": "http://c:7700"}
-    assert load_settings(GIVEN, environment=environment) == ControllerSettings(secret_file="secret")
+    plain = ControllerSettings(secret_file="secret", policy=with_rules(CorePolicy()))
+    assert load_settings(GIVEN, environment=environment) == plain
+
+
+def test_a_sites_rules_are_read_with_the_settings_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
+    rules = tmp_path / "site.toml"
+    rules.write_text('[[rule]]\nkind = "gpu.xid"\nmode = "observe"\nsource = "a test"\n')
+    settings = load_settings({**GIVEN, "policy_dir": str(tmp_path)}, environment={})
+    assert settings.policy.rules.of_kind(FindingKind.GPU_XID).mode is Mode.OBSERVE
+    rules.write_text('[[rule]]\nkind = "gpu.xid"\nmoed = "observe"\nsource = "a test"\n')
+    with pytest.raises(ConfigurationError, match="line 3: unknown key `moed`"):
+        load_settings({**GIVEN, "policy_dir": str(tmp_path)}, environment={})
+
+
+def test_cures_cannot_be_enforced_where_nothing_carries_them_out(tmp_path: Path) -> None:
+    file = tmp_path / "s.toml"
+    file.write_text("[policy]\nremediate = 'enforce'\n")
+    with pytest.raises(ConfigurationError, match="dry_run carries none out"):
+        load_settings(GIVEN, file=file, environment={})
 
 
 @pytest.mark.parametrize("preset", ["lab", "production"])
