@@ -20,21 +20,21 @@ class Descriptors:
         limit: connections that may be open at once; further ones are closed on arrival.
     """
 
-    __slots__ = ("_exhausted_from", "_scarce_from", "limit", "open")
+    __slots__ = ("exhausted_from", "limit", "open", "scarce_from")
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.open = 0
-        self._scarce_from = round(limit * SCARCE_SHARE)
-        self._exhausted_from = round(limit * EXHAUSTED_SHARE)
+        self.scarce_from = round(limit * SCARCE_SHARE)
+        self.exhausted_from = round(limit * EXHAUSTED_SHARE)
 
     @property
     def scarce(self) -> bool:
-        return self.open >= self._scarce_from
+        return self.open >= self.scarce_from
 
     @property
     def exhausted(self) -> bool:
-        return self.open >= self._exhausted_from
+        return self.open >= self.exhausted_from
 
     @property
     def spent(self) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from controller.api.descriptors import Descriptors
 from controller.api.front import Front
 from controller.app import Controller
 from everstep.tokens import TokenRole
@@ -167,6 +168,7 @@ class Served:
     def __init__(self, application: InProcess) -> None:
         self.address = ""
         self.controller: Controller
+        self.descriptors: Descriptors
         self._application = application
         self._loop = asyncio.new_event_loop()
         self._connections: set[Any] = set()
@@ -178,8 +180,9 @@ class Served:
 
     async def _serve(self) -> None:
         self.controller = controller = await self._application.start()
+        descriptors = self.descriptors = controller.agents.descriptors = Descriptors(1000)
         server = await asyncio.get_running_loop().create_server(
-            lambda: Front(lambda: controller, controller.agents.descriptors, self._connections, asyncio.Protocol),
+            lambda: Front(lambda: controller, descriptors, self._connections, asyncio.Protocol),
             "127.0.0.1",
             0,
         )
