@@ -139,19 +139,26 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         int, _doc("unsent reports kept while the controller is away; the oldest checkpoint reports give way first")
     ] = 8192
     spool_bytes: Annotated[int, _doc("bytes of unsent reports kept, on disk and in memory")] = 8 << 20
-    connect_timeout_s: Annotated[float, _doc("seconds for a connection to a controller before the next is tried")] = 1.0
-    request_timeout_s: Annotated[
-        float, _doc("seconds for a controller's answer; longer than its slowest durable write")
+    connect_timeout_s: Annotated[
+        float,
+        _doc(
+            "seconds for a controller to open a session before the next is tried; twice as long after each time that "
+            "one did not, up to --answer-timeout-s, so that one that is called by a whole fleet gets to answer"
+        ),
+    ] = 1.0
+    answer_timeout_s: Annotated[
+        float,
+        _doc(
+            "seconds without an answer to a beat after which a controller counts as gone and the next is tried; "
+            "longer than its longest pause"
+        ),
     ] = 5.0
-    poll_wait_s: Annotated[
-        float, _doc("seconds that a request for directives may stay open; the connection's end tells of a dead node")
-    ] = 10.0
     retry_busy_s: Annotated[
         float, _doc("longest pause between attempts at an absent controller while a job is on the node, seconds")
     ] = 0.2
     retry_idle_s: Annotated[
         float, _doc("the same without a job, seconds; spares a returning controller the whole idle fleet at once")
-    ] = 2.0
+    ] = 1.0
     max_connections: Annotated[
         int, _doc("launchers and ranks that may be connected at once (eight GPUs need nine for each job)")
     ] = 512
@@ -281,6 +288,11 @@ def _check_times(s: AgentSettings) -> None:
         s.retry_idle_s < s.retry_busy_s,
         f"--retry-idle-s {s.retry_idle_s} is under --retry-busy-s {s.retry_busy_s}: an idle node may wait longer",
     )
+    _refuse(
+        s.answer_timeout_s < s.connect_timeout_s,
+        f"--answer-timeout-s {s.answer_timeout_s} is under --connect-timeout-s {s.connect_timeout_s}: "
+        "a controller has to open a session before it can answer in it",
+    )
 
 
 def _check_sizes(s: AgentSettings) -> None:
@@ -301,8 +313,7 @@ _SECONDS = (
     "exit_grace_s",
     "seal_window_s",
     "connect_timeout_s",
-    "request_timeout_s",
-    "poll_wait_s",
+    "answer_timeout_s",
     "retry_busy_s",
     "retry_idle_s",
 )

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 
 from agent.config import AgentSettings, from_command_line
-from agent.enrolment import ensure_token
 from agent.log_format import log_to_stderr
 from agent.supervisor import Supervisor
 from everstep.errors import ConfigurationError, EverstepError
@@ -33,7 +32,10 @@ async def serve(settings: AgentSettings, parent: int) -> None:
         loop.add_signal_handler(signum, stop.set)
     if settings.die_with_parent:
         die_with_parent(parent)
-    await ensure_token(settings, stop)
+    if settings.join_token_file is not None:
+        from agent.enrolment import ensure_token  # brings an HTTP client along, which an enrolled agent does not need
+
+        await ensure_token(settings, stop)
     if not stop.is_set():
         await Supervisor(settings, SYSTEM_CLOCK).run(stop)
 

@@ -99,7 +99,7 @@ class Supervisor:
         self._metrics: MetricsServer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._board = FindingBoard(self.new_trace)
-        self._vault = VaultKeeper(settings, clock, self.finding, self._on_vault)
+        self._vault = VaultKeeper(settings, clock, self.finding, self.report, self._on_vault)
         self._spool = Spool(
             settings.run_dir / "reports.spool",
             most_reports=settings.spool_reports,
@@ -176,7 +176,6 @@ class Supervisor:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._uplink.close()
         if self._prober is not None:
             await self._prober.close()
         left = ["agent.json", "agent.sock"]

@@ -41,7 +41,7 @@ from everstep.wire.v1.local import (
     StatisticsAnswer,
     VaultFinding,
 )
-from everstep.wire.v1.training import FindingRaised
+from everstep.wire.v1.training import FindingRaised, PeerLost
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +69,7 @@ class VaultKeeper:
 
     Args:
         on_finding: called with what the vault found.
+        on_peer_lost: called when the vault of another node is out of its reach.
         on_change: called when the vault is there, is lost, or is there again (at another address, perhaps).
     """
 
@@ -77,6 +78,7 @@ class VaultKeeper:
         settings: AgentSettings,
         clock: Clock,
         on_finding: Callable[[FindingRaised], None],
+        on_peer_lost: Callable[[PeerLost], None],
         on_change: Callable[[], None],
         uniform: Callable[[], float] = random.random,
     ) -> None:
@@ -87,6 +89,7 @@ class VaultKeeper:
         self._settings = settings
         self._clock = clock
         self._on_finding = on_finding
+        self._on_peer_lost = on_peer_lost
         self._on_change = on_change
         self._uniform = uniform
         self._jobs: dict[str, Configure] = {}
@@ -308,6 +311,8 @@ class VaultKeeper:
         match message:
             case VaultFinding():
                 self._on_finding(message.finding)
+            case PeerLost():
+                self._on_peer_lost(message)
             case StatisticsAnswer():
                 future = self._statistics.get(message.request)
                 if future is not None and not future.done():

@@ -42,6 +42,7 @@ from everstep.wire.v1.local import (
     ToVault,
     VaultFinding,
 )
+from everstep.wire.v1.training import PeerLost
 
 log = logging.getLogger(__name__)
 
@@ -294,8 +295,8 @@ class VaultClient:
                 return
 
     def _take(self, answer: FromVault) -> None:
-        if isinstance(answer, VaultFinding):
-            return
+        if isinstance(answer, VaultFinding | PeerLost):
+            return  # for supervisors
         with self._lock:
             pending = self._pending.pop(answer.request, None)
         if pending is None:

@@ -1,7 +1,7 @@
-"""The agent's three lines to the controller: beats, reports, and directives.
+"""The agent's line to the controller: one session at a time with one of them, in the agent's event loop.
 
-Each line has a connection and a thread of its own, so that none waits for another; everything else runs in the event
-loop. Training never waits for any of it.
+Training never waits for any of it. What is said, and when, is ``agent.uplink.session``'s; whom to call next is
+``agent.uplink.addresses``'s; here both meet sockets and timers.
 """
 
 from __future__ import annotations
@@ -9,96 +9,81 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from collections.abc import Callable
 
-import msgspec
-
-from agent.config import AgentSettings, read_token, tls_context
-from agent.enrolment import renew_token
-from agent.uplink.connection import Connection, Controllers
-from agent.uplink.heartbeat import Conversation, Inbox, NodeFacts, Refusal, advice_for, meaning_of
-from agent.uplink.spool import MOST_IN_A_REQUEST, Spool
+from agent.config import AgentSettings
+from agent.uplink.addresses import Controllers
+from agent.uplink.connection import Connection, open_session
+from agent.uplink.credentials import Credentials
+from agent.uplink.heartbeat import Conversation, Refusal, advice_for, meaning_of
+from agent.uplink.refusals import NoAnswer, retry_after_s
+from agent.uplink.session import Node, Session, Words
+from agent.uplink.spool import Spool, is_urgent
 from everstep.backoff import Backoff
 from everstep.clock import Clock
-from everstep.errors import AuthenticationError, EverstepError, ProtocolError
-from everstep.vocabulary import Finding
-from everstep.wire.v1.agent import (
-    DirectivesAnswer,
-    HeartbeatAnswer,
-    Numbered,
-    Register,
-    Registered,
-    Reports,
-    ReportsAnswer,
-)
-from everstep.wire.v1.directives import Directive
-from everstep.wire.v1.training import AnyReport, RankProgress
+from everstep.errors import AuthenticationError, EverstepError, Unavailable
+from everstep.wire.v1.training import AnyReport
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 SLOW_RETRY_S = 10.0
 """Between attempts that only a person can make succeed: a token, a version, a second agent."""
 
-LONGEST_WAIT_FOR_BEATS_S = 1.0
-"""How long the other lines leave an absent controller to the beats before they try for themselves."""
 
+class _Crank:
+    """Turns a session: when it is due, when it has heard something, and when there is news.
 
-class Node(Protocol):
-    """What the uplink asks of the agent, and tells it."""
+    Args:
+        on_answer: called after each answer that the session was waiting for.
+    """
 
-    def facts(self) -> NodeFacts: ...
-    def findings(self) -> tuple[Finding, ...]: ...
-    def progress(self) -> tuple[RankProgress, ...]: ...
-    def is_busy(self) -> bool:
-        """Whether a job is on the node, so that an absent controller is worth asking often."""
+    def __init__(self, session: Session, connection: Connection, clock: Clock, on_answer: Callable[[], None]) -> None:
+        self.session = session
+        self.left = False
+        """Whether we hung up because the controller asked us to."""
+        self._connection = connection
+        self._clock = clock
+        self._on_answer = on_answer
+        self._loop = asyncio.get_running_loop()
+        self._next: asyncio.Handle = self._loop.call_soon(self._turn)
+        self._soon = True
+        connection.listen(self._heard)
 
-    def on_registered(self) -> None:
-        """The controller knows this life now: offers of live launchers are to be said again."""
+    def soon(self) -> None:
+        """Turns once more, after whatever else is said in this round of the event loop: one frame for all of it."""
+        if not self._soon:
+            self._next.cancel()
+            self._next = self._loop.call_soon(self._turn)
+            self._soon = True
 
-    def on_directives(self, directives: list[Directive]) -> None: ...
-    def on_clock(self, server_at: float, received_at: float, round_trip_s: float) -> None: ...
+    def stop(self) -> None:
+        self._next.cancel()
+        self._soon = True
 
-
-class _Line:
-    """One connection and the one thread that uses it."""
-
-    def __init__(self, name: str, connection: Connection, outcomes: Counter[tuple[str, str]]) -> None:
-        self.name = name
-        self.connection = connection
-        self.failures = 0
-        self._outcomes = outcomes
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"uplink-{name}")
-
-    async def ask(self, method: str, path: str, body: bytes | None, timeout_s: float, kind: type[T]) -> T:
-        """The decoded answer. Raises EverstepError."""
-        loop = asyncio.get_running_loop()
+    def _turn(self) -> None:
+        self._soon = False
         try:
-            answer = await loop.run_in_executor(self._thread, self.connection.request, method, path, body, timeout_s)
-            decoded = msgspec.json.decode(answer, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            self._outcomes[self.name, "not_understood"] += 1
-            raise ProtocolError(f"the answer to {path} is not understood: {error}") from error
+            at = self.session.pump()
         except EverstepError as error:
-            self._outcomes[self.name, error.code] += 1
-            raise
-        self._outcomes[self.name, "ok"] += 1
-        self.failures = 0
-        return decoded
+            self._connection.fail(error)
+            return
+        if self.session.may_end:
+            self.left = True
+            self._connection.hang_up()
+            return
+        self._next = self._loop.call_later(max(0.0, at - self._clock.monotonic()), self._turn)
 
-    def close(self) -> None:
-        """Ends the request under way, the connection and the thread; at most a connection's time-out later."""
-        self.connection.close()
-        self._thread.submit(self.connection.release)
-        self._thread.shutdown()
+    def _heard(self, kind: int, body: bytes) -> None:
+        before = self.session.answered_at
+        self.session.heard(kind, body)
+        if self.session.answered_at != before:
+            self._on_answer()
+        self.soon()
 
 
 class Uplink:
-    """Speaks for one node: ``run`` until cancelled, then ``close``. For the event loop's thread only.
+    """Speaks for one node: ``run`` until cancelled. For the event loop's thread only.
 
     Args:
         node: the agent behind it.
@@ -114,245 +99,171 @@ class Uplink:
         clock: Clock,
         uniform: Callable[[], float] = random.random,
     ) -> None:
-        self.outcomes: Counter[tuple[str, str]] = Counter()
         self.answered_at: float | None = None
-        self.inbox = Inbox()
         self._settings = settings
-        self._conversation = conversation
-        self._spool = spool
+        self._words = Words(conversation=conversation, spool=spool)
         self._node = node
         self._clock = clock
         self._uniform = uniform
-        self._token = read_token(settings.token_file, "agent token")
-        self._renewal: asyncio.Task[None] | None = None
-        self._batch_limit = MOST_IN_A_REQUEST
+        self._controllers = Controllers(settings.controllers)
+        self._credentials = Credentials(settings, clock)
+        self._crank: _Crank | None = None
+        self._resting = False
+        self._now = asyncio.Event()
         self._away_since: float | None = None
         self._said: set[str] = set()
-        self._known = asyncio.Event()
-        self._reachable = asyncio.Event()
-        self._beat_now = asyncio.Event()
-        self._report_now = asyncio.Event()
-        self._controllers = Controllers(settings.controllers)
-        tls = tls_context(settings)
-        self._beats, self._reports, self._polls = (
-            _Line(
-                name,
-                Connection(self._controllers, lambda: self._token, tls, settings.connect_timeout_s),
-                self.outcomes,
-            )
-            for name in ("heartbeat", "reports", "directives")
-        )
-        for line in (self._beats, self._reports, self._polls):
-            self._controllers.on_move(line.connection.interrupt_unless)
+
+    @property
+    def outcomes(self) -> Counter[tuple[str, str]]:
+        """How often each line (session, register, heartbeat, reports) came to which end: ok, or an error's code."""
+        return self._words.outcomes
 
     def report(self, report: AnyReport) -> None:
         """Keeps a report and sends it: at once where it is urgent, within the seal window otherwise."""
-        self._spool.add(report, self._clock.monotonic())
-        self._report_now.set()
+        self._words.spool.add(report, self._clock.monotonic())
+        if self._crank is not None:
+            self._crank.soon()
+        elif self._resting and is_urgent(report):
+            self._now.set()
 
     def nudge(self) -> None:
         """Something the next beat would tell is worth telling now."""
-        self._beat_now.set()
-
-    async def run(self) -> None:
-        """Speaks until cancelled. May be run again, until ``close``."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._beat_forever())
-            group.create_task(self._report_forever())
-            group.create_task(self._poll_forever())
-
-    def close(self) -> None:
-        """Ends the connections, and the requests that wait on them."""
-        for line in (self._beats, self._reports, self._polls):
-            line.close()
+        self._now.set()
+        if self._crank is not None:
+            self._crank.session.beat_at = self._clock.monotonic()
+            self._crank.soon()
 
     async def flush(self, deadline_s: float) -> bool:
         """Waits until every report is acknowledged, for at most ``deadline_s``; returns whether all are."""
         end = self._clock.monotonic() + deadline_s
-        while len(self._spool) and self._clock.monotonic() < end:
-            self._report_now.set()
+        while len(self._words.spool) and self._clock.monotonic() < end:
+            self._now.set()
+            if self._crank is not None:
+                self._crank.session.hurry = True
+                self._crank.soon()
             await asyncio.sleep(0.005)
-        return not len(self._spool)
+        return not len(self._words.spool)
 
-    # --- beats ---------------------------------------------------------------------------------------------------
-
-    async def _beat_forever(self) -> None:
+    async def run(self) -> None:
+        """Speaks until cancelled."""
+        spread = True
         while True:
-            self._beat_now.clear()
-            started = self._clock.monotonic()
-            try:
-                again_s = await self._beat()
-            except EverstepError as error:
-                again_s = self._refused(self._beats, error, registering=not self._conversation.registered)
-            else:
-                again_s -= self._clock.monotonic() - started
-            await _wait(self._beat_now, again_s)
+            url, at = self._controllers.next(self._clock.monotonic())
+            await self._until(at)
+            connection = await self._connected(url)
+            if connection is not None:
+                rested_until = await self._converse(url, connection, spread)
+                spread = rested_until is None
+                if rested_until is not None:
+                    await self._rest(rested_until)
 
-    async def _beat(self) -> float:
-        """Registers or beats; returns after how many seconds to do so again."""
-        facts = self._node.facts()
-        message = self._conversation.next_message(
-            facts, self._node.findings(), self._node.progress(), self._spool.sent_through, self._clock.wall()
+    # --- one session ---------------------------------------------------------------------------------------------
+
+    async def _connected(self, url: str) -> Connection | None:
+        patience_s = self._controllers.patience_s(
+            url, self._settings.connect_timeout_s, self._settings.answer_timeout_s
         )
-        if isinstance(message, Register):
-            return await self._register(message, facts)
-        body = msgspec.json.encode(message)
-        started = time.perf_counter()
-        answer = await self._beats.ask("POST", self._path("heartbeat"), body, self._timeout_s, HeartbeatAnswer)
-        self._node.on_clock(answer.server_at, self._clock.wall(), time.perf_counter() - started)
-        self._conversation.beat_answered(message, answer)
-        self._came_back()
-        if news := self.inbox.take(answer.directives):
-            self._node.on_directives(news)
-        return 0.0 if answer.resend else self._conversation.interval_s
+        credentials, node = self._credentials, self._settings.node
+        try:
+            connection = await open_session(url, node, credentials.token(), credentials.tls(), patience_s)
+        except EverstepError as error:
+            self.outcomes["session", error.code] += 1
+            if not isinstance(error, AuthenticationError) or not await credentials.renewed():
+                self._failed(url, error)
+            return None
+        self.outcomes["session", "ok"] += 1
+        return connection
 
-    async def _register(self, message: Register, facts: NodeFacts) -> float:
-        body = msgspec.json.encode(message)
-        answer = await self._beats.ask("POST", self._path("register"), body, self._timeout_s, Registered)
-        self._conversation.registration_answered(message, facts, answer)
-        self.inbox.start_at(answer.next_directive)
+    async def _converse(self, url: str, connection: Connection, spread: bool) -> float | None:
+        """Speaks until the session ends. Returns when to come back where the controller asked us to hang up."""
+        session = Session(
+            self._words,
+            self._node,
+            self._clock,
+            connection.send,
+            url=url,
+            uniform=self._uniform,
+            spread=spread,
+            answer_within_s=self._settings.answer_timeout_s,
+            elsewhere=len(self._controllers) > 1,
+        )
+        began = self._clock.monotonic()
+        self._crank = crank = _Crank(session, connection, self._clock, self._answered)
+        try:
+            error = await connection.ended
+        finally:
+            self._crank = None
+            crank.stop()
+            if not crank.left:
+                connection.fail(Unavailable(f"{url}: the agent is ending", 0.0))
+        if crank.left:
+            self._controllers.left(url)
+            return session.beat_at
+        self._ended(url, error, self._clock.monotonic() - began)
+        return None
+
+    async def _rest(self, until: float) -> None:
+        """Between two sessions with a controller that holds none: until the next beat, or urgent news."""
+        if self._words.spool.newest_urgent > self._words.spool.sent_through:
+            return
+        self._resting = True
+        try:
+            await self._until(until)
+        finally:
+            self._resting = False
+
+    async def _until(self, at: float) -> None:
+        self._now.clear()
+        wait_s = at - self._clock.monotonic()
+        if wait_s <= 0:
+            return
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._now.wait()
+        except TimeoutError:
+            pass
+
+    # --- how it goes ---------------------------------------------------------------------------------------------
+
+    def _answered(self) -> None:
+        self.answered_at = self._clock.monotonic()
         self._said.clear()
-        self._came_back()
-        self._known.set()
-        log.info("registered with controller %s at %s", answer.controller, self._controllers.current)
-        self._node.on_registered()
-        return self._conversation.interval_s
+        if self._away_since is not None:
+            log.info("a controller answers again after %.2f s", self.answered_at - self._away_since)
+            self._away_since = None
 
-    # --- reports -------------------------------------------------------------------------------------------------
-
-    async def _report_forever(self) -> None:
-        while True:
-            await self._known.wait()
-            self._report_now.clear()
-            wait_s = self._spool.wait_s(self._clock.monotonic())
-            if wait_s is None or wait_s > 0:
-                await _wait(self._report_now, wait_s)
-                continue
-            batch = self._spool.batch(self._batch_limit)
-            await self._guarded(self._reports, lambda b=batch: self._send(b))  # type: ignore[misc]
-
-    async def _send(self, batch: tuple[Numbered, ...]) -> None:
-        body = msgspec.json.encode(Reports(incarnation=self._conversation.incarnation, reports=batch))
-        try:
-            answer = await self._reports.ask("POST", self._path("reports"), body, self._timeout_s, ReportsAnswer)
-        except EverstepError as error:
-            if meaning_of(error, registering=False) is not Refusal.MESSAGE:
-                raise
-            self._narrow_down(batch, error)
-            return
-        if answer.through < batch[0].number:
-            raise ProtocolError(f"the controller answered reports from {batch[0].number} on with {answer.through}")
-        self._spool.acknowledged(answer.through)
-        self._batch_limit = min(MOST_IN_A_REQUEST, self._batch_limit * 2)
-
-    def _narrow_down(self, batch: tuple[Numbered, ...], error: EverstepError) -> None:
-        """A request was refused for its content: halve until the one report is found, and leave that one out."""
-        if len(batch) > 1:
-            self._batch_limit = len(batch) // 2
-            return
-        self._spool.refuse(batch[0].number)
-        log.error("report %d (%s) is left out: %s", batch[0].number, type(batch[0].body).__name__, error)
-
-    # --- directives ----------------------------------------------------------------------------------------------
-
-    async def _poll_forever(self) -> None:
-        while True:
-            await self._known.wait()
-            await self._guarded(self._polls, self._poll)
-
-    async def _poll(self) -> None:
-        wait_s = self._settings.poll_wait_s
-        query = f"?incarnation={self._conversation.incarnation}&after={self.inbox.after}&wait_s={wait_s}"
-        started = time.perf_counter()
-        answer = await self._polls.ask(
-            "GET", self._path("directives") + query, None, wait_s + self._timeout_s, DirectivesAnswer
-        )
-        if news := self.inbox.polled(answer.directives):
-            self._node.on_directives(news)
-        elif time.perf_counter() - started < min(0.05, wait_s / 2):
-            await asyncio.sleep(0.05)  # a controller that does not hold the poll must not make us spin
-
-    # --- when it does not go well --------------------------------------------------------------------------------
-
-    async def _guarded(self, line: _Line, step: Callable[[], Awaitable[None]]) -> None:
-        """One step of a line other than the beats. While a controller is away, the beats look for it."""
-        registrations = self._conversation.registrations
-        try:
-            await step()
-        except EverstepError as error:
-            known_again = self._conversation.registrations != registrations
-            if known_again and meaning_of(error, registering=False) is Refusal.REGISTER:
-                return  # it was refused before we were known again: ask once more
-            pause_s = self._refused(line, error, registering=False)
-            self._beat_now.set()
-            await asyncio.sleep(pause_s)
-            await _wait(self._reachable, LONGEST_WAIT_FOR_BEATS_S)
-
-    def _refused(self, line: _Line, error: EverstepError, *, registering: bool) -> float:
-        """Seconds to wait after a failure, which is told once."""
-        meaning = meaning_of(error, registering=registering)
-        line.failures += 1
-        if meaning is Refusal.REGISTER:
-            self._known.clear()
-            self._conversation.forget_registration()
-            self._beat_now.set()
-        elif meaning is Refusal.RETRY:
-            self._went_away(error)
-        else:
+    def _failed(self, url: str, error: EverstepError) -> None:
+        """No session came of it, or it ended by a refusal. Told once."""
+        now = self._clock.monotonic()
+        if meaning_of(error, registering=True) is not Refusal.RETRY:
             self._say_loudly(error)
-            return SLOW_RETRY_S
-        return self._backoff().delay_s(line.failures - 1, self._uniform())
+            self._controllers.failed(url, now, self._backoff(), self._uniform(), SLOW_RETRY_S)
+            return
+        self._went_away(error)
+        if isinstance(error, NoAnswer):
+            self._controllers.hung(url, now, self._backoff(), self._uniform())
+        else:
+            asked_s = retry_after_s(error, busy=self._node.is_busy())
+            self._controllers.failed(url, now, self._backoff(), self._uniform(), asked_s)
+
+    def _ended(self, url: str, error: EverstepError, lasted_s: float) -> None:
+        refused = meaning_of(error, registering=True) is not Refusal.RETRY or retry_after_s(error, busy=False) > 0
+        if refused or isinstance(error, NoAnswer):
+            self._failed(url, error)
+        else:
+            self._went_away(error)
+            self._controllers.ended(url, self._clock.monotonic(), lasted_s, self._backoff(), self._uniform())
 
     def _backoff(self) -> Backoff:
         ceiling_s = self._settings.retry_busy_s if self._node.is_busy() else self._settings.retry_idle_s
         return Backoff(floor_s=min(0.02, ceiling_s), ceiling_s=ceiling_s)
 
     def _went_away(self, error: EverstepError) -> None:
-        self._reachable.clear()
         if self._away_since is None:
             self._away_since = self._clock.monotonic()
             log.warning("no controller answers, training goes on and reports are kept: %s", error)
 
-    def _came_back(self) -> None:
-        self.answered_at = self._clock.monotonic()
-        self._reachable.set()
-        if self._away_since is not None:
-            log.info("a controller answers again after %.2f s", self.answered_at - self._away_since)
-            self._away_since = None
-
     def _say_loudly(self, error: EverstepError) -> None:
-        if isinstance(error, AuthenticationError) and (self._renewal is None or self._renewal.done()):
-            self._renewal = asyncio.get_running_loop().create_task(self._renew_token())
         if error.code not in self._said:
             self._said.add(error.code)
             log.error("the controller refuses this agent: %s; %s", error, advice_for(error, self._settings.node))
-
-    async def _renew_token(self) -> None:
-        """Tokens are renewed in place, or by enrolling anew; where neither can be, we are left with the old one."""
-        try:
-            token = await renew_token(self._settings, self._token)
-        except EverstepError as error:
-            log.error("no other token: %s", error)
-            return
-        if token != self._token:
-            self._token = token
-            self._beat_now.set()
-
-    @property
-    def _timeout_s(self) -> float:
-        return self._settings.request_timeout_s
-
-    def _path(self, what: str) -> str:
-        return f"/v1/agents/{self._settings.node}/{what}"
-
-
-async def _wait(event: asyncio.Event, at_most_s: float | None) -> None:
-    """Until ``event`` is set, or the time is over (None: never)."""
-    if at_most_s is not None and at_most_s <= 0:
-        await asyncio.sleep(0)
-        return
-    try:
-        async with asyncio.timeout(at_most_s):
-            await event.wait()
-    except TimeoutError:
-        pass

@@ -1,216 +1,194 @@
-"""One kept-alive HTTP connection to whichever controller answers, in blocking calls, over the standard library.
+"""One session's connection, in the agent's event loop: TCP or TLS, an HTTP upgrade, then frames.
 
-The standard library, because a node daemon has little memory to spend: an HTTP client package costs 10 to 25 MiB.
+Written out over asyncio, because a node daemon has little memory to spend: an HTTP client package costs 10 to 25 MiB,
+the standard library's 3.
 """
 
 from __future__ import annotations
 
-import http.client
+import asyncio
 import socket
 import ssl
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
-import msgspec
-
+from agent.uplink.refusals import NoAnswer, error_of
 from everstep import __version__
 from everstep.errors import EverstepError, ProtocolError, Unavailable
+from everstep.wire.v1.session import MAX_TO_AGENT_BYTES, PREFIX_BYTES, UPGRADE, Frame, encode_frame
 
-LARGEST_ANSWER_BYTES = 16 << 20
-"""A generation of 100,000 ranks is some 10 MiB of JSON; nothing else comes near."""
+MOST_HEAD_BYTES = 16 << 10
+MOST_REFUSAL_BYTES = 64 << 10
+"""Of the HTTP answer that opens a session, or refuses it."""
 
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
-"""A controller's machine that vanished without a word is noticed 11 s into a quiet long poll."""
+"""A controller's machine that vanished without a word is noticed 11 s into a quiet time; an unanswered beat tells it
+sooner where beats come more often than that."""
 
-_TRANSPORT_ERRORS = (OSError, http.client.HTTPException)
-
-
-class _ErrorBody(msgspec.Struct):
-    code: str = ""
-    message: str = ""
+Hear = Callable[[int, bytes], None]
 
 
-class _ErrorAnswer(msgspec.Struct):
-    error: _ErrorBody
+class Connection(asyncio.Protocol):
+    """A connection that ``open_session`` made. ``ended`` is done when it is over: its result is why.
 
-
-class Controllers:
-    """The controllers' addresses, and the one in use: shared by all connections of an agent, from any thread."""
-
-    def __init__(self, urls: Sequence[str]) -> None:
-        if not urls:
-            raise ValueError("no controller address")
-        self._urls = tuple(url.rstrip("/") for url in urls)
-        self._current = 0
-        self._lock = threading.Lock()
-        self._listeners: list[Callable[[str], None]] = []
-
-    @property
-    def current(self) -> str:
-        return self._urls[self._current]
-
-    def on_move(self, listener: Callable[[str], None]) -> None:
-        """Calls ``listener`` with the new address, in the thread that noticed, whenever it changes."""
-        self._listeners.append(listener)
-
-    def failed(self, url: str) -> None:
-        """``url`` did not answer: use the next, unless somebody has moved on already."""
-        with self._lock:
-            if url != self.current or len(self._urls) == 1:
-                return
-            self._current = (self._current + 1) % len(self._urls)
-        for listener in self._listeners:
-            listener(self.current)
-
-
-class Connection:
-    """Requests one after another over one connection. Belongs to one thread, but for the interrupts and ``close``.
+    ``opened`` is done when the controller has answered the request: its result is what it refused for.
 
     Args:
-        controllers: where to connect; told when the current one does not answer.
-        token: called for each new connection and after a refusal; an empty token sends none.
-        tls: verification of https controllers.
-        connect_timeout_s: for the TCP and TLS handshakes together.
+        url: of the controller, for messages.
     """
 
-    def __init__(
-        self,
-        controllers: Controllers,
-        token: Callable[[], str],
-        tls: ssl.SSLContext | None,
-        connect_timeout_s: float,
-    ) -> None:
-        self._controllers = controllers
-        self._token = token
-        self._tls = tls
-        self._connect_timeout_s = connect_timeout_s
-        self._url = ""
-        self._http: http.client.HTTPConnection | None = None
-        self._closed = False
+    def __init__(self, url: str) -> None:
+        loop = asyncio.get_running_loop()
+        self.opened: asyncio.Future[EverstepError | None] = loop.create_future()
+        self.ended: asyncio.Future[EverstepError] = loop.create_future()
+        self._url = url
+        self._buffer = bytearray()
+        self._hear: Hear | None = None
+        self._transport: asyncio.Transport | None = None
 
-    def request(self, method: str, path: str, body: bytes | None, timeout_s: float) -> bytes:
-        """The body of a 200 answer.
+    def send(self, kind: Frame, body: bytes) -> None:
+        """Writes a frame, into the socket where that takes it. One that is too late goes nowhere."""
+        assert self._transport is not None
+        self._transport.write(encode_frame(kind, body))
 
-        Raises Unavailable where no controller answers in time, and the error of ``everstep.errors`` that a controller
-        answered with. A kept connection that turns out to be closed is replaced once without a word.
-        """
-        if self._http is not None and self._url == self._controllers.current:
-            try:
-                return self._exchange(self._http, method, path, body, timeout_s)
-            except TimeoutError as error:
-                raise self._gone(error) from error
-            except _TRANSPORT_ERRORS as error:
-                if self._closed:
-                    raise self._gone(error) from error
-        self._drop()
-        try:
-            return self._exchange(self._connect(), method, path, body, timeout_s)
-        except _TRANSPORT_ERRORS as error:
-            raise self._gone(error) from error
+    def listen(self, hear: Hear) -> None:
+        """From now on calls ``hear`` with each frame; what it raises ends the connection."""
+        self._hear = hear
+        self._cut()
 
-    def interrupt(self) -> None:
-        """From any thread: makes a request that is under way fail now."""
-        connection = self._http
-        plain = connection.sock if connection is not None else None
-        if plain is not None:
-            try:
-                # not the TLS socket's own shutdown, which takes its state away under the reading thread
-                socket.socket.shutdown(plain, socket.SHUT_RDWR)
-            except OSError:
-                pass
+    def fail(self, error: EverstepError) -> None:
+        """Ends the connection now, for that reason; the first one counts."""
+        if not self.ended.done():
+            self.ended.set_result(error)
+        if not self.opened.done():
+            self.opened.set_result(error)
+        if self._transport is not None:
+            self._transport.abort()
 
-    def interrupt_unless(self, url: str) -> None:
-        """The same, where the connection leads elsewhere than to ``url``."""
-        if self._url != url:
-            self.interrupt()
+    def hang_up(self) -> None:
+        """Ends the connection when what was sent is on its way."""
+        if not self.ended.done():
+            self.ended.set_result(Unavailable(f"{self._url}: we hung up", 0.0))
+            assert self._transport is not None
+            self._transport.close()
 
-    def close(self) -> None:
-        """From any thread: no more requests, and the one under way fails now. Its thread then calls ``release``."""
-        self._closed = True
-        self.interrupt()
+    def ask(self, path: str, host: str, token: str) -> None:
+        """Sends the request for a session."""
+        lines = [f"GET {path} HTTP/1.1", f"Host: {host}", "Connection: Upgrade", f"Upgrade: {UPGRADE}"]
+        lines.append(f"User-Agent: everstep-agent/{__version__}")
+        if token:
+            lines.append(f"Authorization: Bearer {token}")
+        assert self._transport is not None
+        self._transport.write("\r\n".join([*lines, "", ""]).encode())
 
-    def release(self) -> None:
-        """Closes what is open."""
-        self._drop()
+    # --- asyncio's side ------------------------------------------------------------------------------------------
 
-    def _connect(self) -> http.client.HTTPConnection:
-        if self._closed:
-            raise ConnectionAbortedError("the agent is ending")
-        self._url = self._controllers.current
-        parts = urlsplit(self._url)
-        assert parts.hostname is not None
-        if parts.scheme == "https":
-            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-                parts.hostname, parts.port, timeout=self._connect_timeout_s, context=self._tls
-            )
-        else:
-            connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=self._connect_timeout_s)
-        self._http = connection
-        connection.connect()  # sets TCP_NODELAY
-        if self._closed:
-            raise ConnectionAbortedError("the agent is ending")
-        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        sock: socket.socket = transport.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE:
-            connection.sock.setsockopt(socket.IPPROTO_TCP, option, value)
-        return connection
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
-    def _exchange(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None, timeout_s: float
-    ) -> bytes:
-        connection.sock.settimeout(timeout_s)
-        connection.request(method, path, body, self._headers())
-        answer = connection.getresponse()
-        content = answer.read(LARGEST_ANSWER_BYTES + 1)
-        if len(content) > LARGEST_ANSWER_BYTES:
-            raise http.client.HTTPException(f"an answer of more than {LARGEST_ANSWER_BYTES} bytes")
-        if answer.will_close:
-            self._drop()
-        if answer.status == http.client.OK:
-            return content
-        error = error_of(answer.status, content, self._url)
-        if isinstance(error, Unavailable):
-            self._controllers.failed(self._url)
-        raise error
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.fail(Unavailable(f"{self._url}: {_reason(exc) if exc else 'it closed the connection'}", 0.0))
 
-    def _headers(self) -> dict[str, str]:
-        headers = {"Content-Type": "application/json", "User-Agent": f"everstep-agent/{__version__}"}
-        if token := self._token():
-            headers["Authorization"] = f"Bearer {token}"
-        return headers
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        try:
+            if not self.opened.done():
+                self._read_answer()
+            self._cut()
+        except EverstepError as error:
+            self.fail(error)
 
-    def _gone(self, error: Exception) -> Unavailable:
-        self._drop()
-        self._controllers.failed(self._url)
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        return Unavailable(f"{self._url}: {reason or type(error).__name__}")
+    def eof_received(self) -> None:
+        """Half-closed is closed: the transport does it after this."""
 
-    def _drop(self) -> None:
-        connection, self._http = self._http, None
-        if connection is not None:
-            connection.close()
+    # --- reading -------------------------------------------------------------------------------------------------
 
+    def _read_answer(self) -> None:
+        """The HTTP answer, once it is there whole. Raises what it refuses us for."""
+        head, end, body = self._buffer.partition(b"\r\n\r\n")
+        if len(head) > MOST_HEAD_BYTES:
+            raise ProtocolError(f"{self._url} answered with a head of more than {MOST_HEAD_BYTES} bytes")
+        if not end:
+            return
+        status, headers = _parsed(bytes(head), self._url)
+        if status == 101 and headers.get("upgrade") == UPGRADE:
+            self._buffer = body
+            self.opened.set_result(None)
+            return
+        length = headers.get("content-length", "")
+        expected = min(int(length), MOST_REFUSAL_BYTES) if length.isascii() and length.isdigit() else 0
+        if len(body) >= expected:
+            raise error_of(status, bytes(body[:expected]), headers.get("retry-after", ""), self._url)
 
-def _by_code(kind: type[EverstepError]) -> dict[str, type[EverstepError]]:
-    found = {kind.code: kind}
-    for child in kind.__subclasses__():
-        found |= _by_code(child)
-    return found
-
-
-_ERRORS = _by_code(EverstepError)
-_BY_STATUS = {401: "unauthenticated", 403: "forbidden", 404: "not_found", 409: "stale", 413: "malformed",
-              422: "malformed", 426: "protocol_version"}  # fmt: skip
+    def _cut(self) -> None:
+        while self._hear is not None and len(self._buffer) >= PREFIX_BYTES and not self.ended.done():
+            length = int.from_bytes(self._buffer[:PREFIX_BYTES], "big")
+            if not 1 <= length <= MAX_TO_AGENT_BYTES:
+                raise ProtocolError(f"{self._url} sent a frame of {length} bytes: 1 to {MAX_TO_AGENT_BYTES} are read")
+            end = PREFIX_BYTES + length
+            if len(self._buffer) < end:
+                return
+            kind, body = self._buffer[PREFIX_BYTES], bytes(self._buffer[PREFIX_BYTES + 1 : end])
+            del self._buffer[:end]
+            self._hear(kind, body)
 
 
-def error_of(status: int, body: bytes, url: str) -> EverstepError:
-    """The error that an answer other than 200 stands for; what is no answer of ours is told by its status."""
+def _parsed(head: bytes, url: str) -> tuple[int, dict[str, str]]:
+    """Status and headers, names in lower case. Raises ProtocolError for what is no HTTP."""
+    first, *lines = head.decode("latin-1").split("\r\n")
+    version, _, rest = first.partition(" ")
+    if not version.startswith("HTTP/1.") or not rest[:3].isascii() or not rest[:3].isdigit():
+        raise ProtocolError(f"{url} does not speak HTTP/1.1")
+    fields = (line.partition(":") for line in lines)
+    return int(rest[:3]), {name.strip().lower(): value.strip() for name, _, value in fields}
+
+
+def _reason(error: Exception) -> str:
+    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return said or type(error).__name__
+
+
+async def open_session(url: str, node: str, token: str, tls: ssl.SSLContext | None, within_s: float) -> Connection:
+    """A connection that may send and ``listen``.
+
+    Args:
+        token: none is shown where it is empty (a client certificate in ``tls`` speaks for the node).
+        within_s: for TCP, TLS and the controller's answer together; NoAnswer after that.
+
+    Raises Unavailable where no controller is, and the error of ``everstep.errors`` that it refused with.
+    """
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    secure = parts.scheme == "https"
+    port = parts.port or (443 if secure else 80)
+    connection = Connection(url)
     try:
-        said = msgspec.json.decode(body, type=_ErrorAnswer).error
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        said = _ErrorBody()
-    message = f"{url}: {said.message[:1000] or http.client.responses.get(status, 'no reason given')} ({status})"
-    if status >= 500 or status == 429:
-        return Unavailable(message)
-    kind = _ERRORS.get(said.code) or _ERRORS.get(_BY_STATUS.get(status, ""), ProtocolError)
-    return Unavailable(message) if kind is Unavailable else kind(message)
+        async with asyncio.timeout(within_s):
+            await asyncio.get_running_loop().create_connection(
+                lambda: connection,
+                parts.hostname,
+                port,
+                ssl=tls if secure else None,
+                ssl_handshake_timeout=within_s if secure else None,
+                ssl_shutdown_timeout=1.0 if secure else None,
+            )
+            connection.ask(f"/v1/agents/{node}/session", parts.netloc, token)
+            refusal = await connection.opened
+    except TimeoutError as error:
+        gone = NoAnswer(f"{url}: no session within {within_s:g} s", 0.0)
+        connection.fail(gone)
+        raise gone from error
+    except OSError as error:
+        raise Unavailable(f"{url}: {_reason(error)}", 0.0) from error
+    except asyncio.CancelledError:
+        connection.fail(Unavailable(f"{url}: the agent is ending", 0.0))
+        raise
+    if refusal is not None:
+        raise refusal
+    return connection

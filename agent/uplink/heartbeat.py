@@ -1,7 +1,7 @@
 """What an agent says next to its controller, and what an answer means. No sockets, no clocks.
 
-``Conversation`` decides between registering and beating; ``Inbox`` takes directives that may come twice and by two
-ways; ``meaning_of`` says what a refusal asks of us.
+``Conversation`` decides between registering and beating; ``Inbox`` takes directives that may come twice; ``meaning_of``
+says what a refusal asks of us.
 """
 
 from __future__ import annotations
@@ -127,6 +127,7 @@ class Conversation:
         ranks: tuple[RankProgress, ...],
         reports_through: int,
         wall: float,
+        directives_through: int = 0,
     ) -> Register | Heartbeat:
         """A registration where one is due, else the next beat; findings ride along only when they are news."""
         findings = worst_first(findings)
@@ -153,6 +154,7 @@ class Conversation:
             findings=None if findings == self._told else findings,
             ranks=ranks,
             reports_through=reports_through,
+            directives_through=directives_through,
         )
 
     def registration_answered(self, sent: Register, facts: NodeFacts, answer: Registered) -> None:
@@ -183,28 +185,25 @@ def worst_first(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
 class Inbox:
     """Directives, each handed on once.
 
-    A directive may come twice (the poll asks again from ``after`` on) and by two ways (poll and heartbeat answer).
-    It is known by number *and* content, because a controller whose database was lost counts from the start again.
+    A directive comes again in the next session where its acknowledgement was lost. It is known by number *and*
+    content, because a controller whose database was lost counts from the start again.
     """
 
     def __init__(self) -> None:
-        self.after = 0
+        self.through = 0
+        """Every directive up to this one was handed on."""
         self._seen: OrderedDict[int, int] = OrderedDict()
 
     def start_at(self, next_directive: int) -> None:
         """From a registration's answer: the smallest number still to come."""
-        self.after = max(0, next_directive - 1)
-
-    def polled(self, directives: Iterable[Directive]) -> list[Directive]:
-        """What is new in a poll's answer; the next poll acknowledges all of it."""
-        directives = sorted(directives, key=lambda d: d.seq)
-        if directives:
-            self.after = max(self.after, directives[-1].seq)
-        return self.take(directives)
+        self.through = max(0, next_directive - 1)
 
     def take(self, directives: Iterable[Directive]) -> list[Directive]:
-        """What is new among ``directives``, in order of their numbers, acknowledging nothing."""
-        return [d for d in sorted(directives, key=lambda d: d.seq) if self._is_news(d)]
+        """What is new among ``directives``, in order of their numbers. Nothing before the last of them is to come."""
+        directives = sorted(directives, key=lambda d: d.seq)
+        if directives:
+            self.through = max(self.through, directives[-1].seq)
+        return [d for d in directives if self._is_news(d)]
 
     def _is_news(self, directive: Directive) -> bool:
         content = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(directive.body))

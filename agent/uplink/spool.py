@@ -84,8 +84,8 @@ class Spool:
         self._seals: dict[SealKey, int] = {}
         self._bytes = 0
         self._last = 0
-        self._in_flight = 0
         self._sent = 0
+        self._newest_urgent = 0
         self._most_reports = most_reports
         self._most_bytes = most_bytes
         self._window_s = window_s
@@ -111,16 +111,23 @@ class Spool:
         """The largest number ever put into a request, 0 before the first."""
         return self._sent
 
+    @property
+    def newest_urgent(self) -> int:
+        """The number of the last urgent report, 0 before the first."""
+        return self._newest_urgent
+
     def add(self, report: AnyReport, now: float) -> int:
         """Keeps a report and returns its number. ``now`` is monotonic seconds.
 
         A seal replaces an unsent one of the same rank and version (its later word, with more replicas) and keeps
         its digests.
         """
-        due = now if is_urgent(report) else now + self._window_s
+        urgent = is_urgent(report)
+        due = now if urgent else now + self._window_s
         if isinstance(report, Sealed):
             report, due = self._merge_seal(report, due)
         self._last += 1
+        self._newest_urgent = self._last if urgent else self._newest_urgent
         frame = encode_frame(_Kept(self._last, report))
         self._entries[self._last] = _Entry(Numbered(number=self._last, body=report), len(frame), due)
         self._bytes += len(frame)
@@ -132,7 +139,7 @@ class Spool:
     def _merge_seal(self, report: Sealed, due: float) -> tuple[Sealed, float]:
         key = (report.job, report.generation, report.rank, report.version)
         earlier = self._entries.get(self._seals.get(key, 0))
-        if earlier is not None and earlier.report.number > self._in_flight:
+        if earlier is not None and earlier.report.number > self._sent:
             body = earlier.report.body
             assert isinstance(body, Sealed)
             report = msgspec.structs.replace(report, digests={**body.digests, **report.digests})
@@ -156,8 +163,8 @@ class Spool:
             if len(chosen) == min(most_reports, MOST_IN_A_REQUEST) or (chosen and room < 0):
                 break
             chosen.append(entry.report)
-        self._in_flight = chosen[-1].number if chosen else 0
-        self._sent = max(self._sent, self._in_flight)
+        if chosen:
+            self._sent = max(self._sent, chosen[-1].number)
         return tuple(chosen)
 
     def acknowledged(self, through: int) -> None:
@@ -166,7 +173,6 @@ class Spool:
             if number > through:
                 break
             self._remove(number)
-        self._in_flight = 0
         if not self._entries:
             self._truncate()
         else:
@@ -176,7 +182,6 @@ class Spool:
         """The controller will never take this one: leave it out, so that the others are heard."""
         self.refused += 1
         self._remove(number)
-        self._in_flight = 0
 
     def close(self) -> None:
         """Closes the file; what is unacknowledged stays in it for the next life."""

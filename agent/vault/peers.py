@@ -11,6 +11,7 @@ from agent.vault.channel import Channel, connect
 from agent.vault.handshake import introduce
 from agent.vault.jobs import JobBook, JobFacts
 from agent.vault.settings import VaultSettings
+from agent.vault.witness import Witness
 from everstep.backoff import Backoff
 from everstep.clock import Clock
 from everstep.errors import NotFound, Unavailable
@@ -24,10 +25,11 @@ _INTRODUCTION = Backoff(floor_s=0.01, ceiling_s=0.1)
 class Peers:
     """A pool of connections by job, node and address. Safe to use from any thread."""
 
-    def __init__(self, settings: VaultSettings, book: JobBook, clock: Clock) -> None:
+    def __init__(self, settings: VaultSettings, book: JobBook, clock: Clock, witness: Witness) -> None:
         self._settings = settings
         self._book = book
         self._clock = clock
+        self._witness = witness
         self._lock = threading.Lock()
         self._idle: defaultdict[Key, list[Channel]] = defaultdict(list)
         self._busy: set[Channel] = set()
@@ -64,8 +66,10 @@ class Peers:
         channel.patience(timeout_s or self._settings.io_timeout_s)
         try:
             result = action(channel)
-        except BaseException:
+        except BaseException as error:
             self._discard(channel)
+            if isinstance(error, Unavailable):
+                self._witness.broke(key[0], key[1], str(error))
             raise
         with self._lock:
             self._busy.discard(channel)

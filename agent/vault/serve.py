@@ -14,6 +14,7 @@ from agent.vault.receive import Receiver
 from agent.vault.segments import SegmentStore
 from agent.vault.settings import VaultSettings
 from agent.vault.statistics import Tally
+from agent.vault.witness import Witness
 from everstep.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -59,10 +60,12 @@ class TransferServer:
         library: Library,
         receiver: Receiver,
         tally: Tally,
+        witness: Witness,
     ) -> None:
         self._settings = settings
         self._book = book
         self._tally = tally
+        self._witness = witness
         self._answers = Answers(store, library, receiver, tally)
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -130,7 +133,7 @@ class TransferServer:
                     raise AuthenticationError(f"the secret of job {facts.job} has changed; prove the new one")
                 self._answer(conversation, request)
         except EverstepError as error:
-            self._part_with(channel, error, conversation is not None)
+            self._part_with(channel, error, conversation)
         finally:
             if conversation is not None:
                 conversation.end()
@@ -147,9 +150,10 @@ class TransferServer:
             self._tally.refuse(error.code)
             conversation.channel.send(refusal(error))
 
-    def _part_with(self, channel: Channel, error: EverstepError, proved: bool) -> None:
+    def _part_with(self, channel: Channel, error: EverstepError, proved: Conversation | None) -> None:
         """Says why, where the peer may still listen. A proved peer that went away is no refusal."""
-        if proved and isinstance(error, Unavailable):
+        if proved is not None and isinstance(error, Unavailable):
+            self._witness.broke(proved.job, proved.node, str(error))
             return
         self._tally.refuse(error.code)
         log.info("%s is refused: %s", channel.peer, error, extra={"node": self._settings.node})

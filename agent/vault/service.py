@@ -24,6 +24,7 @@ from agent.vault.send import Sender
 from agent.vault.serve import TransferServer
 from agent.vault.settings import VaultSettings
 from agent.vault.statistics import Tally
+from agent.vault.witness import Witness
 from everstep.clock import Clock
 from everstep.errors import EverstepError
 from everstep.wire.v1.local import (
@@ -44,7 +45,7 @@ from everstep.wire.v1.local import (
     ToVault,
     VaultFinding,
 )
-from everstep.wire.v1.training import FindingRaised
+from everstep.wire.v1.training import FindingRaised, PeerLost
 from everstep.wire.v1.transfer import InventoryAsk, InventoryList
 
 log = logging.getLogger(__name__)
@@ -68,12 +69,15 @@ class Vault:
         self._book = JobBook()
         findings = Findings(settings.node, clock, self._tally, self._found)
         library = Library(store, findings)
-        self._peers = Peers(settings, self._book, clock)
+        self._witness = Witness(settings.node, self._book, clock, self._lost)
+        self._peers = Peers(settings, self._book, clock, self._witness)
         sender = Sender(settings, self._peers, findings, self._tally, self._streams)
         self._replicator = Replicator(settings.node, store, self._book, sender, self._tally, self._threads)
         self._fetcher = Fetcher(settings, store, library, self._peers, findings, self._tally, self._streams)
         self._receiver = Receiver(store, self._book, findings, self._tally)
-        self.transfers = TransferServer(settings, store, self._book, library, self._receiver, self._tally)
+        self.transfers = TransferServer(
+            settings, store, self._book, library, self._receiver, self._tally, self._witness
+        )
         self._local = LocalServer(settings.socket_path, self.handle, self._tally.refuse)
         self._scrubber = Scrubber(
             store, findings, self._tally, clock, settings.scrub_interval_s, settings.scrub_bytes_per_s
@@ -92,6 +96,7 @@ class Vault:
 
     async def stop(self) -> None:
         """Ends all connections and threads; the segments stay."""
+        self._witness.close()
         await self._local.stop()
         self._peers.close()
         await asyncio.to_thread(self.transfers.stop)
@@ -174,7 +179,7 @@ class Vault:
     def _context(self, job: str) -> dict[str, str]:
         return {"node": self._settings.node, "job": job}
 
-    # --- findings -------------------------------------------------------------------------------------------------
+    # --- findings, and peers that are gone ---------------------------------------------------------------------------
 
     def _found(self, finding: FindingRaised) -> None:
         """From any thread."""
@@ -186,6 +191,15 @@ class Vault:
             self._untold.append(finding)
         for client in supervisors:
             client.send(VaultFinding(finding=finding))
+
+    def _lost(self, lost: PeerLost) -> None:
+        """From any thread."""
+        self._loop.call_soon_threadsafe(self._pass_on, lost)
+
+    def _pass_on(self, lost: PeerLost) -> None:
+        for client in self._local.clients:
+            if client.supervisor:
+                client.send(lost)
 
     def _meet_supervisor(self, client: Client) -> None:
         client.supervisor = True

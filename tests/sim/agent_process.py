@@ -228,7 +228,7 @@ class AgentProcess:
     # --- directives --------------------------------------------------------------------------------------------------
 
     def _pushed(self, directives: tuple[Directive, ...]) -> None:
-        news = self.inbox.polled(directives)
+        news = self.inbox.take(directives)
         for directive in news:
             self.world.see(
                 facts.Delivered(self.machine.name, self.conversation.incarnation, directive.seq, directive.body)
@@ -238,7 +238,7 @@ class AgentProcess:
         for body in bodies:
             if isinstance(body, RunProbe):
                 self.machine.probe(body, self._probe_finished)
-        self._send(Acknowledge(through=self.inbox.after))
+        self._send(Acknowledge(through=self.inbox.through))
 
     def _probe_finished(self, result: ProbeFinished) -> None:
         if self.alive:

@@ -1,24 +1,26 @@
-"""A controller's agent routes, played by a thread: speaks the wire messages over real HTTP and remembers what it heard.
+"""A controller as agents see it, played in a thread: opens sessions, answers frames, and remembers what it heard.
 
-It keeps the contract that an agent relies on: reports are taken once by number, directives wait in a queue until they
-are acknowledged by ``after``, and a poll is held until something comes.
+It keeps the contract that an agent relies on: reports are taken once by number; directives wait until they are
+acknowledged, come with a session's first answer, and later as they are pushed.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
+import ssl
 import threading
+import zlib
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeVar
-from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
-from everstep.errors import AuthenticationError, EverstepError, MalformedMessage, NotFound
+from everstep.errors import AuthenticationError, EverstepError, MalformedMessage, NotFound, Unavailable
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.agent import (
+    MAX_BODY_BYTES,
     DirectivesAnswer,
     Heartbeat,
     HeartbeatAnswer,
@@ -29,55 +31,107 @@ from everstep.wire.v1.agent import (
     ReportsAnswer,
 )
 from everstep.wire.v1.directives import AnyDirective, Directive
+from everstep.wire.v1.session import NUMBER_BYTES, UPGRADE, Acknowledge, Frame, Refused, encode_frame
 
 T = TypeVar("T")
 DEADLINE_S = 20.0
+DEFLATES_OVER_BYTES = 4096
 
 
 class ControllerStub:
     """Serves on ``url``. ``start`` and ``stop`` may be called again and again: the address stays.
 
-    ``refusals`` maps a route (register, heartbeat, reports, directives) to a function that may raise an EverstepError
-    for a request's body. ``token``: what a bearer must show.
+    ``refusals`` maps what is asked (session, register, heartbeat, reports) to a function that may raise an
+    EverstepError for a frame's body (for the request's head). What is in ``unanswered`` gets no answer (acknowledge: is
+    lost). ``hold``: what answers say of it. ``token``: what a bearer must show. ``tls``: to serve https with.
     """
 
-    def __init__(self, token: str = "agent:n1:mac", interval_s: float = 0.05) -> None:
+    def __init__(
+        self, token: str = "agent:n1:mac", interval_s: float = 0.05, tls: ssl.SSLContext | None = None
+    ) -> None:
         self.token = token
         self.interval_s = interval_s
+        self.tls = tls
         self.registered: list[Register] = []
         self.beats: list[Heartbeat] = []
         self.taken: list[Numbered] = []
-        self.requests: list[tuple[str, int]] = []
-        self.polls: list[int] = []
+        self.heard: list[tuple[str, int]] = []
+        self.acknowledged: list[int] = []
         self.refusals: dict[str, Callable[[bytes], None]] = {}
+        self.unanswered: set[str] = set()
         self.knows_node = False
         self.resend = False
+        self.hold = True
+        self.old_errors = False
         self.first_directive = 1
         self.changed = threading.Condition()
         self._directives: list[Directive] = []
-        self._server: _Server | None = None
+        self._sessions: list[_Session] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
         self._port = 0
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
+        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self._port}"
+
+    @property
+    def listening(self) -> int:
+        """Open sessions whose node has said who it is: what is pushed now arrives at once."""
+        return sum(session.introduced for session in self._sessions)
 
     def start(self) -> None:
-        self._server = _Server(self, self._port)
-        self._port = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        listener = socket.create_server(("127.0.0.1", self._port))
+        self._port = listener.getsockname()[1]
+        serving = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(listener, serving)), daemon=True)
+        self._thread.start()
+        assert serving.wait(DEADLINE_S)
 
     def stop(self) -> None:
         """Goes away as a killed process does: nobody listens, and every connection ends."""
-        server, self._server = self._server, None
-        if server is None:
+        if self._loop is None or self._thread is None:
             return
-        server.shutdown()
-        server.server_close()
-        with self.changed:
-            server.gone = True
-            self.changed.notify_all()
-        server.cut_connections()
+        self._loop.call_soon_threadsafe(self._ending.set)
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive()
+        self._loop = self._thread = None
+
+    async def _serve(self, listener: socket.socket, serving: threading.Event) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ending = asyncio.Event()
+        listener.setblocking(False)
+        accepting = asyncio.create_task(self._accept(listener))
+        serving.set()
+        await self._ending.wait()
+        listener.shutdown(socket.SHUT_RDWR)
+        await accepting
+        listener.close()
+        self.cut()
+        while self._sessions:
+            await asyncio.sleep(0)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        """Takes connections one by one until the listener ends; asyncio leaks a TLS handshake that is cancelled."""
+        assert self._loop is not None
+        while True:
+            try:
+                sock, _ = await self._loop.sock_accept(listener)
+            except OSError:
+                return
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with contextlib.suppress(OSError):  # it does not like our certificate
+                await self._loop.connect_accepted_socket(lambda: _Session(self), sock, ssl=self.tls)
+
+    def cut(self) -> None:
+        """Ends every connection, in the stub's own thread."""
+        for session in self._sessions:
+            session.transport.abort()
+
+    def drop(self) -> None:
+        """Ends every connection, and goes on to serve."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self.cut)
 
     def forget(self) -> None:
         """Loses its memory, as a controller that lost its database."""
@@ -85,14 +139,20 @@ class ControllerStub:
             self.knows_node = False
             self._directives.clear()
 
-    def push(self, body: AnyDirective, seq: int | None = None) -> int:
-        """Queues a directive and wakes the poll that waits for it; returns its number."""
+    def push(self, body: AnyDirective) -> int:
+        """Queues a directive, and pushes it where a session is open; returns its number."""
         with self.changed:
             last = self._directives[-1].seq if self._directives else self.first_directive - 1
-            directive = Directive(seq=last + 1 if seq is None else seq, body=body)
+            directive = Directive(seq=max(last, *self.acknowledged, 0) + 1, body=body)
             self._directives.append(directive)
-            self.changed.notify_all()
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._push, directive)
             return directive.seq
+
+    def _push(self, directive: Directive) -> None:
+        for session in self._sessions:
+            if session.introduced and directive.seq > session.pushed_through:
+                session.push((directive,))
 
     def wait_for(self, condition: Callable[[], T]) -> T:
         """What ``condition`` returns, once it is true. Raises AssertionError past the deadline."""
@@ -110,36 +170,56 @@ class ControllerStub:
         """Waits for the first report of a kind."""
         return self.wait_for(lambda: self.reports(kind))[0]
 
-    # --- the routes ----------------------------------------------------------------------------------------------
+    # --- what sessions ask, in the stub's own thread -------------------------------------------------------------
 
-    def answer(self, method: str, path: str, token: str, body: bytes, server: _Server) -> Any:
-        parts = urlsplit(path)
-        route = parts.path.rpartition("/")[2]
+    def connected(self, session: _Session) -> None:
+        self._sessions.append(session)
+
+    def disconnected(self, session: _Session) -> None:
         with self.changed:
-            self.requests.append((route, len(body)))
+            self._sessions.remove(session)
             self.changed.notify_all()
-        if token != f"Bearer {self.token}":
+
+    def admit(self, head: bytes) -> None:
+        """Raises what the request for a session is refused for."""
+        self._look_at("session", head)
+        lines = head.decode().split("\r\n")
+        if f"Authorization: Bearer {self.token}" not in lines and self.token:
             raise AuthenticationError("the token does not verify")
-        if len(body) > 1 << 20:
-            raise MalformedMessage(f"a body of {len(body)} bytes")
-        if route in self.refusals:
-            self.refusals[route](body)
-        if route == "directives":
-            return self._poll(parse_qs(parts.query), server)
+        if lines[0] != "GET /v1/agents/n1/session HTTP/1.1" or f"Upgrade: {UPGRADE}" not in lines:
+            raise NotFound(lines[0])
+
+    def _look_at(self, what: str, body: bytes) -> None:
         with self.changed:
-            answer = getattr(self, f"_{route}")(body)
+            self.heard.append((what, len(body)))
+            self.changed.notify_all()
+        if what in self.refusals:
+            self.refusals[what](body)
+
+    def answer(self, kind: Frame, body: bytes) -> Any:
+        """The answer to a frame. Raises EverstepError for a refusal."""
+        what = kind.name.lower()
+        self._look_at(what, body)
+        if len(body) > MAX_BODY_BYTES:
+            raise MalformedMessage(f"a body of {len(body)} bytes")
+        with self.changed:
+            answer = getattr(self, f"_{what}")(body)
             self.changed.notify_all()
             return answer
 
-    def _register(self, body: bytes) -> Registered:
+    def pending(self) -> tuple[Directive, ...]:
+        return tuple(self._directives)
+
+    def _register(self, body: bytes) -> Any:
         self.registered.append(msgspec.json.decode(body, type=Register))
         self.knows_node, self.resend = True, False
         return Registered(
             protocol=1,
             heartbeat_interval_s=self.interval_s,
-            next_directive=self.first_directive,
+            next_directive=self._directives[0].seq if self._directives else self.first_directive,
             controller="stub",
             server_at=SYSTEM_CLOCK.wall(),
+            hold=self.hold,
         )
 
     def _require_node(self) -> None:
@@ -148,8 +228,10 @@ class ControllerStub:
 
     def _heartbeat(self, body: bytes) -> HeartbeatAnswer:
         self._require_node()
-        self.beats.append(msgspec.json.decode(body, type=Heartbeat))
-        return HeartbeatAnswer(server_at=SYSTEM_CLOCK.wall(), resend=self.resend)
+        beat = msgspec.json.decode(body, type=Heartbeat)
+        self.beats.append(beat)
+        self._acknowledged(beat.directives_through)
+        return HeartbeatAnswer(server_at=SYSTEM_CLOCK.wall(), resend=self.resend, hold=self.hold)
 
     def _reports(self, body: bytes) -> ReportsAnswer:
         self._require_node()
@@ -158,67 +240,111 @@ class ControllerStub:
         self.taken += [n for n in batch.reports if n.number > last]
         return ReportsAnswer(through=batch.reports[-1].number)
 
-    def _poll(self, query: dict[str, list[str]], server: _Server) -> DirectivesAnswer:
-        after = int(query["after"][0])
-        with self.changed:
-            self._require_node()
-            self.polls.append(after)
-            self._directives = [d for d in self._directives if d.seq > after]
-            self.changed.notify_all()
-            self.changed.wait_for(lambda: self._directives or server.gone, float(query["wait_s"][0]))
-            return DirectivesAnswer(directives=tuple(self._directives))
+    def _acknowledge(self, body: bytes) -> None:
+        self._acknowledged(msgspec.json.decode(body, type=Acknowledge).through)
+
+    def _acknowledged(self, through: int) -> None:
+        if through > max(self.acknowledged, default=0):
+            self.acknowledged.append(through)
+        self._directives = [d for d in self._directives if d.seq > through]
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    allow_reuse_address = True
+_ANSWERS = {
+    Frame.REGISTER: Frame.REGISTERED,
+    Frame.HEARTBEAT: Frame.HEARTBEAT_ANSWER,
+    Frame.REPORTS: Frame.REPORTS_ANSWER,
+}
 
-    def __init__(self, stub: ControllerStub, port: int) -> None:
-        self.stub = stub
-        self.gone = False
-        self._open: set[socket.socket] = set()
-        super().__init__(("127.0.0.1", port), _Handler)
 
-    def finish_request(self, request: Any, client_address: Any) -> None:
-        self._open.add(request)
+class _Session(asyncio.Protocol):
+    """One connection: the request, then frames."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, stub: ControllerStub) -> None:
+        self.introduced = False
+        self.pushed_through = 0
+        self._stub = stub
+        self._open = False
+        self._buffer = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self._stub.connected(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stub.disconnected(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        if not self._open and b"\r\n\r\n" in self._buffer:
+            head, _, self._buffer = self._buffer.partition(b"\r\n\r\n")
+            self._begin(head)
+        while self._open and len(self._buffer) >= 4:
+            end = 4 + int.from_bytes(self._buffer[:4], "big")
+            if len(self._buffer) < end:
+                return
+            kind, body, self._buffer = Frame(self._buffer[4]), self._buffer[5:end], self._buffer[end:]
+            self._answer(kind, body)
+
+    def _begin(self, head: bytes) -> None:
         try:
-            super().finish_request(request, client_address)
-        except OSError:
-            pass  # the other side, or we, went away in the middle
-        finally:
-            self._open.discard(request)
-
-    def cut_connections(self) -> None:
-        for connection in list(self._open):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    server: _Server
-
-    def do_GET(self) -> None:
-        self._serve()
-
-    def do_POST(self) -> None:
-        self._serve()
-
-    def _serve(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        token = self.headers.get("Authorization", "")
-        try:
-            status, answer = 200, self.server.stub.answer(self.command, self.path, token, body, self.server)
+            self._stub.admit(head)
         except EverstepError as error:
-            status, answer = error.status, {"error": {"code": error.code, "message": str(error)}}
-        content = msgspec.json.encode(answer)
-        head = f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-        if not self.server.gone:
-            self.wfile.write(head.encode() + content)
+            self._refuse(error)
+            return
+        if "session" not in self._stub.unanswered:
+            self._open = True
+            self.transport.write(f"HTTP/1.1 101 X\r\nConnection: Upgrade\r\nUpgrade: {UPGRADE}\r\n\r\n".encode())
 
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+    def _refuse(self, error: EverstepError) -> None:
+        said: Any = {"type": f"urn:everstep:error:{error.code}", "code": error.code, "detail": str(error)}
+        if self._stub.old_errors:
+            said = {"error": {"code": error.code, "message": str(error)}}
+        content = msgspec.json.encode(said)
+        after = f"Retry-After: {round(error.retry_after_s)}\r\n" if isinstance(error, Unavailable) else ""
+        head = f"HTTP/1.1 {error.status} X\r\nContent-Length: {len(content)}\r\n{after}\r\n"
+        self.transport.write(head.encode() + content)
+        self.transport.close()
+
+    def _answer(self, kind: Frame, body: bytes) -> None:
+        lost = kind.name.lower() in self._stub.unanswered
+        if kind is Frame.ACKNOWLEDGE and lost:
+            return
+        try:
+            answer = self._stub.answer(kind, body)
+        except EverstepError as error:
+            after_s = error.retry_after_s if isinstance(error, Unavailable) else None
+            refused = Refused(of=kind, code=error.code, message=str(error), retry_after_s=after_s)
+            self._send(Frame.REFUSED, refused)
+            return
+        if kind is Frame.ACKNOWLEDGE or lost:
+            return
+        first, self.introduced = not self.introduced, True
+        if first and isinstance(answer, HeartbeatAnswer):
+            answer = msgspec.structs.replace(answer, directives=self._waiting())
+        self._send(_ANSWERS[kind], answer)
+        if first and isinstance(answer, Registered) and (waiting := self._waiting()):
+            self.push(waiting)
+
+    def _waiting(self) -> tuple[Directive, ...]:
+        waiting = self._stub.pending()
+        self.pushed_through = waiting[-1].seq if waiting else 0
+        return waiting
+
+    def push(self, directives: tuple[Directive, ...]) -> None:
+        self.pushed_through = directives[-1].seq
+        for directive in directives:
+            body = msgspec.json.encode(directive.body)
+            if len(body) > DEFLATES_OVER_BYTES:
+                number = directive.seq.to_bytes(NUMBER_BYTES, "big")
+                self.transport.write(encode_frame(Frame.DEFLATED_PUSH, number + zlib.compress(body)))
+            else:
+                self._send(Frame.PUSH, DirectivesAnswer(directives=(directive,)))
+
+    def _send(self, kind: Frame, message: Any) -> None:
+        self.transport.write(encode_frame(kind, msgspec.json.encode(message)))
 
 
 @contextlib.contextmanager

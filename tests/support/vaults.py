@@ -21,7 +21,7 @@ from everstep.framing import FrameDecoder, encode_frame
 from everstep.ids import Version
 from everstep.slots import SLOTS, SegmentView
 from everstep.wire.v1 import local
-from everstep.wire.v1.training import Holder
+from everstep.wire.v1.training import Holder, PeerLost
 
 T = TypeVar("T")
 JOB = "job"
@@ -50,6 +50,7 @@ class VaultClient:
         self._frames: FrameDecoder[local.FromVault] = FrameDecoder(local.FromVault, local.MAX_FRAME_BYTES)
         self._answers: dict[int, local.FromVault] = {}
         self.findings: list[local.VaultFinding] = []
+        self.peers_lost: list[PeerLost] = []
         self._next = 0
 
     def post(self, kind: Callable[..., local.ToVault], **fields: object) -> int:
@@ -72,6 +73,12 @@ class VaultClient:
             self._receive()
         return self.findings.pop(0)
 
+    def peer_lost(self) -> PeerLost:
+        """The next word of a peer that is gone, waited for."""
+        while not self.peers_lost:
+            self._receive()
+        return self.peers_lost.pop(0)
+
     def raw(self, data: bytes) -> None:
         self._sock.sendall(data)
 
@@ -87,6 +94,8 @@ class VaultClient:
         for message in self._frames.feed(data):
             if isinstance(message, local.VaultFinding):
                 self.findings.append(message)
+            elif isinstance(message, PeerLost):
+                self.peers_lost.append(message)
             else:
                 self._answers[message.request] = message
 

@@ -79,7 +79,7 @@ def test_as_process_1_it_serves_with_vault_and_sensors_and_ends_in_order(
         said = json.loads((base / "run" / "agent.json").read_text())
         assert said["pid"] == 1
         assert min(said["vault_pid"], said["sensor_pid"]) > 1
-        controller.wait_for(lambda: controller.polls)
+        controller.wait_for(lambda: controller.listening)
         agent, *helpers = descendants(outer.pid)
         assert len(helpers) >= 2
         os.kill(agent, signal.SIGTERM)

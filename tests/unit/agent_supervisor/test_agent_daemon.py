@@ -187,7 +187,7 @@ def test_a_stopped_rank_is_told_and_killed_on_the_controllers_word(
     agent: AgentProcess, controller: ControllerStub
 ) -> None:
     ready = agent.start()
-    controller.wait_for(lambda: controller.polls)
+    controller.wait_for(lambda: controller.listening)
     controller.push(NewGeneration(spec=spec(1, ready["vault"])))
     rank = rank_process(agent)
     rank.send_signal(signal.SIGSTOP)
@@ -214,7 +214,7 @@ def test_a_supervisor_that_was_killed_finds_its_vault_and_its_reports_again(
     agent: AgentProcess, controller: ControllerStub
 ) -> None:
     first = agent.start()
-    controller.wait_for(lambda: controller.polls)
+    controller.wait_for(lambda: controller.listening)
     controller.push(NewGeneration(spec=spec(1, first["vault"])))
     rank = rank_process(agent)
     segment = a_segment(agent)
@@ -277,7 +277,7 @@ def test_a_lost_vault_is_told_and_the_next_serves_at_the_same_address(
     agent: AgentProcess, controller: ControllerStub
 ) -> None:
     first = agent.start()
-    controller.wait_for(lambda: controller.polls)
+    controller.wait_for(lambda: controller.listening)
     controller.push(NewGeneration(spec=spec(1, first["vault"])))
     os.kill(first["vault_pid"], signal.SIGKILL)
     raised = controller.one(FindingRaised).finding
@@ -296,7 +296,7 @@ def test_a_lost_vault_is_told_and_the_next_serves_at_the_same_address(
 
 def test_a_stopped_job_leaves_no_segments(agent: AgentProcess, controller: ControllerStub) -> None:
     ready = agent.start()
-    controller.wait_for(lambda: controller.polls)
+    controller.wait_for(lambda: controller.listening)
     controller.push(NewGeneration(spec=spec(1, ready["vault"])))
     segment = a_segment(agent)
     controller.push(StopJob(job="j", ok=True, reason="done"))
@@ -305,7 +305,7 @@ def test_a_stopped_job_leaves_no_segments(agent: AgentProcess, controller: Contr
 
 def test_a_probe_is_answered_also_when_it_is_not_for_this_node(agent: AgentProcess, controller: ControllerStub) -> None:
     agent.start()
-    controller.wait_for(lambda: controller.polls)
+    controller.wait_for(lambda: controller.listening)
     controller.push(RunProbe(probe="p1", nodes=("n8", "n9"), store="127.0.0.1:0"))
     finished = controller.one(ProbeFinished)
     assert (finished.probe, finished.ok) == ("p1", False)

@@ -1,25 +1,21 @@
-"""The agent's lines to a controller, over real HTTP to a server in a thread that speaks the wire messages."""
+"""The agent's sessions with a controller, over real sockets to a stub in a thread that speaks the wire messages."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import pytest
 
-from agent.config import AgentSettings
-from agent.uplink.client import Uplink
-from agent.uplink.heartbeat import Conversation, NodeFacts
-from agent.uplink.spool import Spool
 from everstep.errors import (
     EverstepError,
     MalformedMessage,
+    NotFound,
     PermissionDenied,
     StaleGeneration,
     TooLarge,
@@ -27,15 +23,12 @@ from everstep.errors import (
     VersionMismatch,
 )
 from everstep.ids import Version
-from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import Finding, FindingKind, Severity
 from everstep.wire.v1.agent import Reports
-from everstep.wire.v1.directives import Directive, StopJob
-from everstep.wire.v1.training import FindingRaised, RankLost, RankProgress, Sealed
+from everstep.wire.v1.directives import StopJob
+from everstep.wire.v1.training import FindingRaised, RankLost, Sealed
 from tests.support.controller_stub import DEADLINE_S, ControllerStub, serving
-
-T = TypeVar("T")
-TOKEN = "agent:n1:mac"
+from tests.support.uplinks import TOKEN, Bench, until, until_nudged
 
 
 def lost(rank: int = 0, detail: str = "gone") -> RankLost:
@@ -50,74 +43,6 @@ def stop(job: str = "j") -> StopJob:
     return StopJob(job=job, ok=True, reason="done")
 
 
-class FakeNode:
-    """The agent behind an uplink: says what it is set to, remembers what it is told."""
-
-    def __init__(self) -> None:
-        self.vault = "127.0.0.1:7702"
-        self.seen: tuple[Finding, ...] = ()
-        self.directives: list[Directive] = []
-        self.registrations = 0
-        self.round_trips: list[float] = []
-
-    def facts(self) -> NodeFacts:
-        return NodeFacts(vault=self.vault)
-
-    def findings(self) -> tuple[Finding, ...]:
-        return self.seen
-
-    def progress(self) -> tuple[RankProgress, ...]:
-        return (RankProgress(job="j", generation=1, rank=0, step=3, step_s=0.1),)
-
-    def is_busy(self) -> bool:
-        return True
-
-    def on_registered(self) -> None:
-        self.registrations += 1
-
-    def on_directives(self, directives: list[Directive]) -> None:
-        self.directives += directives
-
-    def on_clock(self, server_at: float, received_at: float, round_trip_s: float) -> None:
-        self.round_trips.append(round_trip_s)
-
-
-class Line:
-    """An uplink that runs, with what stands around it."""
-
-    def __init__(self, node: FakeNode, uplink: Uplink, spool: Spool) -> None:
-        self.node = node
-        self.uplink = uplink
-        self.spool = spool
-
-
-class Bench:
-    """Settings and files for uplinks of one test."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.token_file = directory / "token"
-        self.token_file.write_text(TOKEN + "\n")
-
-    @contextlib.asynccontextmanager
-    async def line(self, *urls: str, **settings: Any) -> AsyncIterator[Line]:
-        given = {"poll_wait_s": 0.5, "connect_timeout_s": 1.0, "request_timeout_s": 2.0, "seal_window_s": 0.05}
-        chosen = AgentSettings(
-            node="n1", controllers=urls, run_dir=self.directory, token_file=self.token_file, **{**given, **settings}
-        )
-        spool = Spool(None, most_reports=5000, most_bytes=8 << 20, window_s=chosen.seal_window_s)
-        node = FakeNode()
-        uplink = Uplink(chosen, Conversation("n1", 7, "0.1.0"), spool, node, SYSTEM_CLOCK)
-        running = asyncio.create_task(uplink.run())
-        try:
-            yield Line(node, uplink, spool)
-        finally:
-            running.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await running
-            uplink.close()
-
-
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
@@ -127,14 +52,6 @@ def bench(tmp_path: Path) -> Bench:
 def controller() -> Iterator[ControllerStub]:
     with serving(ControllerStub(TOKEN)) as stub:
         yield stub
-
-
-async def until(condition: Callable[[], T]) -> T:
-    """What ``condition`` returns, once it is true. Raises TimeoutError past the deadline."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not (found := condition()):
-            await asyncio.sleep(0.002)
-        return found
 
 
 def play(story: Coroutine[Any, Any, None]) -> None:
@@ -178,7 +95,7 @@ def test_seals_are_gathered_into_one_request_and_urgent_ones_take_them_along(
             assert controller.taken == []
             line.uplink.report(lost())
             await until(lambda: len(controller.taken) == 6)
-            assert [route for route, _ in controller.requests].count("reports") == 1
+            assert [what for what, _ in controller.heard].count("reports") == 1
 
     play(story())
 
@@ -195,26 +112,79 @@ def test_seals_alone_go_after_their_window(bench: Bench, controller: ControllerS
 def test_a_pushed_directive_arrives_at_once_in_order_and_is_acknowledged(
     bench: Bench, controller: ControllerStub
 ) -> None:
+    controller.interval_s = DEADLINE_S  # no beat brings it
+
     async def story() -> None:
-        async with bench.line(controller.url, poll_wait_s=DEADLINE_S) as line:
-            await until(lambda: controller.polls)
+        async with bench.line(controller.url) as line:
+            await until(lambda: controller.listening)
             for job in ("a", "b", "c"):
                 controller.push(stop(job))
             await until(lambda: len(line.node.directives) == 3)
             assert [d.body for d in line.node.directives] == [stop("a"), stop("b"), stop("c")]
-            await until(lambda: controller.polls[-1] == 3)
+            await until(lambda: controller.acknowledged[-1:] == [3])
 
     play(story())
 
 
-def test_a_poll_that_waits_holds_up_neither_beats_nor_reports(bench: Bench, controller: ControllerStub) -> None:
+def test_a_large_push_comes_deflated(bench: Bench, controller: ControllerStub) -> None:
     async def story() -> None:
-        async with bench.line(controller.url, poll_wait_s=DEADLINE_S) as line:
-            await until(lambda: controller.polls)
+        async with bench.line(controller.url) as line:
+            await until(lambda: controller.listening)
+            large = StopJob(job="j", ok=True, reason="because " * 500)
+            controller.push(large)
+            await until(lambda: line.node.directives)
+            assert line.node.directives[0].body == large
+
+    play(story())
+
+
+def test_what_is_pushed_again_in_the_next_session_is_handed_on_once(bench: Bench, controller: ControllerStub) -> None:
+    controller.unanswered.add("acknowledge")
+
+    async def story() -> None:
+        async with bench.line(controller.url) as line:
+            await until(lambda: controller.listening)
+            controller.push(stop("a"))
+            await until(lambda: line.node.directives)
+            controller.unanswered.clear()
+            controller.drop()
+            controller.push(stop("b"))
+            await until(lambda: controller.acknowledged[-1:] == [2])
+            assert [d.body for d in line.node.directives] == [stop("a"), stop("b")]
+
+    play(story())
+
+
+def test_reports_that_wait_for_their_answer_hold_up_no_beat(bench: Bench, controller: ControllerStub) -> None:
+    controller.unanswered.add("reports")
+
+    async def story() -> None:
+        async with bench.line(controller.url) as line:
+            await until(lambda: line.node.registrations)
             line.uplink.report(lost())
             await until(lambda: controller.taken)
-            await until(lambda: len(controller.beats) >= 3)
-            assert len(controller.polls) == 1
+            beats = len(controller.beats)
+            await until(lambda: len(controller.beats) >= beats + 3)
+            assert len(line.spool) == 1
+
+    play(story())
+
+
+def test_urgent_news_passes_reports_whose_answer_is_late_and_all_is_taken_once(
+    bench: Bench, controller: ControllerStub
+) -> None:
+    controller.unanswered.add("reports")
+
+    async def story() -> None:
+        async with bench.line(controller.url) as line:
+            await until(lambda: line.node.registrations)
+            for rank in range(3):
+                line.uplink.report(lost(rank))
+                await until(lambda r=rank: lost(r) in controller.reports(RankLost))  # type: ignore[misc]
+            controller.unanswered.clear()
+            line.uplink.report(lost(3))
+            await until(lambda: not len(line.spool))
+            assert controller.reports(RankLost) == [lost(r) for r in range(4)]
 
     play(story())
 
@@ -228,7 +198,7 @@ def test_while_the_controller_is_away_reports_wait_and_then_arrive_once(
             controller.stop()
             for rank in range(3):
                 line.uplink.report(lost(rank))
-            await until(lambda: line.uplink.outcomes["heartbeat", "unavailable"] >= 2)
+            await until(lambda: line.uplink.outcomes["session", "unavailable"] >= 2)
             assert len(line.spool) == 3
             controller.start()
             await until(lambda: not len(line.spool))
@@ -244,8 +214,8 @@ def test_while_the_controller_is_away_reports_wait_and_then_arrive_once(
 
 def test_directives_pushed_after_a_restart_still_arrive(bench: Bench, controller: ControllerStub) -> None:
     async def story() -> None:
-        async with bench.line(controller.url, poll_wait_s=DEADLINE_S) as line:
-            await until(lambda: controller.polls)
+        async with bench.line(controller.url) as line:
+            await until(lambda: controller.listening)
             controller.stop()
             controller.start()
             controller.push(stop())
@@ -254,7 +224,7 @@ def test_directives_pushed_after_a_restart_still_arrive(bench: Bench, controller
     play(story())
 
 
-@pytest.mark.parametrize("how", ["resend", "unknown_node", "stale"])
+@pytest.mark.parametrize("how", ["resend", "unknown_node", "stale", "acknowledge"])
 def test_a_controller_that_lost_its_picture_is_told_everything_again(
     bench: Bench, controller: ControllerStub, how: str
 ) -> None:
@@ -268,8 +238,11 @@ def test_a_controller_that_lost_its_picture_is_told_everything_again(
                 controller.resend = True
             elif how == "unknown_node":
                 controller.forget()
-            else:
+            elif how == "stale":
                 refuse_once(controller, "heartbeat", StaleGeneration("an older life"))
+            else:
+                refuse_once(controller, "acknowledge", NotFound("who?"))
+                controller.push(stop())
             await until(lambda: line.node.registrations == 2)
             assert controller.registered[-1].findings == (finding,)
             line.uplink.report(lost())
@@ -345,7 +318,7 @@ def test_a_large_backlog_is_cut_into_requests_that_are_taken(bench: Bench, contr
             controller.start()
             await until(lambda: not len(line.spool))
             assert len(controller.taken) == 1000
-            assert max(size for _, size in controller.requests) <= 1 << 20
+            assert max(size for _, size in controller.heard) <= 1 << 20
 
     play(story())
 
@@ -385,9 +358,8 @@ def test_what_a_person_must_mend_is_said_once_with_the_mend(
 
     async def story() -> None:
         async with bench.line(controller.url) as line:
-            await until(lambda: line.uplink.outcomes["heartbeat", error.code])
-            line.uplink.nudge()
-            await until(lambda: line.uplink.outcomes["heartbeat", error.code] >= 2)
+            await until(lambda: line.uplink.outcomes["register", error.code])
+            await until_nudged(line, lambda: line.uplink.outcomes["register", error.code] >= 2)
             assert line.node.registrations == 0
 
     play(story())
@@ -403,13 +375,9 @@ def test_a_wrong_token_is_said_and_a_renewed_file_is_read(
 
     async def story() -> None:
         async with bench.line(controller.url) as line:
-            await until(lambda: line.uplink.outcomes["heartbeat", "unauthenticated"])
+            await until(lambda: line.uplink.outcomes["session", "unauthenticated"])
             bench.token_file.write_text(TOKEN)
-            line.uplink.nudge()  # refused once more where the file had been read before it was renewed
-            refused = line.uplink.outcomes
-            await until(lambda: line.node.registrations or refused["heartbeat", "unauthenticated"] >= 2)
-            line.uplink.nudge()
-            await until(lambda: line.node.registrations)
+            await until_nudged(line, lambda: line.node.registrations)
 
     play(story())
     said = [r.message for r in caplog.records if r.levelno == logging.ERROR]
@@ -429,12 +397,12 @@ def test_a_busy_controller_is_asked_again(bench: Bench, controller: ControllerSt
     play(story())
 
 
-def test_when_one_controller_goes_the_next_is_used_by_every_line(bench: Bench, controller: ControllerStub) -> None:
+def test_when_one_controller_goes_the_next_is_used_for_everything(bench: Bench, controller: ControllerStub) -> None:
     async def story(second: ControllerStub) -> None:
-        async with bench.line(controller.url, second.url, poll_wait_s=DEADLINE_S) as line:
-            await until(lambda: controller.polls)
+        async with bench.line(controller.url, second.url) as line:
+            await until(lambda: controller.listening)
             controller.stop()
-            await until(lambda: second.polls)
+            await until(lambda: second.listening)
             line.uplink.report(lost())
             await until(lambda: second.taken)
             second.push(stop())
@@ -447,22 +415,140 @@ def test_when_one_controller_goes_the_next_is_used_by_every_line(bench: Bench, c
 def test_a_controller_that_accepts_and_never_answers_is_given_up(bench: Bench, controller: ControllerStub) -> None:
     async def story(mute: socket.socket) -> None:
         url = f"http://127.0.0.1:{mute.getsockname()[1]}"
-        async with bench.line(url, controller.url, request_timeout_s=0.1) as line:
+        async with bench.line(url, controller.url, connect_timeout_s=0.1) as line:
             await until(lambda: line.node.registrations)
 
     with socket.create_server(("127.0.0.1", 0)) as mute:
         play(story(mute))
 
 
-def test_what_is_no_controller_is_not_believed(bench: Bench) -> None:
+def test_a_controller_that_stops_answering_in_a_session_is_left_for_the_next(
+    bench: Bench, controller: ControllerStub
+) -> None:
+    async def story(second: ControllerStub) -> None:
+        async with bench.line(controller.url, second.url, answer_timeout_s=0.1, connect_timeout_s=0.1) as line:
+            await until(lambda: controller.beats)
+            controller.unanswered.add("heartbeat")
+            await until(lambda: second.beats)
+            assert line.uplink.outcomes["heartbeat", "unavailable"] >= 1
+
+    with serving(ControllerStub(TOKEN)) as second:
+        play(story(second))
+
+
+@pytest.mark.parametrize("what", ["session", "heartbeat"])
+def test_a_controller_that_is_not_in_charge_sends_the_agent_on_to_the_next(
+    bench: Bench, controller: ControllerStub, what: str
+) -> None:
+    def refuse(body: bytes) -> None:
+        raise Unavailable("another controller has the lease", DEADLINE_S)
+
+    async def story(second: ControllerStub) -> None:
+        async with bench.line(controller.url, second.url) as line:
+            await until(lambda: controller.beats)
+            controller.refusals[what] = refuse
+            controller.drop()
+            line.uplink.report(lost())
+            await until(lambda: second.taken)
+
+    with serving(ControllerStub(TOKEN)) as second:
+        play(story(second))
+
+
+def test_a_lone_controller_that_refuses_a_beat_is_stayed_with(bench: Bench, controller: ControllerStub) -> None:
+    async def story() -> None:
+        async with bench.line(controller.url) as line:
+            await until(lambda: line.node.registrations)
+            refuse_once(controller, "heartbeat", Unavailable("too much to do", 0.0))
+            await until(lambda: line.uplink.outcomes["heartbeat", "unavailable"])
+            beats = len(controller.beats)
+            await until(lambda: len(controller.beats) > beats)
+            assert line.uplink.outcomes["session", "ok"] == 1
+
+    play(story())
+
+
+@pytest.mark.parametrize("shape", ["problem details", "the older shape"])
+def test_a_refused_session_is_understood_in_either_shape(
+    bench: Bench, controller: ControllerStub, caplog: pytest.LogCaptureFixture, shape: str
+) -> None:
+    controller.old_errors = shape == "the older shape"
+    controller.refusals["session"] = lambda head: (_ for _ in ()).throw(PermissionDenied("not your node"))
+
+    async def story() -> None:
+        async with bench.line(controller.url) as line:
+            await until(lambda: line.uplink.outcomes["session", "forbidden"])
+
+    play(story())
+    assert "not your node (403)" in caplog.text
+
+
+def test_a_session_that_is_not_held_is_opened_for_beats_and_urgent_reports(
+    bench: Bench, controller: ControllerStub
+) -> None:
+    controller.hold = False
+
+    async def story() -> None:
+        async with bench.line(controller.url) as line:
+            await until(lambda: len(controller.beats) >= 2 and not controller.listening)
+            controller.push(stop("a"))
+            await until(lambda: line.node.directives)
+            await until(lambda: controller.acknowledged == [1])
+            controller.interval_s = DEADLINE_S
+            line.node.vault = "127.0.0.1:9999"  # registered anew, which brings the new interval
+            await until(lambda: len(controller.registered) == 2 and not controller.listening)
+            line.uplink.report(lost())
+            await until(lambda: controller.taken and not len(line.spool))
+            await until(lambda: not controller.listening)
+            assert line.uplink.outcomes["session", "ok"] >= 4
+
+    play(story())
+
+
+def test_a_session_is_held_again_when_the_controller_has_room(bench: Bench, controller: ControllerStub) -> None:
+    controller.hold = False
+
+    async def story() -> None:
+        async with bench.line(controller.url) as line:
+            await until(lambda: len(controller.beats) >= 2)
+            controller.hold = True
+            beats = len(controller.beats)
+            await until(lambda: len(controller.beats) >= beats + 2)
+            opened, beats = line.uplink.outcomes["session", "ok"], len(controller.beats)
+            await until(lambda: len(controller.beats) >= beats + 3)
+            assert line.uplink.outcomes["session", "ok"] == opened
+
+    play(story())
+
+
+@pytest.mark.parametrize(
+    "words", [b"SSH-2.0-OpenSSH\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}", b"x" * 20000]
+)
+def test_what_is_no_controller_is_not_believed(bench: Bench, words: bytes) -> None:
+    async def story() -> None:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(words)
+            await writer.drain()
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            async with bench.line(f"http://127.0.0.1:{port}") as line:
+                await until(lambda: line.uplink.outcomes["session", "protocol"] >= 2)
+                assert line.node.registrations == 0
+
+    play(story())
+
+
+def test_a_frame_that_is_not_understood_ends_the_session(bench: Bench) -> None:
     class Impostor(ControllerStub):
         def _register(self, body: bytes) -> Any:
-            self.registered.append(body)  # type: ignore[arg-type]
+            super()._register(body)
             return {"hello": "world"}
 
     async def story(impostor: ControllerStub) -> None:
         async with bench.line(impostor.url) as line:
-            await until(lambda: line.uplink.outcomes["heartbeat", "not_understood"] >= 2)
+            await until(lambda: line.uplink.outcomes["session", "not_understood"] >= 2)
             assert line.node.registrations == 0
 
     with serving(Impostor(TOKEN)) as impostor:

@@ -21,7 +21,7 @@ from everstep.errors import Unavailable
 from everstep.slots import SLOTS
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1 import local
-from everstep.wire.v1.training import FindingRaised
+from everstep.wire.v1.training import FindingRaised, PeerLost
 from tests.support.agents import is_running, until
 from tests.support.vaults import VaultClient
 
@@ -34,6 +34,7 @@ class Place:
         self.run_dir = base / "run"
         self.run_dir.mkdir(mode=0o700)
         self.findings: list[FindingRaised] = []
+        self.peers_lost: list[PeerLost] = []
         self.changes = 0
         self.pids: set[int] = set()
 
@@ -48,7 +49,7 @@ class Place:
             segment_dir=self.base / "segments" / "n1",
             **settings,
         )
-        return VaultKeeper(chosen, SYSTEM_CLOCK, self.findings.append, on_change)
+        return VaultKeeper(chosen, SYSTEM_CLOCK, self.findings.append, self.peers_lost.append, on_change)
 
     async def started(self, **settings: Any) -> VaultKeeper:
         keeper = self.keeper(**settings)

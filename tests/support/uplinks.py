@@ -1,0 +1,109 @@
+"""An uplink in a test's own event loop, with the agent behind it played."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from agent.config import AgentSettings
+from agent.uplink.client import Uplink
+from agent.uplink.heartbeat import Conversation, NodeFacts
+from agent.uplink.spool import Spool
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep.vocabulary import Finding
+from everstep.wire.v1.directives import Directive
+from everstep.wire.v1.training import RankProgress
+from tests.support.controller_stub import DEADLINE_S
+
+T = TypeVar("T")
+TOKEN = "agent:n1:mac"
+
+
+class FakeNode:
+    """The agent behind an uplink: says what it is set to, remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.vault = "127.0.0.1:7702"
+        self.seen: tuple[Finding, ...] = ()
+        self.directives: list[Directive] = []
+        self.registrations = 0
+        self.round_trips: list[float] = []
+
+    def facts(self) -> NodeFacts:
+        return NodeFacts(vault=self.vault)
+
+    def findings(self) -> tuple[Finding, ...]:
+        return self.seen
+
+    def progress(self) -> tuple[RankProgress, ...]:
+        return (RankProgress(job="j", generation=1, rank=0, step=3, step_s=0.1),)
+
+    def is_busy(self) -> bool:
+        return True
+
+    def on_registered(self) -> None:
+        self.registrations += 1
+
+    def on_directives(self, directives: list[Directive]) -> None:
+        self.directives += directives
+
+    def on_clock(self, server_at: float, received_at: float, round_trip_s: float) -> None:
+        self.round_trips.append(round_trip_s)
+
+
+class Line:
+    """An uplink that runs, with what stands around it."""
+
+    def __init__(self, node: FakeNode, uplink: Uplink, spool: Spool) -> None:
+        self.node = node
+        self.uplink = uplink
+        self.spool = spool
+
+
+class Bench:
+    """Settings and files for uplinks of one test."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.token_file = directory / "token"
+        self.token_file.write_text(TOKEN + "\n")
+
+    @contextlib.asynccontextmanager
+    async def line(self, *urls: str, **settings: Any) -> AsyncIterator[Line]:
+        given = {
+            "connect_timeout_s": 1.0,
+            "answer_timeout_s": DEADLINE_S,
+            "seal_window_s": 0.05,
+            "token_file": self.token_file,
+        }
+        chosen = AgentSettings(node="n1", controllers=urls, run_dir=self.directory, **{**given, **settings})
+        spool = Spool(None, most_reports=5000, most_bytes=8 << 20, window_s=chosen.seal_window_s)
+        node = FakeNode()
+        uplink = Uplink(chosen, Conversation("n1", 7, "0.1.0"), spool, node, SYSTEM_CLOCK)
+        running = asyncio.create_task(uplink.run())
+        try:
+            yield Line(node, uplink, spool)
+        finally:
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+
+
+async def until(condition: Callable[[], T]) -> T:
+    """What ``condition`` returns, once it is true. Raises TimeoutError past the deadline."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not (found := condition()):
+            await asyncio.sleep(0.002)
+        return found
+
+
+async def until_nudged(line: Line, condition: Callable[[], T]) -> T:
+    """The same, while the uplink is nudged: a slow retry must not be waited for."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not (found := condition()):
+            line.uplink.nudge()
+            await asyncio.sleep(0.002)
+        return found
