@@ -77,8 +77,9 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 
 def query(scope: Scope) -> dict[str, str]:
-    """The query string, the last value of each name."""
-    return {name: values[-1] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
+    """The query string, the last value of each name; a NUL is replaced, as in bodies."""
+    text = scope["query_string"].replace(b"%00", b"%EF%BF%BD").decode("latin-1")
+    return {name: values[-1] for name, values in parse_qs(text).items()}
 
 
 def integer(values: dict[str, str], name: str, default: int | None = None) -> int:

@@ -36,8 +36,8 @@ Text = Annotated[str, msgspec.Meta(max_length=64)]
 PATH: dict[str, Any] = {
     "node": NodeId,
     "job": JobId,
-    "verdict": Annotated[str, msgspec.Meta(min_length=1, max_length=128)],
-    "probe": Annotated[str, msgspec.Meta(min_length=1, max_length=128)],
+    "verdict": Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$")],
+    "probe": Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$")],
     "order": Literal["drain", "hold", "readmit", "evict", "repair"],
     "id": enrolment.CredentialId,
 }

@@ -1,0 +1,58 @@
+"""A text that a database cannot hold must not reach it: the transaction would fail, and with it the controller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from everstep.wire.v1 import enrolment as wire
+from everstep.wire.v1 import operator as op
+from everstep.wire.v1.training import RankLost
+from tests.support.controllers import OPERATOR, VIEWER, InProcess, Speaker, get, joined, post
+from tests.support.postgres import postgres, postgres_server
+
+__all__ = ["postgres", "postgres_server"]
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TestClient]:
+    sqlite = f"sqlite:///{tmp_path / 'c.db'}"
+    url = sqlite if request.param == "sqlite" else request.getfixturevalue("postgres")
+    with TestClient(InProcess(url)) as client:
+        yield client
+
+
+def test_a_nul_in_a_text_is_replaced_wherever_it_comes_in(client: TestClient) -> None:
+    speaker = Speaker(client, "n1")
+    speaker.register(agent_version="\x00", boot_id="\x00")
+    speaker.report(joined("j", 1.0))
+    lost = RankLost(job="j", at=1.0, generation=1, rank=0, local_rank=0, detail="killed \x00 by hand", trace="\x00")
+    speaker.report(lost)
+    post(client, "/v1/nodes/n1/hold", op.Because(reason="a \x00 reason"), op.Changed)
+    post(client, "/v1/credentials", wire.IssueViewer(subject="v", reason="\x00", note="\x00"), wire.Issued)
+    found = get(client, "/v1/events?limit=1000", op.EventList).events
+    assert any("a \ufffd reason" in event.sentence for event in found)
+    assert "\x00" not in "".join(event.sentence for event in found)
+
+
+def test_a_nul_in_a_question_finds_nothing_and_breaks_nothing(client: TestClient) -> None:
+    for what in ("trace", "node", "job", "kind"):
+        assert client.get(f"/v1/events?{what}=%00", headers=VIEWER).status_code in (200, 422)
+    assert client.get("/v1/verdicts/%00", headers=VIEWER).status_code == 404
+    assert client.get("/v1/nodes/%00", headers=VIEWER).status_code == 404
+    assert client.get("/v1/status", headers=OPERATOR).status_code == 200
+
+
+def test_a_number_that_no_column_holds_is_refused_at_the_door(client: TestClient) -> None:
+    speaker = Speaker(client, "n1")
+    speaker.register()
+    for number in (1 << 53, 1 << 63, 1 << 64, -1):
+        body = b'{"incarnation":1,"reports":[{"number":%d,"body":{"type":"UserError","job":"j","at":1.0}}]}' % number
+        answer = client.post("/v1/agents/n1/reports", content=body, headers=speaker.headers)
+        assert answer.status_code == 422, number
+    for query in (f"after={1 << 63}", f"after={1 << 64}", f"limit={1 << 63}"):
+        assert client.get(f"/v1/events?{query}", headers=VIEWER).status_code == 422
+    assert client.get("/v1/status", headers=OPERATOR).status_code == 200
