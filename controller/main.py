@@ -1,4 +1,5 @@
-"""``everstep-controller``: ``serve`` runs a controller, ``token`` prints a token, ``replay`` an incident once more."""
+"""``everstep-controller``: ``serve`` runs a controller, ``backup`` copies its database, ``token`` prints a token,
+``replay`` an incident once more."""
 
 from __future__ import annotations
 
@@ -31,6 +32,7 @@ from controller.serving import (
     settle_collector,
     warn_of_plain_text,
 )
+from controller.store.backup import back_up
 from controller.store.database import open_database, parse_url
 from controller.store.diagnose import diagnose
 from controller.store.trouble import StoreAway
@@ -69,6 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--webhook-secret-file", metavar="FILE")
     serve.add_argument("--remediation", choices=("dry_run", "webhook", "slurm", "kubernetes"), help="default dry_run")
     replay_command.add_arguments(commands.add_parser("replay", help="decide a recorded incident again"))
+    backup = commands.add_parser("backup", help="copy a SQLite database, also while a controller writes it")
+    backup.add_argument("file", metavar="FILE", type=Path)
+    backup.add_argument("--database", metavar="URL", default=ControllerSettings().database)
     token = commands.add_parser("token", help="print a bearer token")
     token.add_argument("--role", choices=[role.value for role in MINTED], required=True)
     token.add_argument("--subject", metavar="NAME", required=True, help="a node's name for agents, yours otherwise")
@@ -196,6 +201,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if command == "token":
             secret = read_secrets(arguments["secret_file"])[0]
             print(mint(secret, TokenRole(arguments["role"]), arguments["subject"]))
+            sys.exit(0)
+        if command == "backup":
+            print(f"{arguments['file']}: {back_up(arguments['database'], arguments['file'])} bytes")
             sys.exit(0)
         if command == "replay":
             sys.exit(replay_command.run(options))

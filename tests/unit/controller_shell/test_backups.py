@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from controller.store.backup import LIVES, back_up
+from controller.store.database import open_database
+from everstep.errors import ConfigurationError
+from everstep.wire.v1 import operator as op
+from tests.support.controllers import VIEWER, ControllerProcess, controller_process
+from tests.support.report_stream import EVERY_FINDING, ReportStream, reporting
+
+
+def wait_for(condition: Callable[[], object], what: str, deadline_s: float = 20.0) -> None:
+    end = time.perf_counter() + deadline_s
+    while not condition():
+        assert time.perf_counter() < end, f"waited {deadline_s} s for {what}"
+        time.sleep(0.01)
+
+
+def epoch(process: ControllerProcess) -> int:
+    return msgspec.json.decode(process.ask("GET", "/v1/status", None, VIEWER)[1], type=op.FleetStatus).epoch
+
+
+def test_a_copy_made_while_reports_pour_in_is_whole_and_a_controller_goes_on_from_it(tmp_path: Path) -> None:
+    settings = tmp_path / "settings.toml"
+    settings.write_text(EVERY_FINDING)
+    copied = tmp_path / "copy.db"
+    with controller_process(tmp_path, arguments=("--settings", str(settings))) as process:
+        with reporting(process) as stream:
+            wait_for(lambda: stream.acknowledged > 50, "reports")
+            before = stream.acknowledged
+            command = [sys.executable, "-m", "controller.main", "backup", str(copied), "--database", process.database]
+            made = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+            assert f"{copied.stat().st_size} bytes" in made.stdout
+            wait_for(lambda: stream.acknowledged > before + 50, "reports after the copy was made")
+        process.kill()
+        lost_life = 1
+        for file in tmp_path.glob("controller.db*"):
+            file.unlink()
+        shutil.move(copied, tmp_path / "controller.db")
+        process.start()
+        assert epoch(process) == lost_life + LIVES + 1
+        restored = ReportStream([process])
+        restored.acknowledged = before
+        restored.check(process)
+    assert copied.exists() is False
+
+
+def test_a_copy_is_for_its_owners_eyes_and_takes_no_other_files_place(tmp_path: Path) -> None:
+    database = f"sqlite:///{tmp_path / 'c.db'}"
+    open_database(database).dispose()
+    target = tmp_path / "copy.db"
+    assert back_up(database, target) == target.stat().st_size
+    assert target.stat().st_mode & 0o077 == 0
+    with pytest.raises(ConfigurationError, match="exists already"):
+        back_up(database, target)
+    assert {file.name for file in tmp_path.iterdir()} >= {"c.db", "copy.db"}
+    assert not list(tmp_path.glob(".copy*"))
+
+
+@pytest.mark.parametrize(
+    ("database", "says"),
+    [
+        ("sqlite:////nonexistent/c.db", "there is no database"),
+        ("postgresql://everstep@db/everstep", "pg_dump"),
+    ],
+)
+def test_what_cannot_be_copied_is_refused_with_the_way_to_do_it(tmp_path: Path, database: str, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        back_up(database, tmp_path / "copy.db")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_no_database_is_not_taken_for_one(tmp_path: Path) -> None:
+    broken = tmp_path / "c.db"
+    broken.write_bytes(b"not a database at all" * 100)
+    with pytest.raises(ConfigurationError, match="cannot be copied"):
+        back_up(f"sqlite:///{broken}", tmp_path / "copy.db")
+    assert [file.name for file in tmp_path.iterdir()] == ["c.db"]

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import Connection, Engine, insert, select, text
+from sqlalchemy.exc import DBAPIError
+
+from controller import retention as retention_module
+from controller.store import retention, tables
+from controller.store.database import open_database
+from controller.store.records import AuditRow, Batch, GenerationRow, RecoveryRow, VerdictRow, VersionRow
+from controller.store.retention import Keep, prune
+from controller.store.threads import Store
+from controller.store.trouble import StoreAway
+from controller.store.writer import Writer
+
+EVERYTHING = Keep(since=0.0, events=1_000_000, generations=1_000_000)
+
+
+@pytest.fixture
+def engine(database: str) -> Iterator[Engine]:
+    engine = open_database(database)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def writer(engine: Engine) -> Iterator[Writer]:
+    writer = Writer(engine)
+    writer.take_over()
+    yield writer
+    writer.close()
+
+
+def keep(**changed: float) -> Keep:
+    return Keep(**{"since": 0.0, "events": 1_000_000, "generations": 1_000_000, **changed})  # type: ignore[arg-type]
+
+
+def audit(*numbers: int) -> list[AuditRow]:
+    return [AuditRow(id=number, at=float(number), kind="test", sentence="s") for number in numbers]
+
+
+def ids(engine: Engine) -> list[int]:
+    with engine.connect() as connection:
+        return list(connection.execute(select(tables.audit.c.id).order_by(tables.audit.c.id)).scalars())
+
+
+def pruned(writer: Writer, what: Keep) -> int:
+    return writer.run(lambda connection: prune(connection, what))
+
+
+@pytest.mark.parametrize("what", [keep(since=7.0), keep(events=4)], ids=["by age", "by number"])
+def test_old_events_are_deleted_and_the_log_stays_append_only(writer: Writer, engine: Engine, what: Keep) -> None:
+    writer.commit([Batch(number=1, audit=audit(*range(1, 11)))])
+    pruned(writer, what)
+    assert ids(engine) == [7, 8, 9, 10]
+    with engine.connect() as connection, pytest.raises(DBAPIError, match="append-only"), connection.begin():
+        connection.execute(text("DELETE FROM audit"))
+    writer.commit([Batch(number=2, audit=audit(11))])
+    assert ids(engine) == [7, 8, 9, 10, 11]
+
+
+def test_the_newest_event_is_kept_whatever_its_age(writer: Writer, engine: Engine) -> None:
+    writer.commit([Batch(number=1, audit=audit(1, 2, 3))])
+    pruned(writer, keep(since=1e12, events=0))
+    assert ids(engine) == [3]
+    writer.close()
+    loaded = Writer(engine).take_over()
+    assert (loaded.newest_audit, loaded.newest_at) == (3, 3.0)
+
+
+def test_what_is_young_and_little_is_left_alone(writer: Writer, engine: Engine) -> None:
+    writer.commit([Batch(number=1, audit=audit(1, 2, 3))])
+    assert pruned(writer, EVERYTHING) == 0
+    assert ids(engine) == [1, 2, 3]
+
+
+def test_a_long_history_goes_in_small_bites(writer: Writer, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retention, "BITE", 10)
+    writer.commit([Batch(number=1, audit=audit(*range(1, 36)))])
+    bites = [pruned(writer, keep(events=5)) for _ in range(4)]
+    assert bites == [10, 10, 10, 0]
+    assert ids(engine) == [31, 32, 33, 34, 35]
+
+
+def test_of_verdicts_the_newest_of_each_node_stays(writer: Writer, engine: Engine) -> None:
+    rows = [
+        VerdictRow(id=f"{node}-{at}", node=node, decision="evict", at=float(at), trace="", doc=f"{node}{at}")
+        for node, at in (("a", 1), ("a", 2), ("a", 9), ("b", 1))
+    ]
+    writer.commit([Batch(number=1, verdicts=rows)])
+    pruned(writer, keep(since=5.0))
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT doc FROM verdicts ORDER BY doc")).scalars().all() == ["a9", "b1"]
+
+
+def test_rosters_and_recoveries_of_each_job_stay_up_to_their_number(writer: Writer, engine: Engine) -> None:
+    generations = [
+        GenerationRow(job=job, number=number, reason="formed", trace="", issued_at=1.0, doc="{}")
+        for job in ("j", "k")
+        for number in range(1, 6 if job == "j" else 3)
+    ]
+    recoveries = [RecoveryRow(job="j", generation=number, doc=str(number)) for number in range(1, 6)]
+    batch = Batch(number=1, jobs={"j": "{}", "k": "{}"}, generations=generations, recoveries=recoveries)
+    writer.commit([batch])
+    pruned(writer, keep(generations=2))
+    with engine.connect() as connection:
+        left = connection.execute(text("SELECT job, number FROM generations ORDER BY job, number")).all()
+        came = connection.execute(text("SELECT generation FROM recoveries ORDER BY generation")).scalars().all()
+    assert left == [("j", 4), ("j", 5), ("k", 1), ("k", 2)]
+    assert came == [4, 5]
+
+
+def test_of_versions_the_newest_stay_and_the_newest_verified_one(
+    writer: Writer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "VERSIONS_KEPT", 3)
+    rows = [
+        VersionRow(job="j", generation=1, step=step, committed_at=1.0, verified_at=2.0 if step < 3 else None)
+        for step in range(10)
+    ]
+    writer.commit([Batch(number=1, jobs={"j": "{}"}, versions={("j", 1, row.step): row for row in rows})])
+    pruned(writer, EVERYTHING)
+    with engine.connect() as connection:
+        assert connection.execute(text("SELECT step FROM versions ORDER BY step")).scalars().all() == [2, 7, 8, 9]
+
+
+def test_findings_that_stand_are_kept_and_those_that_are_over_go(writer: Writer, engine: Engine) -> None:
+    def raised(connection: Connection) -> None:
+        for cleared in (1.0, 9.0, None):
+            row = {"node": "n", "key": f"k{cleared}", "kind": "x", "at": 0.5, "cleared_at": cleared, "doc": "{}"}
+            connection.execute(insert(tables.findings).values(**row))
+
+    writer.run(raised)
+    pruned(writer, keep(since=5.0))
+    with engine.connect() as connection:
+        assert list(connection.execute(select(tables.findings.c.key)).scalars()) == ["k9.0", "kNone"]
+
+
+def test_the_background_task_goes_on_after_an_absence_of_the_database(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention_module, "ROUND_S", 0.0)
+
+    async def body() -> None:
+        store = Store(open_database(database))
+        await store.take_over()
+        await store.commit(Batch(audit=audit(*range(1, 11))))
+        write, tries = store.write, 0
+
+        async def failing_first(change: object) -> object:
+            nonlocal tries
+            tries += 1
+            if tries == 1:
+                raise StoreAway("the disk is full")
+            return await write(change)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(store, "write", failing_first)
+        task = asyncio.create_task(retention_module.retaining(store, lambda: keep(events=4), first_s=0.0))
+        async with asyncio.timeout(20):
+            while (
+                await store.look(lambda connection: connection.execute(text("SELECT count(*) FROM audit")).scalar()) > 4
+            ):
+                await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task})
+        store.close()
+
+    asyncio.run(body())
