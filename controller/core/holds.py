@@ -5,7 +5,7 @@ Nothing is held against a node meanwhile, nothing is done to it, and it comes ba
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import msgspec
 
 from controller.core import casebook
 from controller.core.events import NodeObserved, OperatorCommand
@@ -107,7 +107,9 @@ def window_of(state: FleetState, record: NodeRecord, now: float) -> Window | Non
 
 
 def _covers(window: Window, record: NodeRecord) -> bool:
-    return window.node == record.node if window.node else bool(window.rack) and window.rack == record.domain.rack
+    if window.node:
+        return window.node == record.node
+    return bool(window.rack) and window.rack == record.domain.rack and record.node not in window.without
 
 
 def enter_maintenance(turn: Turn, node: str, window: Window) -> None:
@@ -142,13 +144,15 @@ def check_end(turn: Turn, node: str) -> None:
     come_back(turn, node, f"the maintenance of {node} is over")
 
 
-def end_early(turn: Turn, nodes: Iterable[str]) -> None:
-    """Takes nodes out of their windows before the end."""
-    for node in nodes:
-        record = turn.state.nodes[node]
-        record.maintenance_until = 0.0
-        left = [one for one in turn.state.fleet.maintenance if one.node != node]
-        if left != turn.state.fleet.maintenance:
-            turn.state.fleet.maintenance = left
-            turn.fleet_changed()
-        turn.node_changed(node)
+def end_early(turn: Turn, node: str) -> None:
+    """Takes the node out of its windows before the end; a rack's goes on for the others."""
+    record, fleet = turn.state.nodes[node], turn.state.fleet
+    record.maintenance_until = 0.0
+    turn.node_changed(node)
+    if any(_covers(window, record) for window in fleet.maintenance):
+        others = (window for window in fleet.maintenance if window.node != node)
+        fleet.maintenance = [
+            msgspec.structs.replace(window, without=(*window.without, node)) if _covers(window, record) else window
+            for window in others
+        ]
+        turn.fleet_changed()

@@ -152,7 +152,7 @@ def _readmit(turn: Turn, node: str, sentence: str) -> None:
     record.hold, record.undecided = "", {}
     if record.state is NodeState.REPAIR:
         record.offences = 0.0
-    holds.end_early(turn, [node])
+    holds.end_early(turn, node)
     release(turn, node)
     record.probe_failures = 0
     for name in turn.state.live_nodes[node].jobs:

@@ -7,6 +7,9 @@ from controller.core.state import FleetState
 from controller.core.turn import Turn
 from everstep.vocabulary import Finding
 
+MOST_KINDS = 512
+"""Kinds, with their XIDs, that are followed at once; an agent may invent numbers."""
+
 
 def signature(finding: Finding) -> str:
     """What makes findings of different nodes the same: their kind, and XID."""
@@ -19,7 +22,10 @@ def correlated(turn: Turn, rule: Rule, node: str, finding: Finding) -> str:
     An outbreak is said once, when it begins. O(1), but for what ages out, and once in an outbreak O(nodes).
     """
     state, name = turn.state, signature(finding)
-    seen = state.sightings.setdefault(name, {})
+    seen = state.sightings.pop(name, {})
+    state.sightings[name] = seen
+    if len(state.sightings) > MOST_KINDS:
+        del state.sightings[next(iter(state.sightings))]
     seen.pop(node, None)
     seen[node] = turn.now
     while (oldest := next(iter(seen.items())))[1] < turn.now - rule.correlated_s:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from itertools import islice
+from itertools import chain, islice
 
 import msgspec
 
@@ -17,8 +17,10 @@ from everstep.wire.v1.training import ProbeFinished
 
 PARTNERS_CONSIDERED = 32
 """How many good partners are compared: a bound on the work, whatever the fleet's size."""
-NODES_LOOKED_AT = 512
-"""How many nodes are looked at to find them."""
+MANY_NODES = 512
+"""A larger fleet is not always looked at from its first node on."""
+PARTNERLESS_S = 0.5
+"""Seconds for which nobody looks through the whole fleet again once no partner was free."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,15 +140,21 @@ def is_known_good(state: FleetState, record: NodeRecord) -> bool:
     return not any(record.node in case.suspects for case in state.cases.values())
 
 
-def partner_for(state: FleetState, node: str, attempt: int, avoid: Collection[str] = ()) -> tuple[str | None, bool]:
+def partner_for(turn: Turn, node: str, attempt: int, avoid: Collection[str] = ()) -> tuple[str | None, bool]:
     """A node known to be good, for a probe with ``node``: of another rack before its own, idle before busy, another one
-    at each ``attempt``. And, where there is none, whether that is only because all of them take part in probes now."""
+    at each ``attempt``. And, where there is none, whether that is only because all of them take part in probes now.
+
+    Looks at few nodes where many are good; where none is free, at all of them, but not for each node that waits.
+    """
+    state = turn.state
+    if turn.now < state.partnerless_until:
+        return None, True
     taken = {member for probe in state.probes.values() for member in probe.nodes}
-    start = (state.fleet.probes * PARTNERS_CONSIDERED) % max(1, len(state.nodes)) if len(state.nodes) > 512 else 0
     names = list(state.nodes)
+    start = state.fleet.probes * PARTNERS_CONSIDERED % len(names) if len(names) > MANY_NODES else 0
     rack, busy = state.nodes[node].domain.rack, False
     choice: list[tuple[bool, bool, int, str]] = []
-    for other in islice((*names[start:], *names[:start]), NODES_LOOKED_AT):
+    for other in chain(islice(names, start, None), islice(names, start)):
         if other == node or other in avoid or not is_known_good(state, state.nodes[other]):
             continue
         if other in taken:
@@ -156,6 +164,8 @@ def partner_for(state: FleetState, node: str, attempt: int, avoid: Collection[st
         choice.append((bool(rack) and state.nodes[other].domain.rack == rack, seated, len(choice), other))
         if len(choice) == PARTNERS_CONSIDERED:
             break
+    if not choice and busy:
+        state.partnerless_until = turn.now + PARTNERLESS_S
     if not choice:
         return None, busy
     ordered = sorted(choice)

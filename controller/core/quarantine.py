@@ -131,7 +131,7 @@ def next_check(turn: Turn, node: str) -> None:
         record.probe = start_probe(turn, (node,), candidate=node, kind=course.left[0])
         return
     if course.left:
-        partner, busy = partner_for(turn.state, node, record.probe_failures)
+        partner, busy = partner_for(turn, node, record.probe_failures)
         if partner is not None:
             record.probe = start_probe(turn, (partner, node), candidate=node)
             return

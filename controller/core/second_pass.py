@@ -103,7 +103,7 @@ def _try(turn: Turn, name: str, case: Case, node: str) -> None:
     if case.kind is SecondPass.COMPUTE:
         start_probe(turn, (node,), candidate=node, kind=ProbeKind.COMPUTE, case=name)
     else:
-        partner, busy = partner_for(turn.state, node, tries, case.suspects)
+        partner, busy = partner_for(turn, node, tries, case.suspects)
         if partner is None and busy:
             turn.wake(turn.now + turn.policy.partner_wait_s, "case", name)
             return

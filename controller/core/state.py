@@ -18,12 +18,14 @@ from everstep.wire.v1.training import GenerationSpec, JobSpec, RankProgress
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Maintenance until ``until`` (wall seconds) of a node, or of a rack's nodes; ``sentence`` says by whose order."""
+    """Maintenance until ``until`` (wall seconds) of a node, or of a rack's nodes but those in ``without``, which were
+    readmitted early; ``sentence`` says by whose order."""
 
     until: float
     sentence: str
     node: NodeId = ""
     rack: str = ""
+    without: tuple[NodeId, ...] = ()
 
 
 class Eviction(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,9 +69,9 @@ class Course(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     ``rule``: id of the rule that took it out. ``ladder`` and ``rung``: its cures, and which is due. ``checks``: what it
     must pass on its way back, ``passes`` times in a row; ``left``: what is still to be passed, ``alone``: it had no
-    partner for what takes one. ``clear_s``: for how long its causes must be clear. ``remedy``: id of the action that was
-    asked for and not reported, ``remedy_due``: when it is given up. ``settles_at``: when the causes must have cleared
-    after a confirmed one. ``hindered``: why no action was asked for, as it was last said.
+    partner for what takes one. ``clear_s``: for how long its causes must be clear. ``remedy``: id of the action that
+    was asked for and not reported, ``remedy_due``: when it is given up. ``settles_at``: when the causes must have
+    cleared after a confirmed one. ``hindered``: why no action was asked for, as it was last said.
     """
 
     rule: str = ""
@@ -102,8 +104,9 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     key, ``steps`` of ladders under the rule. ``undecided``: keys of findings that are looked at again, and what for.
     ``cleared``: since when a cause has been clear. ``course``: its treatment while it is out. ``offences``: its score
     as of ``offended_at``. ``remedied``: times of its automatic resets and reboots. ``cordoned``: id of the
-    remedy by which Everstep took it out of service with the scheduler; ``foreign``: who else has. ``hold``: a person's order that keeps it out.
-    ``maintenance_until``: the end of its maintenance window, 0.0 outside one. ``notes``: its case book.
+    remedy by which Everstep took it out of service with the scheduler; ``foreign``: who else has. ``hold``: a person's
+    order that keeps it out. ``maintenance_until``: the end of its maintenance window, 0.0 outside one. ``notes``: its
+    case book.
     """
 
     node: NodeId
@@ -426,8 +429,9 @@ class FleetState(msgspec.Struct, kw_only=True):
     common, ``crossed`` names those of them that are silent at once, in an ``episode``; ``calm_since``: when the last
     one ended. ``unmet``: reachable nodes that this controller has not heard; until ``reunion_at`` they are waited for.
     ``held``: nodes whose eviction is held, by what holds it; ``short``: jobs that can spare no node: until when that is
-    taken as known, and why. ``slack_s``: the observer's own lag. ``cases``: second passes under way. ``sightings``:
-    where and when each kind of finding (and XID) was seen lately; ``outbreaks``: those of them taken for no node's own.
+    taken as known, and why. ``slack_s``: the observer's own lag. ``cases``: second passes under way.
+    ``partnerless_until``: until then no node is free to be a partner in a probe. ``sightings``: where and when each
+    kind of finding (and XID) was seen lately; ``outbreaks``: those of them taken for no node's own.
     ``epoch``: which life of a controller over its database this is. ``store_away``: why the database cannot be written
     now, empty while it can.
     ``ignored`` counts what was dropped by rule (stale reports and the like), by reason.
@@ -441,6 +445,7 @@ class FleetState(msgspec.Struct, kw_only=True):
     live_jobs: dict[JobId, JobLive] = {}
     probes: dict[str, Probe] = {}
     cases: dict[str, Case] = {}
+    partnerless_until: float = 0.0
     sightings: dict[str, dict[NodeId, float]] = {}
     outbreaks: set[str] = set()
     deadlines: list[tuple[float, int, str, str]] = []

@@ -187,6 +187,18 @@ def test_an_operator_ends_a_window_early() -> None:
     assert fleet.node_state("n2") is not NodeState.HELD
 
 
+def test_a_node_that_was_readmitted_early_is_not_taken_back_into_its_racks_window() -> None:
+    fleet = CoreFleet()
+    for node in ("a1", "a2"):
+        fleet.register(node, domain=Domain(rack="A"))
+    _maintain(fleet, rack="A")
+    fleet.order(OperatorAction.READMIT, node="a1")
+    fleet.register("a1", domain=Domain(rack="A"))
+    fleet.register("a2", domain=Domain(rack="A"))
+    assert fleet.node_state("a1") is not NodeState.HELD
+    assert fleet.node_state("a2") is NodeState.HELD
+
+
 def test_a_window_that_cannot_be_is_refused_and_changes_nothing() -> None:
     fleet = CoreFleet()
     fleet.start(3, min_nodes=3)

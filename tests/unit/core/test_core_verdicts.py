@@ -330,3 +330,12 @@ def test_every_shipped_rule_can_be_judged() -> None:
         evicted = fleet.node_state("n2") is NodeState.QUARANTINED
         convicts = rule.mode is Mode.ENFORCE and not rule.heals and rule.n_of[0] == 1 and rule.second_pass != "pair"
         assert evicted == convicts, kind
+
+
+def test_what_an_agent_invents_is_followed_within_bounds() -> None:
+    fleet = _fleet(msgspec.structs.replace(CorePolicy.lab(), eviction_count=1))
+    for number in range(1000, 1700):
+        fleet.raise_finding("n2", xid(number))
+        fleet.raise_finding("n3", xid(number))
+    assert len(fleet.state.sightings) <= 512
+    assert len(fleet.state.live_nodes["n2"].bursts) == 1
