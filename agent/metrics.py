@@ -179,7 +179,7 @@ def _agent_families(n: AgentNumbers) -> Iterator[Metric]:
     yield _counter("agent_sensor_restarts", "Ends of the sensor process.", node, [((n.node,), restarts)])
     yield _counter(
         "agent_requests",
-        "Requests to the controller, by line and outcome.",
+        "What was asked of controllers, by line (session, register, heartbeat, reports) and outcome.",
         ("node", "line", "outcome"),
         (((n.node, line, outcome), count) for (line, outcome), count in n.requests.items()),
     )

@@ -1,9 +1,7 @@
 """One session with a controller: frames in, frames out, and when to speak next. No sockets, no clock of its own.
 
-Beats go out when they are due, whatever else waits. Reports go out at once where they are urgent, one frame at a time;
-what came meanwhile goes into the next. Should an answer take long (a controller whose database is away answers late,
-and decides all the same), urgent news goes out in a further frame, which begins again with the oldest unanswered
-report: so no order is broken and none is passed over, whichever of the frames is refused.
+Beats go out when they are due, whatever else waits. Reports go out at once where they are urgent, one frame at a time,
+which begins with the oldest that is not acknowledged; what came meanwhile goes into the next.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from agent.uplink.heartbeat import Conversation, Inbox, NodeFacts, Refusal, mean
 from agent.uplink.refusals import NoAnswer, error_in, retry_after_s
 from agent.uplink.spool import MOST_IN_A_REQUEST, Spool
 from everstep.clock import Clock
-from everstep.errors import EverstepError, ProtocolError
+from everstep.errors import EverstepError, ProtocolError, RateLimited
 from everstep.vocabulary import Finding
 from everstep.wire.v1.agent import (
     DirectivesAnswer,
@@ -39,16 +37,12 @@ from everstep.wire.v1.training import RankProgress
 
 log = logging.getLogger(__name__)
 
-URGENT_OVERTAKES_AFTER_S = 0.05
-"""How long an unanswered frame of reports holds up urgent news; a durable write takes some 5 ms. Doubles with each
-further frame under way, up to ``LONGEST_OVERTAKING_S``, since each says again what those before it said."""
-LONGEST_OVERTAKING_S = 1.0
-
 MOST_REFUSED_BEATS = 3
 """In a row, after which a controller is left where there are others: it is not in charge, or can do no more."""
 
 SHORTEST_RETRY_S = 0.1
-"""Before a refused beat or frame of reports is said again, where the controller names no time."""
+"""Before a refused beat or frame of reports is said again, where the controller names no time. Urgent news waits no
+longer than this: a controller whose database is away refuses what it cannot promise, and decides all the same."""
 
 _ASKED: dict[int, type] = {Frame.REGISTER: Register, Frame.HEARTBEAT: Heartbeat, Frame.REPORTS: tuple}
 _KINDS: dict[int, Any] = {
@@ -140,14 +134,15 @@ class Session:
         self._elsewhere = elsewhere
         self._facts = node.facts()
         self._unanswered: deque[_Sent] = deque()
-        self._reports: deque[_Sent] = deque()
+        self._reports: _Sent | None = None
         self._reports_from = 0.0
+        self._news_from = 0.0
         self._refused_beats = 0
 
     @property
     def may_end(self) -> bool:
         """Whether the controller asked not to hold the session, and no answer is awaited."""
-        return not self.hold and not self._unanswered and not self._reports
+        return not self.hold and not self._unanswered and self._reports is None
 
     def pump(self) -> float:
         """Says what is due; returns when something will be (monotonic seconds)."""
@@ -184,29 +179,21 @@ class Session:
 
     def _report(self, now: float) -> float:
         """Sends what is due; returns when more will be."""
-        if not self._words.conversation.registered or self._registering:
+        spool = self._words.spool
+        if self._reports is not None or self._registering or not self._words.conversation.registered:
             return math.inf
-        due = max(self._next_frame_at(now), self._reports_from)
+        wait_s = spool.wait_s(now)
+        if wait_s is None:
+            return math.inf
+        is_news = spool.newest_urgent > spool.sent_through
+        due = max(now if self.hurry else now + wait_s, self._news_from if is_news else self._reports_from)
         if due > now:
             return due
-        batch = self._words.spool.batch(self._words.batch_limit)
-        if self._reports and batch[-1].number <= self._reports[-1].message[-1].number:
-            return math.inf  # the frames under way are as long as one may be
-        self._reports.append(self._sent(batch, now))
+        batch = spool.batch(self._words.batch_limit)
+        self._reports = self._sent(batch, now)
         body = Reports(incarnation=self._words.conversation.incarnation, reports=batch)
         self._send(Frame.REPORTS, msgspec.json.encode(body))
-        return self._next_frame_at(now)
-
-    def _next_frame_at(self, now: float) -> float:
-        spool = self._words.spool
-        if not self._reports:
-            wait_s = spool.wait_s(now)
-            return math.inf if wait_s is None else now if self.hurry else now + wait_s
-        newest = self._reports[-1]
-        if spool.newest_urgent <= newest.message[-1].number:
-            return math.inf
-        patience_s = URGENT_OVERTAKES_AFTER_S * 2.0 ** (len(self._reports) - 1)
-        return newest.at + min(patience_s, LONGEST_OVERTAKING_S)
+        return math.inf
 
     def _sent(self, message: Any, now: float) -> _Sent:
         return _Sent(message, now, self._words.conversation.registrations)
@@ -311,10 +298,12 @@ class Session:
 
     def _answer_to(self, kind: int) -> _Sent:
         """The frame that an answer is for: the oldest one, which must be of that kind."""
-        waiting = self._reports if kind == Frame.REPORTS else self._unanswered
-        if not waiting or not isinstance(waiting[0].message, _ASKED[kind]):
+        if kind == Frame.REPORTS and self._reports is not None:
+            sent, self._reports = self._reports, None
+            return sent
+        if not self._unanswered or not isinstance(self._unanswered[0].message, _ASKED[kind]):
             raise self._not_understood(f"an answer to no frame of kind {kind}")
-        return waiting.popleft()
+        return self._unanswered.popleft()
 
     def _register_again(self, registrations: int) -> None:
         """It does not know this life; unless it has come to know it since that was said."""
@@ -325,9 +314,11 @@ class Session:
 
     def _retry(self, sent: _Sent, error: EverstepError) -> None:
         pause_s = max(retry_after_s(error, busy=self._node.is_busy()), SHORTEST_RETRY_S * (1.0 + self._uniform()))
-        again = self._clock.monotonic() + pause_s
+        now = self._clock.monotonic()
+        again = now + pause_s
         if not isinstance(sent.message, Heartbeat):
             self._reports_from = again
+            self._news_from = again if isinstance(error, RateLimited) else now + SHORTEST_RETRY_S
             return
         self.beat_at = again
         self._refused_beats += 1

@@ -170,25 +170,6 @@ def test_reports_that_wait_for_their_answer_hold_up_no_beat(bench: Bench, contro
     play(story())
 
 
-def test_urgent_news_passes_reports_whose_answer_is_late_and_all_is_taken_once(
-    bench: Bench, controller: ControllerStub
-) -> None:
-    controller.unanswered.add("reports")
-
-    async def story() -> None:
-        async with bench.line(controller.url) as line:
-            await until(lambda: line.node.registrations)
-            for rank in range(3):
-                line.uplink.report(lost(rank))
-                await until(lambda r=rank: lost(r) in controller.reports(RankLost))  # type: ignore[misc]
-            controller.unanswered.clear()
-            line.uplink.report(lost(3))
-            await until(lambda: not len(line.spool))
-            assert controller.reports(RankLost) == [lost(r) for r in range(4)]
-
-    play(story())
-
-
 def test_while_the_controller_is_away_reports_wait_and_then_arrive_once(
     bench: Bench, controller: ControllerStub, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from agent.uplink.heartbeat import Conversation, NodeFacts
 from agent.uplink.refusals import NoAnswer
-from agent.uplink.session import MOST_REFUSED_BEATS, URGENT_OVERTAKES_AFTER_S, Session, Words
+from agent.uplink.session import MOST_REFUSED_BEATS, SHORTEST_RETRY_S, Session, Words
 from agent.uplink.spool import Spool
 from everstep.clock import ManualClock
 from everstep.errors import EverstepError, PermissionDenied, ProtocolError, Unavailable
@@ -198,37 +198,25 @@ def test_what_came_while_reports_were_under_way_goes_in_the_next_frame(talk: Tal
     assert [numbers(message) for message in talk.hears(Frame.REPORTS_ANSWER, ReportsAnswer(through=1))] == [[2, 3]]
 
 
-def test_urgent_news_overtakes_a_late_answer_and_begins_with_the_oldest_report_again(talk: Talk) -> None:
-    talk.report(0)
-    talk.says()
-    talk.report(1)
-    assert talk.wait() == pytest.approx(URGENT_OVERTAKES_AFTER_S)
-    talk.clock.advance(URGENT_OVERTAKES_AFTER_S)
-    assert [numbers(message) for message in talk.says()] == [[1, 2]]
-    talk.report(2)
-    assert talk.wait() == pytest.approx(2 * URGENT_OVERTAKES_AFTER_S)
-    talk.hears(Frame.REPORTS_ANSWER, ReportsAnswer(through=1))
-    talk.hears(Frame.REPORTS_ANSWER, ReportsAnswer(through=2))
-    assert len(talk.words.spool) == 1
-
-
-def test_a_refused_frame_of_two_under_way_leaves_no_gap(talk: Talk) -> None:
-    talk.report(0)
-    talk.says()
-    talk.report(1)
-    talk.clock.advance(URGENT_OVERTAKES_AFTER_S)
-    talk.says()
-    talk.refused(Frame.REPORTS, "unavailable", 0.5)
-    talk.hears(Frame.REPORTS_ANSWER, ReportsAnswer(through=2))
-    assert not len(talk.words.spool)
-
-
 def test_refused_reports_are_said_again_when_the_controller_said(talk: Talk) -> None:
     talk.report(0)
     talk.says()
     assert talk.refused(Frame.REPORTS, "unavailable", 0.4) == []
     talk.clock.advance(0.4)
     assert [numbers(message) for message in talk.says()] == [[1]]
+
+
+@pytest.mark.parametrize(("code", "waits_s"), [("unavailable", SHORTEST_RETRY_S), ("rate_limited", 1.0)])
+def test_urgent_news_does_not_wait_for_a_database_that_is_away_but_for_a_limit_of_our_own(
+    talk: Talk, code: str, waits_s: float
+) -> None:
+    talk.report(0)
+    talk.says()
+    talk.refused(Frame.REPORTS, code, 60.0)
+    talk.report(1)
+    assert talk.says() == []
+    talk.clock.advance(waits_s)
+    assert [numbers(message) for message in talk.says() if isinstance(message, Reports)] == [[1, 2]]
 
 
 def test_refusals_that_cross_a_registration_do_not_cause_another(talk: Talk) -> None:
