@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import Column, Connection, desc, select
 
-from controller.store import credentials, tables
+from controller.store import credentials, remedies, tables
 from controller.store.reader import newest_verified, newest_versions
 from controller.store.records import Loaded, OutboxRow, VersionRow
 
@@ -16,8 +16,7 @@ VERSIONS_LOADED = 64
 
 def load(connection: Connection, epoch: int, batch: int) -> Loaded:
     """Everything that the next life starts from, as ``epoch`` finds it."""
-    outbox, marks = tables.outbox.c, tables.report_marks.c
-    audit = tables.audit.c
+    marks, audit = tables.report_marks.c, tables.audit.c
     newest = connection.execute(select(audit.id, audit.at).order_by(desc(audit.id)).limit(1)).first()
     pruned = select(tables.meta.c.value).where(tables.meta.c.key == "audit_pruned")
     jobs = _pairs(connection, tables.jobs.c.job, tables.jobs.c.doc)
@@ -29,12 +28,8 @@ def load(connection: Connection, epoch: int, batch: int) -> Loaded:
         jobs=jobs,
         versions=_versions(connection, jobs),
         credentials=credentials.load(connection),
-        outbox=[
-            OutboxRow(node=node, seq=seq, body=body)
-            for node, seq, body in connection.execute(
-                select(outbox.node, outbox.seq, outbox.body).order_by(outbox.node, outbox.seq)
-            )
-        ],
+        remedies=remedies.load(connection),
+        outbox=_outbox(connection),
         marks={
             (node, incarnation): through
             for node, incarnation, through in connection.execute(select(marks.node, marks.incarnation, marks.through))
@@ -49,6 +44,24 @@ def load(connection: Connection, epoch: int, batch: int) -> Loaded:
 
 def _pairs(connection: Connection, key: Column[Any], doc: Column[Any]) -> dict[str, str]:
     return {row[0]: row[1] for row in connection.execute(select(key, doc))}
+
+
+def _outbox(connection: Connection) -> list[OutboxRow]:
+    """Directives that were not acknowledged. Nodes that wait for the same generation share its text; one that is not
+    kept any more is nothing that anybody could still enter."""
+    outbox, generations = tables.outbox.c, tables.generations.c
+    stored = connection.execute(select(outbox.node, outbox.seq, outbox.body).order_by(outbox.node, outbox.seq)).all()
+    texts: dict[str, str] = {}
+    for reference in {row.body for row in stored if row.body.startswith("@")}:
+        job, _, number = reference[1:].partition("/")
+        wanted = select(generations.doc).where(generations.job == job, generations.number == int(number))
+        if (doc := connection.execute(wanted).scalar()) is not None:
+            texts[reference] = f'{{"type":"NewGeneration","spec":{doc}}}'
+    return [
+        OutboxRow(node=row.node, seq=row.seq, body=texts.get(row.body, row.body))
+        for row in stored
+        if not row.body.startswith("@") or row.body in texts
+    ]
 
 
 def _versions(connection: Connection, jobs: dict[str, str]) -> list[VersionRow]:

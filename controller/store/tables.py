@@ -171,14 +171,12 @@ remedies = Table(
     Column("node", Text, nullable=False),
     Column("kind", Text, nullable=False),
     Column("state", Text, nullable=False),
-    Column("attempts", Integer, nullable=False),
-    Column("next_at", Float(53), nullable=False),
     Column("requested_at", Float(53), nullable=False),
     Column("ended_at", Float(53)),
     Column("detail", Text, nullable=False),
     Column("doc", Text, nullable=False),
     Index("remedies_by_node", "node", "requested_at"),
-    Index("remedies_by_state", "state", "next_at"),
+    Index("remedies_by_state", "state"),
 )
 """What is asked of the outside: ``state`` is wanted, begun, confirmed, failed or superseded."""
 

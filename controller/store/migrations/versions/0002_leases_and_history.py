@@ -79,15 +79,13 @@ def _remedies() -> None:
         sa.Column("node", sa.Text, nullable=False),
         sa.Column("kind", sa.Text, nullable=False),
         sa.Column("state", sa.Text, nullable=False),
-        sa.Column("attempts", sa.Integer, nullable=False),
-        sa.Column("next_at", sa.Float(53), nullable=False),
         sa.Column("requested_at", sa.Float(53), nullable=False),
         sa.Column("ended_at", sa.Float(53)),
         sa.Column("detail", sa.Text, nullable=False),
         sa.Column("doc", sa.Text, nullable=False),
     )
     op.create_index("remedies_by_node", "remedies", ["node", "requested_at"])
-    op.create_index("remedies_by_state", "remedies", ["state", "next_at"])
+    op.create_index("remedies_by_state", "remedies", ["state"])
 
 
 def _findings() -> None:
