@@ -27,8 +27,8 @@ GenerationNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 Incarnation = Whole
 """One life of an agent or launcher: milliseconds of the wall clock at its start, so a later life is larger."""
 
-Address = Annotated[str, msgspec.Meta(pattern=r"^[^\s/]{1,253}:[0-9]{1,5}$")]
-"""``host:port``."""
+Address = Annotated[str, msgspec.Meta(pattern=r"^[!-.0-~]{1,253}:[0-9]{1,5}$")]
+"""``host:port``, in ASCII."""
 
 
 class Version(msgspec.Struct, frozen=True, order=True, array_like=True):

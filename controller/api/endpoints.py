@@ -72,13 +72,20 @@ def install_elsewhere(app: FastAPI, routes: Mapping[str, Route]) -> None:
         app.add_api_route(route.path, unreachable, methods=[route.method], name=name, include_in_schema=False)
 
 
-def _check_parameters(route: Route, request: Request) -> None:
-    """Raises NotFound for a path that names nothing there can be, MalformedMessage for a query that does not fit."""
-    for name, value in request.path_params.items():
+def misfit(path_params: Mapping[str, str]) -> str | None:
+    """Why a path names nothing that there can be; None where it fits."""
+    for name, value in path_params.items():
         try:
             msgspec.convert(value, PATH[name])
         except msgspec.ValidationError as error:
-            raise NotFound(f"there is no {name} {value[:100]!r}: {error}") from error
+            return f"there is no {name} {value[:100]!r}: {error}"
+    return None
+
+
+def _check_parameters(route: Route, request: Request) -> None:
+    """Raises NotFound for a path that names nothing there can be, MalformedMessage for a query that does not fit."""
+    if (why := misfit(request.path_params)) is not None:
+        raise NotFound(why)
     asked = asgi.query(request.scope)
     for name in route.query:
         try:

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from controller.api import asgi, problems
+from controller.api import asgi, endpoints, problems
 from controller.metrics import Metrics
 from everstep.errors import EverstepError
 
@@ -26,8 +26,12 @@ def _route(request: Request) -> str:
 
 def _methods(request: Request) -> set[str]:
     """Those that the path has: Starlette itself names only those of the first route that it meets."""
-    routes = [route for route in request.app.router.routes if route.matches(request.scope)[0] is not Match.NONE]
-    return {method for route in routes for method in route.methods or ()}
+    found: set[str] = set()
+    for route in request.app.router.routes:
+        match, scope = route.matches(request.scope)
+        if match is not Match.NONE and endpoints.misfit(scope.get("path_params", {})) is None:
+            found |= route.methods or set()
+    return found
 
 
 def install(app: FastAPI, metrics: Metrics) -> None:
