@@ -174,6 +174,10 @@ def check_candidate(turn: Turn, job: JobRecord) -> None:
         _announce(turn, job, live)
 
 
+def _interval_s(turn: Turn, running: GenerationSpec) -> float:
+    return max(turn.policy.commit_interval_s, running.world_size * turn.policy.commit_rank_s)
+
+
 def _announce(turn: Turn, job: JobRecord, live: JobLive) -> None:
     """Tells ranks what is committed, and which step's version is next: one that none of them has finished yet."""
     running = job.leaving or job.generation
@@ -183,7 +187,7 @@ def _announce(turn: Turn, job: JobRecord, live: JobLive) -> None:
         _look_later(turn, job, live, turn.policy.commit_interval_s)
         return
     now_at = stride.step_by(turn.now, turn.policy.candidate_patience_s)
-    live.candidate = now_at + 1 + math.ceil(turn.policy.commit_interval_s / step_s)
+    live.candidate = now_at + 1 + math.ceil(_interval_s(turn, running) / step_s)
     steps_s = (live.candidate - now_at) * step_s
     _look_later(turn, job, live, turn.policy.candidate_patience_s + 2 * steps_s)
     _tell(turn, job, live, running)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from controller.core.checkpoints import corroborated, count_votes
 from controller.core.effects import Effect, PutJob, PutVersion
 from controller.core.events import OperatorAction, StoreChanged
+from controller.core.policy import CorePolicy
 from controller.core.state import Homes, Share
 from everstep.ids import Version
 from everstep.vocabulary import JobState, NodeState
@@ -168,6 +170,17 @@ def test_only_what_was_announced_is_committed() -> None:
     fleet.seal(7)
     assert _versions(fleet.seal(8)) == []
     assert _versions(fleet.seal(9)) == [(Version(1, 9), True)]
+
+
+def test_a_large_job_commits_less_often_than_a_small_one() -> None:
+    candidates = []
+    for nodes in (2, 8):
+        fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), commit_rank_s=0.5))
+        fleet.start(nodes)
+        fleet.progress(step=7, step_s=0.1)
+        notice = sent(fleet.seal(7), VersionNotice)["n1"]
+        candidates.append((notice.candidate or 0) - 7)
+    assert candidates == [1 + 10, 1 + 40]
 
 
 def test_a_candidate_that_a_rank_heard_of_too_late_gives_way_to_another() -> None:
