@@ -150,9 +150,9 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         float,
         _doc(
             "seconds without an answer to a beat after which a controller counts as gone and the next is tried; "
-            "longer than its longest pause"
+            "longer than the pauses that it may take (5 s are borne by the defaults of its policy)"
         ),
-    ] = 5.0
+    ] = 6.0
     retry_busy_s: Annotated[
         float, _doc("longest pause between attempts at an absent controller while a job is on the node, seconds")
     ] = 0.2
