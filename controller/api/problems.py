@@ -24,6 +24,7 @@ TITLES = MappingProxyType(
         "not_found": "No such thing",
         "method": "This path has another method",
         "conflict": "Refused in the present state",
+        "outdated": "Not as it was when you looked",
         "unavailable": "Not now: come again",
         "rate_limited": "Too many requests",
         "checkpoint": "A version cannot be written or read",

@@ -1,0 +1,140 @@
+"""A small fleet that has lived through something, in a controller process of its own."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from everstep.ids import Version
+from everstep.tokens import TokenRole
+from everstep.vocabulary import Action, Finding, FindingKind, Severity
+from everstep.wire.v1 import history as past
+from everstep.wire.v1.agent import Domain, Gpu, Heartbeat, Numbered, Reports
+from everstep.wire.v1.training import AnyReport, FindingRaised, RankLost, RankProgress, Resumed, Sealed
+from tests.support.controllers import ControllerProcess, bearer, joined, registration
+
+RACKS = {"node-1": "r1", "node-2": "r1", "node-3": "r1", "node-4": "r2", "node-5": "r2", "node-6": "r3"}
+FELL_OFF = Finding(
+    kind=FindingKind.GPU_XID,
+    subject="GPU-node-1",
+    severity=Severity.CRITICAL,
+    message="XID 79: GPU has fallen off the bus",
+    action=Action.REPAIR,
+    rule="xid-79",
+    source="NVIDIA XID catalogue",
+    xid=79,
+    since=1.0,
+    trace="bus-79",
+)
+WORN_OUT = Finding(
+    kind=FindingKind.GPU_ROW_REMAP_FAILURE,
+    subject="GPU-node-5",
+    severity=Severity.CRITICAL,
+    message="a memory row could not be remapped",
+    action=Action.REPAIR,
+    rule="row-remap-failure",
+    source="NVIDIA GPU memory error management",
+    since=1.0,
+    trace="rows-5",
+)
+
+
+def write_settings(folder: Path) -> Path:
+    """Of a controller that keeps a journal, evicts one node and no second, and waits for words for ever."""
+    file = folder / "settings.toml"
+    file.write_text(
+        f'journal_dir = "{folder / "journal"}"\n\n'
+        "[policy]\nsuspect_after_s = 600.0\nsuspect_at_most_s = 1000.0\ndead_after_s = 2000.0\n"
+        "resume_deadline_s = 600.0\nresume_deadline_max_s = 3600.0\neviction_share = 0.1\n"
+    )
+    return file
+
+
+class EventfulFleet:
+    """Six nodes, of which job ``llama`` lost a rank, and then node-1 to a fallen GPU; node-5, sick as well, is held."""
+
+    def __init__(self, process: ControllerProcess) -> None:
+        self.process = process
+        self._numbers: dict[str, int] = {}
+        for node in RACKS:
+            self._appear(node)
+        for node in ("node-1", "node-2", "node-4"):
+            self.report(node, joined("llama", 1.0, nodes=2))
+        self._resumed(1, "node-1", "node-2")
+        lost = RankLost(job="llama", at=1.0, generation=1, rank=1, local_rank=0, detail="killed", signal=9, trace="k-1")
+        self.report("node-2", lost)
+        self._resumed(2, "node-1", "node-2")
+        self._sealed(2, "node-1", "node-2")
+        self._stepped(2, "node-1", "node-2")
+        self.report("node-1", FindingRaised(finding=FELL_OFF))
+        self._resumed(3, "node-4", "node-2")
+        self._stepped(3, "node-4", "node-2")
+        self.report("node-5", FindingRaised(finding=WORN_OUT))
+        self._wait_for_cordon()
+
+    def report(self, node: str, body: AnyReport) -> None:
+        number = self._numbers[node] = self._numbers.get(node, 0) + 1
+        self._post(node, "reports", Reports(incarnation=1, reports=(Numbered(number=number, body=body),)))
+
+    def _post(self, node: str, verb: str, body: Any) -> None:
+        status, answer = self.process.ask("POST", f"/v1/agents/{node}/{verb}", body, bearer(TokenRole.AGENT, node))
+        assert status == 200, answer
+
+    def _appear(self, node: str) -> None:
+        gpu = Gpu(
+            index=0,
+            uuid=f"GPU-{node}",
+            name="NVIDIA H200",
+            pci_bus_id="0000:1b:00.0",
+            memory_bytes=141 << 30,
+            serial=f"16524{node[-1]}",
+        )
+        words = registration(
+            node, gpus=(gpu,), domain=Domain(rack=RACKS[node]), labels={"pool": "train"}, agent_version="0.1.0"
+        )
+        self._post(node, "register", words)
+        self._post(node, "heartbeat", Heartbeat(incarnation=1, seq=1, sent_at=0.0, findings=()))
+
+    def _resumed(self, generation: int, *nodes: str) -> None:
+        restored = Version(1, 1) if generation > 1 else None
+        phases = {"abort": 0.01, "rendezvous": 0.06, "restore": 0.03, "first_step": 0.04}
+        for rank, node in enumerate(nodes):
+            words = Resumed(
+                job="llama", at=1.0, generation=generation, rank=rank, step=2, restored=restored, phases_s=phases
+            )
+            self.report(node, words)
+
+    def _sealed(self, generation: int, *nodes: str) -> None:
+        for rank, node in enumerate(nodes):
+            words = Sealed(
+                job="llama",
+                at=1.0,
+                generation=generation,
+                rank=rank,
+                version=Version(generation, 2),
+                bytes=21 << 30,
+                safe=True,
+                kept=True,
+                digests={"world": "d0"},
+            )
+            self.report(node, words)
+
+    def _stepped(self, generation: int, *nodes: str) -> None:
+        for rank, node in enumerate(nodes):
+            done = RankProgress(
+                job="llama", generation=generation, rank=rank, step=7 * generation, step_s=0.04, loss=2.25
+            )
+            self._post(node, "heartbeat", Heartbeat(incarnation=1, seq=generation, sent_at=0.0, ranks=(done,)))
+
+    def _wait_for_cordon(self) -> None:
+        """Remedies are carried out beside the loop; what follows from them comes when it comes."""
+        deadline = time.perf_counter() + 30.0
+        while True:
+            _, body = self.process.ask("GET", "/v1/remedies?remedy_state=confirmed")
+            if msgspec.json.decode(body, type=past.RemedyList).remedies:
+                return
+            assert time.perf_counter() < deadline, body
+            time.sleep(0.01)

@@ -1,0 +1,230 @@
+"""Every example of docs/api.md, run with bash and curl against a controller process; answers have the shape shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller.api.problems import TYPE_PREFIX
+from controller.api.routes import CREDENTIALS, HISTORY, OPERATOR, PLAIN, POLICY
+from everstep.tokens import TokenRole, mint
+from tests.support.controllers import SECRET, controller_process
+from tests.support.eventful import EventfulFleet, write_settings
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "api.md"
+PROGRAMS = ("bash", "curl", "jq", "openssl")
+MISSING = [program for program in PROGRAMS if shutil.which(program) is None]
+
+BLOCK = re.compile(r"^```(sh|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+OMITTED = re.compile(r",?\s*\.\.\.(?=\s*[}\]])")
+STREAM_S = 1
+CURL_BROKE_OFF, CURL_REFUSED = 28, 22
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command and what the document shows of its output."""
+
+    command: str
+    shown: str
+
+    @property
+    def streams(self) -> bool:
+        return "/events/stream" in self.command
+
+    @property
+    def method(self) -> str:
+        return "POST" if "--json" in self.command else "GET"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    status: int
+    http: str
+    output: str
+    complaint: str
+
+
+def setup() -> str:
+    """What has to be typed once, before the examples."""
+    return "\n".join(text for language, text in BLOCK.findall(DOCUMENT.read_text()) if language == "sh")
+
+
+def examples() -> list[tuple[Step, ...]]:
+    """The blocks of commands with their answers, in the order of the document."""
+    blocks = [text for language, text in BLOCK.findall(DOCUMENT.read_text()) if language == "console"]
+    return [tuple(_steps(block)) for block in blocks]
+
+
+def _steps(block: str) -> Iterator[Step]:
+    for text in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+        lines = text.splitlines()
+        last = next(number for number, line in enumerate(lines) if not line.endswith("\\"))
+        yield Step("\n".join(lines[: last + 1]), "\n".join(lines[last + 1 :]).strip())
+
+
+class Terminal:
+    """A folder and an environment in which a person types the examples; curl says each HTTP status on stderr."""
+
+    def __init__(self, folder: Path, controller: str) -> None:
+        self.folder = folder
+        token = folder / "olga.token"
+        token.write_text(mint(SECRET, TokenRole.OPERATOR, "olga") + "\n")
+        (folder / ".curlrc").write_text('write-out = "%{stderr}HTTP %{http_code}\\n"\nmax-time = 60\n')
+        self._environment = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(folder),
+            "EVERSTEP_CONTROLLER": controller,
+            "EVERSTEP_TOKEN_FILE": str(token),
+        }
+
+    def run(self, command: str) -> Outcome:
+        shell = ["bash", "-euo", "pipefail", "-c", command]
+        done = subprocess.run(
+            shell, cwd=self.folder, env=self._environment, capture_output=True, text=True, timeout=90, check=False
+        )
+        http = re.findall(r"^HTTP (\d+)$", done.stderr, re.MULTILINE)
+        return Outcome(done.returncode, http[-1] if http else "", done.stdout.strip(), done.stderr)
+
+    def play(self, step: Step) -> Outcome:
+        """Runs an example; a stream, which has no end, for a moment."""
+        return self.run(step.command.replace("curl ", f"curl --max-time {STREAM_S} ") if step.streams else step.command)
+
+
+@pytest.fixture(scope="module")
+def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
+    folder = tmp_path_factory.mktemp("examples")
+    with controller_process(folder, arguments=("--settings", str(write_settings(folder)))) as process:
+        EventfulFleet(process)
+        home = folder / "olga"
+        home.mkdir()
+        terminal = Terminal(home, process.url)
+        done = terminal.run(setup())
+        assert done.status == 0, done.complaint
+        yield terminal
+
+
+# --- shapes ------------------------------------------------------------------------------------------------------
+
+MORE = "..."
+"""The key of an object of which the document leaves something out."""
+
+
+def read_shown(text: str) -> Any:
+    """The JSON that a document shows, in which ``...`` at the end of an object or a list stands for more."""
+    return json.loads(OMITTED.sub(_leave_out, text))
+
+
+def _leave_out(match: re.Match[str]) -> str:
+    closing = match.string[match.end() :].lstrip()[0]
+    return f'{"," if match[0].startswith(",") else ""} "{MORE}": 0' if closing == "}" else ""
+
+
+def complaint_about(shown: Any, real: Any, place: str = "answer") -> str:
+    """How the shape of ``real`` differs from what is shown; empty where it does not. Values count for nothing.
+
+    Each entry of a list that is shown must look like some real one.
+    """
+    if isinstance(shown, dict) and isinstance(real, dict):
+        wanted = shown.keys() - {MORE}
+        if wanted - real.keys() or (MORE not in shown and real.keys() - wanted):
+            return f"{place}: shown are {sorted(shown)}, answered {sorted(real)}"
+        return next(filter(None, (complaint_about(shown[key], real[key], f"{place}.{key}") for key in wanted)), "")
+    if isinstance(shown, list) and isinstance(real, list):
+        return next(filter(None, (_unlike_all(one, real, f"{place}[{i}]") for i, one in enumerate(shown))), "")
+    return "" if _kind(shown) == _kind(real) else f"{place}: shown is {shown!r}, answered {real!r}"
+
+
+def _unlike_all(shown: Any, reals: list[Any], place: str) -> str:
+    complaints = [complaint_about(shown, real, place) for real in reals]
+    return min(complaints, key=bool, default=f"{place}: the list is empty")
+
+
+def _kind(value: Any) -> type:
+    return float if type(value) is int else type(value)
+
+
+def _frames(text: str) -> list[dict[str, str]]:
+    """Server-sent events: fields by name."""
+    return [
+        dict(line.partition(": ")[::2] for line in frame.splitlines()) for frame in text.split("\n\n") if frame.strip()
+    ]
+
+
+def _streamed(text: str) -> list[Any]:
+    return [{**one, "data": read_shown(one["data"])} if "data" in one else one for one in _frames(text)]
+
+
+def check_output(step: Step, output: str) -> None:
+    if step.shown.startswith(("{", "[")):
+        assert complaint_about(read_shown(step.shown), json.loads(output)) == ""
+    elif step.streams:
+        assert complaint_about(_streamed(step.shown), _streamed(output)) == ""
+    else:
+        first = [line.split()[:1] for line in step.shown.splitlines()]
+        assert [line.split()[:1] for line in output.splitlines()] == first
+
+
+# --- examples ----------------------------------------------------------------------------------------------------
+
+
+def _name(block: tuple[Step, ...]) -> str:
+    path = re.search(r"EVERSTEP_CONTROLLER/([\w./-]+)", block[0].command)
+    return path[1].replace("/", "-") if path else block[0].command.split()[0]
+
+
+@pytest.mark.skipif(bool(MISSING), reason=f"not on this machine: {', '.join(MISSING)}")
+@pytest.mark.parametrize("block", examples(), ids=_name)
+def test_every_example_is_answered_as_the_document_shows(terminal: Terminal, block: tuple[Step, ...]) -> None:
+    for step in block:
+        done = terminal.play(step)
+        told = f"{step.command}\n{done.output}\n{done.complaint}"
+        if TYPE_PREFIX in step.shown:
+            assert (done.status, done.http) == (CURL_REFUSED, str(read_shown(step.shown)["status"])), told
+        else:
+            assert done.status == (CURL_BROKE_OFF if step.streams else 0), told
+            assert done.http[:1] in ("", "2"), told
+        check_output(step, done.output)
+
+
+def _asks_for(step: Step, method: str, path: str) -> bool:
+    route = re.sub(r"\{\w+\}", r"[^/?]+", path)
+    asked = re.escape("$EVERSTEP_CONTROLLER") + route + r'(?=[?"\s]|$)'
+    return step.method == method and re.search(asked, step.command) is not None
+
+
+def test_every_route_that_people_ask_has_an_example() -> None:
+    steps = [step for block in examples() for step in block]
+    routes = {**OPERATOR, **HISTORY, **POLICY, **CREDENTIALS, **PLAIN}.values()
+    without = [
+        (route.method, route.path)
+        for route in routes
+        if not any(_asks_for(step, route.method, route.path) for step in steps)
+    ]
+    assert without == []
+
+
+@pytest.mark.parametrize(
+    ("shown", "real", "differs"),
+    [
+        ('{"a": 1, "b": [1, ...]}', {"a": 2, "b": [3, 4]}, False),
+        ('{"a": 1, ...}', {"a": 2, "b": 3}, False),
+        ('{"a": 1}', {"a": 2, "b": 3}, True),
+        ('{"a": 1, ...}', {"b": 3}, True),
+        ('{"a": {"b": null}}', {"a": {"b": "text"}}, True),
+        ('[{"a": 1}]', [{"b": 1}, {"a": 2}], False),
+        ('[{"a": 1}]', [], True),
+        ('{"a": {...}}', {"a": {"b": 1}}, False),
+    ],
+)
+def test_an_answer_is_like_what_is_shown_when_its_keys_are(shown: str, real: Any, differs: bool) -> None:
+    assert bool(complaint_about(read_shown(shown), real)) is differs
