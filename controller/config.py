@@ -45,7 +45,7 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     die_with_parent: bool = False
     """End when the process that started this one ends: for tests, demonstrations and private controllers."""
     name: str = ""
-    """How the controller calls itself to agents; empty: ``host:port`` as served."""
+    """How the controller calls itself, to agents and in the lease; no two may share it. Empty: as it is advertised."""
     tls_certificate: str = ""
     """PEM file of the server's certificate chain; with ``tls_key`` all routes are HTTPS."""
     tls_key: str = ""

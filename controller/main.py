@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import logging
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -97,7 +98,7 @@ async def _serve(settings: ControllerSettings) -> int:
     listener = listen(settings)
     address = address_of(listener)
     warn_of_plain_text(settings, address)
-    settings = msgspec.structs.replace(settings, name=settings.name or address)
+    settings = msgspec.structs.replace(settings, name=settings.name or _own_name(settings, address))
     member = Member(
         settings,
         keyring,
@@ -138,11 +139,22 @@ async def _begun(running: asyncio.Task[None], member: Member, settings: Controll
         ) from error
 
 
+_ANYWHERE = ("0.0.0.0:", "[::]:")
+
+
+def _own_name(settings: ControllerSettings, address: str) -> str:
+    """A name that no other controller has."""
+    if settings.advertise or not address.startswith(_ANYWHERE):
+        return settings.advertise or address
+    return f"{socket.gethostname()}:{address.rpartition(':')[2]}"
+
+
 def _advertised(settings: ControllerSettings, address: str) -> str:
     """Where others reach this controller; empty where it listens everywhere and was not told a name."""
+    if not settings.advertise and address.startswith(_ANYWHERE):
+        return ""
     scheme = "https" if settings.tls_certificate else "http"
-    anywhere = address.startswith(("0.0.0.0:", "[::]:"))
-    return f"{scheme}://{settings.advertise or address}" if settings.advertise or not anywhere else ""
+    return f"{scheme}://{settings.advertise or address}"
 
 
 async def _announce(server: uvicorn.Server, settings: ControllerSettings, address: str) -> None:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 
-def test_of_a_writer_killed_two_hundred_times_nothing_durable_is_lost_and_nothing_is_there_twice(
+def test_writers_killed_two_hundred_times_lose_nothing_durable_and_leave_nothing_twice(
     tmp_path: Path,
 ) -> None:
     """What is checked after each kill is in tests/support/killed_writer.py."""

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[3]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 AGENTS = [name for name in SERVICES if name.startswith("agent-")]
+CONTROLLERS = [name for name in SERVICES if name.startswith("controller")]
 DOCKERFILE = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
 
 
@@ -32,12 +33,14 @@ def test_the_agents_settings_are_free_of_contradictions(name: str) -> None:
     assert settings.vault_listen.partition(":")[0] == name, "its peers reach the vault by the service's name"
 
 
-def test_the_controllers_settings_are_free_of_contradictions() -> None:
-    given = vars(_parser().parse_args(SERVICES["controller"]["command"]))
+@pytest.mark.parametrize("name", CONTROLLERS)
+def test_the_controllers_settings_are_free_of_contradictions(name: str) -> None:
+    given = vars(_parser().parse_args(SERVICES[name]["command"]))
     assert given.pop("command") == "serve"
     preset, file = given.pop("preset"), given.pop("settings")
-    settings = load_settings(given, preset=preset, file=file, environment=SERVICES["controller"]["environment"])
+    settings = load_settings(given, preset=preset, file=file, environment=SERVICES[name]["environment"])
     assert settings.database_password_file
+    assert settings.advertise == f"{name}:7700", "others find it by the service's name"
     assert not settings.policy.probe_required, "the agents' image has no torch, and no node would come back"
 
 
@@ -86,12 +89,13 @@ def test_no_secret_stands_in_the_file() -> None:
 
 def test_prometheus_scrapes_the_services_at_the_ports_they_listen_on() -> None:
     config = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
-    jobs = {job["job_name"]: job["static_configs"][0]["targets"] for job in config["scrape_configs"]}
+    jobs = {job["job_name"]: job for job in config["scrape_configs"]}
     listens = [from_command_line(SERVICES[name]["command"], environ={}).metrics_listen for name in AGENTS]
-    assert jobs["everstep-agent"] == [
+    assert jobs["everstep-agent"]["static_configs"][0]["targets"] == [
         f"{name}:{at.rpartition(':')[2]}" for name, at in zip(AGENTS, listens, strict=True)
     ]
-    assert jobs["everstep-controller"] == ["controller:7700"]
+    (found,) = jobs["everstep-controller"]["dns_sd_configs"]
+    assert (found["names"], found["port"]) == (CONTROLLERS, 7700)
     for name in ("prometheus", "grafana"):
         for mount in SERVICES[name].get("volumes", []):
             source = mount.split(":")[0]
