@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,9 @@ def _journal(settings: ControllerSettings) -> Journal | None:
     return Journal(Path(settings.journal_dir), most_bytes=settings.journal_bytes, keep_s=keep_s)
 
 
+document = functools.cache(openapi.document)
+"""The description of all routes; 70 ms, which a standby spends before anybody waits for it."""
+
 MakeRemediator = Callable[[], Remediator]
 """Makes what acts on nodes; called once for each time that this controller leads."""
 
@@ -144,6 +148,8 @@ class Controller:
             queued=self.loop.queued,
             newest_event=lambda: self.feed.newest,
             away=self.loop.away,
+            remedies_open=self.outside.desk.open,
+            journal_gaps=lambda: self.journal.gaps if self.journal is not None else 0,
         )
         self.metrics.registry.register(FleetCollector(self.desk))
         self.credentials = Credentials(loaded.credentials)
@@ -250,8 +256,7 @@ class Controller:
     def _operators(self, gate: Gate) -> FastAPI:
         """Everything but the agents' routes, which stand in front of it: FastAPI costs 8 us a request."""
         app = FastAPI(title="Everstep controller", version=__version__, docs_url=None, redoc_url=None)
-        document: dict[str, Any] = openapi.document()
-        app.openapi = lambda: document  # type: ignore[method-assign]
+        app.openapi = document  # type: ignore[method-assign]
         errors.install(app, self.metrics)
         past = HistoryRoutes(
             desk=self.desk, store=self.store, feed=self.feed, gate=gate, cut=self.metrics.streams_cut.inc

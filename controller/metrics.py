@@ -12,6 +12,7 @@ everstep_controller_commit_events                        histogram  events that 
 everstep_controller_loop_lag_seconds                     gauge      worst lateness of the event loop, last second
 everstep_controller_leader                               gauge      1 where this controller leads, 0 where it stands by
 everstep_controller_database_away                        gauge      1 while the database cannot be written
+everstep_controller_database_away_seconds                gauge      for how long, 0 while it can
 everstep_controller_database_away_bytes                  gauge      about what waits in memory for it
 everstep_controller_queue_depth                          gauge      stimuli that wait for their transaction
 everstep_controller_shed_total{class}                    counter    stimuli refused because too many waited
@@ -21,13 +22,18 @@ everstep_controller_reports_total                        counter    reports take
 everstep_controller_reports_repeated_total               counter    reports dropped: their number was taken before
 everstep_controller_ignored_total{reason}                counter    reports the core dropped by rule
 everstep_controller_requests_refused_total{route,code}   counter    requests answered with an error
-everstep_controller_connected_agents                     gauge      nodes whose long poll is held now
+everstep_controller_journal_gaps_total                   counter    places where the journal lacks something
+everstep_controller_connected_agents                     gauge      nodes whose session or long poll is held now
 everstep_controller_nodes{state}                         gauge      nodes by state
+everstep_controller_nodes_silent                         gauge      over their deadline, or cut off; not lost yet
+everstep_controller_correlated_silence                   gauge      1 while many are silent at once: none is lost for it
 everstep_controller_node_findings{severity}              gauge      findings raised and not cleared
 everstep_controller_outbox_depth                         gauge      directives not acknowledged yet
 everstep_controller_verdicts_total{decision}             counter    verdicts given
 everstep_controller_eviction_breaker_open                gauge      1 while automatic eviction is stopped
 everstep_controller_eviction_budget_left                 gauge      nodes that may be evicted now
+everstep_controller_evictions_held                       gauge      nodes that are convicted, and stay
+everstep_controller_remedies_open                        gauge      cordons, resets and the like that have not ended
 everstep_controller_job_info{job,state}                  gauge      1 for the state the job is in
 everstep_controller_job_generation{job}                  gauge      generation number
 everstep_controller_job_world_size{job}                  gauge      ranks of the roster
@@ -171,18 +177,34 @@ class FleetCollector(Collector):
         yield _gauge("epoch", "Lives of a controller over this database.", desk.epoch)
         yield _gauge("loop_lag_seconds", "Worst lateness of the event loop in the last second.", desk.lag_s())
         yield _gauge("leader", "1 where this controller leads, 0 where it stands by.", 1)
-        away = desk.away()
-        yield _gauge("database_away", "1 while the database cannot be written.", away is not None)
-        yield _gauge("database_away_bytes", "About what waits in memory for it.", away.bytes if away else 0)
         yield _gauge("queue_depth", "Stimuli that wait for their transaction.", desk.queued())
+        gaps = "Places where the journal lacks something."
+        yield CounterMetricFamily(_PREFIX + "journal_gaps", gaps, value=desk.journal_gaps())
+        yield _gauge("remedies_open", "Remedies that have not ended.", desk.remedies_open())
+        yield from self._database()
         yield from self._fleet(desk.state, desk.outbox)
+        yield from self._evictions(desk.state)
         yield from self._jobs(desk.state)
 
-    def _fleet(self, state: FleetState, outbox: Outbox) -> Iterator[Metric]:
-        yield _gauge("connected_agents", "Nodes whose long poll is held now.", outbox.connected())
-        yield _gauge("outbox_depth", "Directives not acknowledged yet.", outbox.total())
+    def _database(self) -> Iterator[Metric]:
+        away = self._desk.away()
+        away_s = self._desk.now() - away.since if away else 0.0
+        yield _gauge("database_away", "1 while the database cannot be written.", away is not None)
+        yield _gauge("database_away_seconds", "For how long it cannot, 0 while it can.", away_s)
+        yield _gauge("database_away_bytes", "About what waits in memory for it.", away.bytes if away else 0)
+
+    def _evictions(self, state: FleetState) -> Iterator[Metric]:
+        held = sum(bool(node.overruled) for node in state.nodes.values())
         yield _gauge("eviction_breaker_open", "1 while automatic eviction is stopped.", bool(state.fleet.breaker))
         yield _gauge("eviction_budget_left", "Nodes that may be evicted now.", self._desk.budget_left())
+        yield _gauge("evictions_held", "Nodes that are convicted, and stay.", held)
+
+    def _fleet(self, state: FleetState, outbox: Outbox) -> Iterator[Metric]:
+        together = state.episode is not None
+        yield _gauge("connected_agents", "Nodes whose session or long poll is held now.", outbox.connected())
+        yield _gauge("outbox_depth", "Directives not acknowledged yet.", outbox.total())
+        yield _gauge("nodes_silent", "Nodes over their deadline or cut off, not lost yet.", len(state.silent))
+        yield _gauge("correlated_silence", "1 while many are silent at once, and none is lost for it.", together)
         counts = Tally(node.state for node in state.nodes.values())
         yield _gauge_by("nodes", "Nodes by state.", "state", {s.value: counts[s] for s in NodeState})
         found = Tally(finding.severity for node in state.nodes.values() for finding in node.findings.values())

@@ -39,6 +39,8 @@ class Desk(msgspec.Struct, frozen=True, kw_only=True):
     queued: Callable[[], int]
     newest_event: Callable[[], int]
     away: Callable[[], Absence | None] = lambda: None
+    remedies_open: Callable[[], int] = lambda: 0
+    journal_gaps: Callable[[], int] = lambda: 0
 
     def budget_left(self) -> int:
         """How many nodes may be evicted now."""
