@@ -23,8 +23,13 @@ def clock() -> ManualClock:
 
 
 @pytest.fixture
-def client(tmp_path: Path, clock: ManualClock) -> Iterator[TestClient]:
-    with TestClient(InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=clock)) as client:
+def application(tmp_path: Path, clock: ManualClock) -> InProcess:
+    return InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=clock)
+
+
+@pytest.fixture
+def client(application: InProcess) -> Iterator[TestClient]:
+    with TestClient(application) as client:
         yield client
 
 
@@ -205,3 +210,21 @@ def test_a_wrong_secret_or_an_unknown_id_is_nobody(client: TestClient) -> None:
     ):
         assert sees_status(client, token) == 401
     assert issued.credential.role is TokenRole.VIEWER
+
+
+def test_while_the_database_is_away_nothing_is_issued_or_revoked_and_good_tokens_stay_good(
+    application: InProcess, client: TestClient
+) -> None:
+    issued = issue(client, wire.IssueViewer(subject="guest", reason="a visit"))
+    assert application.controller is not None
+    application.controller.loop.state.store_away = "it does not answer"
+    try:
+        for path, body in (
+            ("/v1/credentials", wire.IssueViewer(subject="guest", reason="a visit")),
+            (f"/v1/credentials/{issued.credential.id}/revoke", BECAUSE),
+            (f"/v1/credentials/{issued.credential.id}/rotate", wire.Rotate(reason="due")),
+        ):
+            assert refusal(post, client, path, body, op.Changed).status == 503
+        assert sees_status(client, issued.token) == 200
+    finally:
+        application.controller.loop.state.store_away = ""
