@@ -68,6 +68,9 @@ class _Crank:
         except EverstepError as error:
             self._connection.fail(error)
             return
+        except Exception as error:  # the agent's own: asyncio logs it, and the next session begins anew
+            self._connection.fail(Unavailable(f"the session failed: {error!r}", 0.0))
+            raise
         if self.session.may_end:
             self.left = True
             self._connection.hang_up()

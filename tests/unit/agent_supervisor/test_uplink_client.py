@@ -536,6 +536,21 @@ def test_a_frame_that_is_not_understood_ends_the_session(bench: Bench) -> None:
         play(story(impostor))
 
 
+def test_an_error_of_the_agents_own_ends_the_session_and_not_the_uplink(
+    bench: Bench, controller: ControllerStub, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        async with bench.line(controller.url) as line:
+            await until(lambda: controller.beats)
+            with monkeypatch.context() as broken:
+                broken.setattr(line.node, "progress", lambda: 1 // 0)
+                await until(lambda: "ZeroDivisionError" in caplog.text)
+            beats = len(controller.beats)
+            await until(lambda: len(controller.beats) >= beats + 2)
+
+    play(story())
+
+
 def test_an_ending_agent_hands_over_its_last_reports(bench: Bench, controller: ControllerStub) -> None:
     async def story() -> None:
         async with bench.line(controller.url, seal_window_s=DEADLINE_S) as line:
