@@ -35,9 +35,10 @@ def check_care(turn: Turn, node: str) -> None:
     look_again(turn, node)
     if record.state is NodeState.QUARANTINED:
         quarantine.check_quarantine(turn, node)
-    elif quarantine.wants_partner(turn, node):
+        return
+    if quarantine.wants_partner(turn, node):
         quarantine.next_check(turn, node)
-        quarantine.check_probation(turn, node)
+    quarantine.check_probation(turn, node)
 
 
 def _conclude(turn: Turn, outcome: Outcome | None) -> None:

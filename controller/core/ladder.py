@@ -80,7 +80,8 @@ def _next_rung(turn: Turn, node: str, course: Course, why: str) -> None:
 
 
 def reported(turn: Turn, event: ActionReported) -> None:
-    """How an action ended. A confirmed cure opens the way to the diagnostics, a failed one leads to the next."""
+    """How an action ended. A confirmed cure opens the way to the diagnostics, a failed one leads to the next; for a node
+    that got well meanwhile it is the end of waiting for it."""
     record = turn.state.nodes.get(event.node)
     if record is None:
         turn.ignore("action_reported.unknown")
@@ -91,7 +92,9 @@ def reported(turn: Turn, event: ActionReported) -> None:
     course = record.course
     if course is not None and course.remedy == event.id:
         course.remedy = ""
-        if event.ok:
+        if record.state is not NodeState.QUARANTINED:
+            turn.wake(turn.now, "care", event.node)
+        elif event.ok:
             _confirmed(turn, event.node, course)
         else:
             _next_rung(turn, event.node, course, f"failed ({event.detail})")

@@ -166,7 +166,7 @@ def _readmit(turn: Turn, node: str, sentence: str) -> None:
     turn.verdict(node, Decision.READMIT, sentence)
     if not record.reachable:
         set_state(turn, node, NodeState.LOST, f"{sentence}; it is out of reach and comes back when it is heard")
-    elif record.state in _OUT or was_kept:
+    elif record.state in _OUT or was_kept or record.course is not None:
         begin_probation(turn, node, sentence)
     else:
         set_state(turn, node, NodeState.HEALTHY, sentence)

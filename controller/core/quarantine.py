@@ -5,7 +5,7 @@ from __future__ import annotations
 from controller.core import ladder, offenders, second_pass
 from controller.core.jobs import offer_to_jobs
 from controller.core.probes import Outcome, partner_for, start_probe
-from controller.core.rules import RUNGS, SecondPass, in_words, next_rung, remember_step
+from controller.core.rules import RUNGS, SecondPass, next_rung, remember_step
 from controller.core.standing import kept_out, set_state
 from controller.core.state import Course, NodeRecord
 from controller.core.turn import Turn
@@ -111,7 +111,7 @@ def begin_probation(turn: Turn, node: str, because: str) -> None:
         set_state(turn, node, NodeState.HELD, f"{because}; {why}")
         return
     live.pulse.beats = 0
-    course.left, course.alone, course.remedy = list(course.checks) * course.passes, False, ""
+    course.left, course.alone = list(course.checks) * course.passes, False
     sentence = f"{because}; on probation for {turn.policy.probation_beats} clean beats"
     set_state(turn, node, NodeState.PROBATION, sentence)
     turn.audit("node.probation", sentence, node=node)
@@ -247,9 +247,14 @@ def relapse(turn: Turn, node: str, finding: Finding, sentence: str) -> None:
 
 
 def check_probation(turn: Turn, node: str) -> None:
-    """Whether the node is healthy: its diagnostics passed, and enough clean beats since it was let out."""
+    """Whether the node is healthy: its diagnostics passed, and enough clean beats since it was let out.
+
+    Not while a reset or reboot of it may still be carried out.
+    """
     record = turn.state.nodes[node]
     if record.state is not NodeState.PROBATION or record.probe not in (PROBE_PASSED, PROBE_SKIPPED):
+        return
+    if record.course is not None and record.course.remedy and turn.now < record.course.remedy_due:
         return
     beats = turn.pulse(node).beats
     if beats < turn.policy.probation_beats or not record.reachable:
@@ -259,12 +264,3 @@ def check_probation(turn: Turn, node: str) -> None:
     set_state(turn, node, NodeState.HEALTHY, sentence)
     turn.verdict(node, Decision.READMIT, sentence)
     offer_to_jobs(turn, node)
-
-
-def cure_in_words(record: NodeRecord) -> str:
-    """What is due, and what leads back, for sentences about a node that is out."""
-    course = record.course
-    if course is None or not course.ladder:
-        return ""
-    place = f"step {course.rung + 1} of {len(course.ladder)}, {in_words(course.ladder[course.rung])}"
-    return f"{place}; then {', '.join(kind.replace('_', ' ') for kind in course.checks)}"

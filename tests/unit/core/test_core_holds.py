@@ -110,6 +110,16 @@ def test_a_hold_outlasts_findings_cordons_and_maintenance() -> None:
     assert fleet.node_state("n2") is NodeState.HEALTHY
 
 
+def test_a_node_that_was_held_on_its_way_back_goes_on_with_it() -> None:
+    fleet = _fleet()
+    fleet.order(OperatorAction.EVICT, node="n2")
+    fleet.order(OperatorAction.READMIT, node="n2")
+    assert fleet.node_state("n2") is NodeState.PROBATION
+    fleet.order(OperatorAction.HOLD, node="n2")
+    fleet.order(OperatorAction.READMIT, node="n2")
+    assert fleet.node_state("n2") is NodeState.PROBATION
+
+
 # --- maintenance -------------------------------------------------------------------------------------------------
 
 

@@ -139,6 +139,18 @@ def test_a_confirmed_cure_whose_cause_clears_leads_to_diagnostics_and_probation(
     assert sent(fleet.effects[before:], RunProbe)["n2"].kind is ProbeKind.MEMORY
 
 
+def test_a_node_that_got_well_by_itself_waits_for_the_cure_that_may_still_come() -> None:
+    fleet = _reset_due()
+    fleet.clear_finding("n2", _hung().key)
+    fleet.advance(2.5, *EVERYONE)
+    for node in next(iter(fleet.state.probes.values())).nodes:
+        fleet.probe_result(node)
+    fleet.advance(5.0, *EVERYONE)
+    assert fleet.node_state("n2") is NodeState.PROBATION
+    _report(fleet, RemedyKind.RESET_GPU)
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+
+
 def test_a_cure_that_failed_leads_to_the_next() -> None:
     fleet = _reset_due()
     assert _kinds(_report(fleet, RemedyKind.RESET_GPU, ok=False, detail="nvidia-smi: in use")) == ["reboot"]
