@@ -127,9 +127,9 @@ class OperatorAction(StrEnum):
     DRAIN: leave running jobs at a step boundary, then stay out. HOLD: no new roster takes the node; what runs there
     goes on until its job regroups. EVICT: out of every job at once, over any budget. READMIT: back, on probation
     unless the node was only held; it ends a maintenance window early. REPAIR: out for repair; only READMIT brings it
-    back. STOP_JOB: end the job. RESIZE_JOB: at most ``size`` nodes from the next boundary on. RESET_BREAKER: evictions may happen again; verdicts
-    of before are not acted on. MAINTENANCE: a node, or all nodes of ``rack``, leave their jobs at a boundary and come
-    back by probation at ``until``; nothing that happens to them before is held against them.
+    back. STOP_JOB: end the job. RESIZE_JOB: at most ``size`` nodes from the next boundary on. RESET_BREAKER: evictions
+    may happen again, by what stands then. MAINTENANCE: a node, or all nodes of ``rack``, leave their jobs at a boundary
+    and come back by probation at ``until``; nothing that happens to them before is held against them.
     """
 
     DRAIN = "drain"

@@ -80,8 +80,8 @@ def _next_rung(turn: Turn, node: str, course: Course, why: str) -> None:
 
 
 def reported(turn: Turn, event: ActionReported) -> None:
-    """How an action ended. A confirmed cure opens the way to the diagnostics, a failed one leads to the next; for a node
-    that got well meanwhile it is the end of waiting for it."""
+    """How an action ended. A confirmed cure opens the way to the diagnostics, a failed one leads to the next; a node
+    that got well meanwhile need not wait for it any more."""
     record = turn.state.nodes.get(event.node)
     if record is None:
         turn.ignore("action_reported.unknown")

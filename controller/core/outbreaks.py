@@ -31,9 +31,10 @@ def correlated(turn: Turn, rule: Rule, node: str, finding: Finding) -> str:
     while (oldest := next(iter(seen.items())))[1] < turn.now - rule.correlated_s:
         del seen[oldest[0]]
     why = _why(state, rule, seen, node)
-    if not why:
+    if not why and name in state.outbreaks:
         state.outbreaks.discard(name)
-    elif name not in state.outbreaks:
+        turn.audit("fleet.correlated_finding_over", f"{name} is on few nodes again: each is judged for itself")
+    elif why and name not in state.outbreaks:
         state.outbreaks.add(name)
         turn.audit(
             "fleet.correlated_finding",
