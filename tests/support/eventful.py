@@ -1,8 +1,9 @@
-"""A small fleet that has lived through something, in a controller process of its own."""
+"""A small fleet that has lived through something, spoken for over HTTP."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from everstep.vocabulary import Action, Finding, FindingKind, Severity
 from everstep.wire.v1 import history as past
 from everstep.wire.v1.agent import Domain, Gpu, Heartbeat, Numbered, Reports
 from everstep.wire.v1.training import AnyReport, FindingRaised, RankLost, RankProgress, Resumed, Sealed
-from tests.support.controllers import ControllerProcess, bearer, joined, registration
+from tests.support.controllers import SECRET, bearer, joined, registration
+
+Ask = Callable[[str, str, Any, dict[str, str]], tuple[int, bytes]]
+"""Method, path, body and headers of a request; its status and answer. As ``ControllerProcess.ask``."""
 
 RACKS = {"node-1": "r1", "node-2": "r1", "node-3": "r1", "node-4": "r2", "node-5": "r2", "node-6": "r3"}
 FELL_OFF = Finding(
@@ -56,8 +60,9 @@ def write_settings(folder: Path) -> Path:
 class EventfulFleet:
     """Six nodes, of which job ``llama`` lost a rank, and then node-1 to a fallen GPU; node-5, sick as well, is held."""
 
-    def __init__(self, process: ControllerProcess) -> None:
-        self.process = process
+    def __init__(self, ask: Ask, secret: bytes = SECRET) -> None:
+        self._ask = ask
+        self._secret = secret
         self._numbers: dict[str, int] = {}
         for node in RACKS:
             self._appear(node)
@@ -80,7 +85,8 @@ class EventfulFleet:
         self._post(node, "reports", Reports(incarnation=1, reports=(Numbered(number=number, body=body),)))
 
     def _post(self, node: str, verb: str, body: Any) -> None:
-        status, answer = self.process.ask("POST", f"/v1/agents/{node}/{verb}", body, bearer(TokenRole.AGENT, node))
+        headers = bearer(TokenRole.AGENT, node, self._secret)
+        status, answer = self._ask("POST", f"/v1/agents/{node}/{verb}", body, headers)
         assert status == 200, answer
 
     def _appear(self, node: str) -> None:
@@ -133,7 +139,8 @@ class EventfulFleet:
         """Remedies are carried out beside the loop; what follows from them comes when it comes."""
         deadline = time.perf_counter() + 30.0
         while True:
-            _, body = self.process.ask("GET", "/v1/remedies?remedy_state=confirmed")
+            headers = bearer(TokenRole.VIEWER, "vera", self._secret)
+            _, body = self._ask("GET", "/v1/remedies?remedy_state=confirmed", None, headers)
             if msgspec.json.decode(body, type=past.RemedyList).remedies:
                 return
             assert time.perf_counter() < deadline, body

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from dashboards.build import GRID, TARGET, dashboard
+from controller import metrics
+from dashboards.build import GRID, TARGET, dashboard, queries
 
 PROMETHEUS = TARGET.parents[1] / "prometheus"
 promtool = pytest.mark.skipif(
@@ -55,6 +57,15 @@ def test_every_alert_says_what_happened_and_what_to_type() -> None:
         assert alert["annotations"]["summary"]
         assert alert["annotations"]["description"]
         assert alert["labels"]["severity"] in {"page", "warn"}
+
+
+def test_every_series_of_the_controller_that_is_asked_for_is_one_that_it_has() -> None:
+    rules = yaml.safe_load((PROMETHEUS / "everstep.rules.yml").read_text())["groups"][0]["rules"]
+    asked = " ".join([*queries(), *(rule["expr"] for rule in rules)])
+    recorded = {rule["record"] for rule in rules if "record" in rule}
+    had = set(re.findall(r"^(everstep_controller_\w+)", metrics.__doc__ or "", re.MULTILINE))
+    assert {re.sub("_bucket$", "", name) for name in re.findall(r"everstep_controller_\w+", asked)} <= had
+    assert set(re.findall(r"everstep:[\w:]+", asked)) <= recorded
 
 
 @promtool

@@ -104,7 +104,7 @@ class Terminal:
 def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
     folder = tmp_path_factory.mktemp("examples")
     with controller_process(folder, arguments=("--settings", str(write_settings(folder)))) as process:
-        EventfulFleet(process)
+        EventfulFleet(process.ask)
         home = folder / "olga"
         home.mkdir()
         terminal = Terminal(home, process.url)
