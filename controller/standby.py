@@ -76,7 +76,7 @@ class Standby:
 
 async def _refuse(send: Send, error: NotLeading) -> None:
     """The problem with one field more, and a header that says the same to who reads no bodies."""
-    said = msgspec.json.decode(problems.problem(error.status, error.code, str(error)))
+    said = msgspec.json.decode(problems.problem_of(error))
     headers = [*asgi.error_headers(error), (b"connection", b"close")]
     said["role"] = "standby"
     if error.leader:

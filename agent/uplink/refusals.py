@@ -31,6 +31,7 @@ class _Problem(msgspec.Struct):
 
     code: str = ""
     detail: str = ""
+    retry_after_s: float | None = None
     error: _Said = msgspec.field(default_factory=_Said)
 
 
@@ -59,7 +60,9 @@ def error_of(status: int, body: bytes, retry_after: str, url: str) -> EverstepEr
     code = said.code or said.error.code
     reason = (said.detail or said.error.message)[:LONGEST_MESSAGE] or _phrase(status)
     message = f"{url}: {reason} ({status})"
-    after_s = float(retry_after) if retry_after.isascii() and retry_after.isdigit() else None
+    after_s = said.retry_after_s
+    if after_s is None and retry_after.isascii() and retry_after.isdigit():
+        after_s = float(retry_after)
     if status >= 500:
         return _error(Unavailable, message, after_s)
     return _error(_ERRORS.get(code) or _ERRORS.get(_BY_STATUS.get(status, ""), ProtocolError), message, after_s)

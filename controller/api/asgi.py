@@ -114,7 +114,7 @@ async def answer(
 
 async def refuse(send: Send, error: EverstepError) -> None:
     """Sends an error as the answer."""
-    body = problems.problem(error.status, error.code, str(error))
+    body = problems.problem_of(error)
     await answer(send, body, error.status, error_headers(error), problems.MEDIA_TYPE.encode())
 
 

@@ -18,7 +18,7 @@ from controller.api.auth import Gate
 from controller.api.descriptors import Descriptors
 from controller.api.desk import AgentDesk
 from controller.api.peers import Peer
-from controller.api.problems import MEDIA_TYPE, problem
+from controller.api.problems import MEDIA_TYPE, problem_of
 from controller.api.session import Session
 from everstep.errors import EverstepError
 from everstep.wire.v1.session import UPGRADE
@@ -154,7 +154,7 @@ def _header(line: bytes) -> tuple[bytes, bytes]:
 
 def _refusal(error: EverstepError) -> bytes:
     """The HTTP answer to an upgrade that is not accepted."""
-    body = problem(error.status, error.code, str(error))
+    body = problem_of(error)
     headers = [
         (b"content-type", MEDIA_TYPE.encode()),
         (b"content-length", str(len(body)).encode()),

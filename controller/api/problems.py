@@ -6,6 +6,8 @@ from types import MappingProxyType
 
 import msgspec
 
+from everstep.errors import EverstepError
+
 MEDIA_TYPE = "application/problem+json"
 TYPE_PREFIX = "urn:everstep:error:"
 
@@ -37,17 +39,33 @@ TITLES = MappingProxyType(
 """By code: what RFC 9457 calls the title, the same for every occurrence."""
 
 
-class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """``type`` and ``code`` are for machines, ``detail`` is a sentence that says what to do."""
+class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """``type`` and ``code`` are for machines, ``detail`` is a sentence that says what to do.
+
+    ``retry_after_s``: when to come again, where the header Retry-After, in whole seconds, is too coarse for it.
+    """
 
     type: str
     title: str
     status: int
     detail: str
     code: str
+    retry_after_s: float | None = None
 
 
-def problem(status: int, code: str, detail: str) -> bytes:
+def problem(status: int, code: str, detail: str, retry_after_s: float | None = None) -> bytes:
     """The body of an answer that refuses."""
-    said = Problem(type=TYPE_PREFIX + code, title=TITLES.get(code, code), status=status, detail=detail, code=code)
+    said = Problem(
+        type=TYPE_PREFIX + code,
+        title=TITLES.get(code, code),
+        status=status,
+        detail=detail,
+        code=code,
+        retry_after_s=retry_after_s,
+    )
     return msgspec.json.encode(said)
+
+
+def problem_of(error: EverstepError) -> bytes:
+    """The body of an answer that refuses for this error."""
+    return problem(error.status, error.code, str(error), getattr(error, "retry_after_s", None))
