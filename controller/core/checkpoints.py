@@ -154,8 +154,14 @@ def expect_commit(turn: Turn, job: JobRecord) -> None:
 
 
 def resume_commits(turn: Turn, job: JobRecord) -> None:
-    """After a restart nobody knows what was announced, or given up, before: nothing is committed until the next is."""
-    live = turn.state.live_jobs[job.job]
+    """After a restart nobody knows what was announced, or given up, before: nothing is committed until the next is.
+
+    But for a generation of which nothing can have been announced yet, since it neither stepped nor committed anything.
+    """
+    live, running = turn.state.live_jobs[job.job], job.leaving or job.generation
+    committed = live.committed.generation if live.committed is not None else 0
+    if running is None or (job.resumed_at is None and committed < running.number):
+        return
     live.candidate = FORGOTTEN
     _look_later(turn, job, live, turn.policy.candidate_patience_s)
 

@@ -7,7 +7,10 @@ by force: both grow from whatever comes free.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+
+import msgspec
 
 from controller.core.generations import Cause, boundary_step, regroup
 from controller.core.membership import (
@@ -27,8 +30,13 @@ from everstep.vocabulary import GenerationReason, JobState
 
 LOOK_AGAIN_S = 1.0
 """Least seconds between two looks of a job that waits."""
-Takings = dict[str, list[str]]
-"""Job to the nodes that it is to give."""
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """The roster a job could run with, and by job the nodes of it that others are to give. Both empty: none."""
+
+    seats: tuple[str, ...] = ()
+    takings: dict[str, list[str]] = {}
 
 
 def consider_taking(turn: Turn, job: JobRecord) -> None:
@@ -41,10 +49,11 @@ def consider_taking(turn: Turn, job: JobRecord) -> None:
         turn.wake(due, "job", job.job)
         return
     givers = [other for other in rivals_below(turn.state, job) if _may_give(turn, other)]
-    takings = choose_takings(turn.state, job, givers)
-    for name, taken in takings.items():
-        _take(turn, job, turn.state.jobs[name], taken)
-    turn.wake(turn.now + max(turn.policy.take_after_s, LOOK_AGAIN_S), "job", job.job)
+    plan = choose_takings(turn.state, job, givers)
+    for name, taken in plan.takings.items():
+        _take(turn, job, turn.state.jobs[name], taken, plan)
+    again = turn.now + max(turn.policy.take_after_s, LOOK_AGAIN_S)
+    turn.wake(math.ceil(again / LOOK_AGAIN_S) * LOOK_AGAIN_S, "job", job.job)  # one look a second, however often asked
 
 
 def rivals_below(state: FleetState, job: JobRecord) -> list[JobRecord]:
@@ -67,7 +76,7 @@ def _may_give(turn: Turn, job: JobRecord) -> bool:
     return boundary_step(turn, job, turn.state.live_jobs[job.job]) is not None
 
 
-def choose_takings(state: FleetState, job: JobRecord, givers: Sequence[JobRecord]) -> Takings:
+def choose_takings(state: FleetState, job: JobRecord, givers: Sequence[JobRecord]) -> Plan:
     """Which nodes of which of ``givers`` the job needs to reach its minimum; nothing where that is not enough.
 
     ``givers`` are asked in their order; each keeps its own minimum. Nodes that leave another job at a boundary already
@@ -77,8 +86,8 @@ def choose_takings(state: FleetState, job: JobRecord, givers: Sequence[JobRecord
     coming = [node for node in job.launchers if _is_coming(state, job, node)]
     least = least_nodes(job)
     if len(seats_among(state, job, able + coming, least)) >= least:
-        return {}
-    takings: Takings = {}
+        return Plan()
+    takings: dict[str, list[str]] = {}
     offered = able + coming
     for giver in givers:
         for node in reversed(seats_of(giver.generation)):
@@ -87,9 +96,10 @@ def choose_takings(state: FleetState, job: JobRecord, givers: Sequence[JobRecord
             takings.setdefault(giver.job, []).append(node)
             offered.append(node)
             seats = seats_among(state, job, offered, least)
-            if len(seats) >= least:
-                return _needed(takings, set(seats))
-    return {}
+            needed = _needed(takings, set(seats))
+            if len(seats) >= least and all(_can_spare(state, state.jobs[name], seats) for name in needed):
+                return Plan(tuple(seats), needed)
+    return Plan()
 
 
 def _is_coming(state: FleetState, job: JobRecord, node: str) -> bool:
@@ -103,13 +113,14 @@ def _can_spare(state: FleetState, giver: JobRecord, taken: Sequence[str]) -> boo
     return len(next_seats(state, giver, frozenset(taken))) >= least_nodes(giver)
 
 
-def _needed(takings: Takings, seats: set[str]) -> Takings:
+def _needed(takings: dict[str, list[str]], seats: set[str]) -> dict[str, list[str]]:
     """Of what was offered, only what got a seat."""
     needed = {name: [node for node in taken if node in seats] for name, taken in takings.items()}
     return {name: taken for name, taken in needed.items() if taken}
 
 
-def _take(turn: Turn, job: JobRecord, giver: JobRecord, taken: list[str]) -> None:
+def _take(turn: Turn, job: JobRecord, giver: JobRecord, taken: list[str], plan: Plan) -> None:
+    """The giver does without these nodes, and does not fill up with the free ones that the plan counts on."""
     giver.gave_at = turn.now
     sentence = (
         f"job {job.job} (priority {job.spec.priority}) cannot run with less than {nodes(least_nodes(job))} and takes "
@@ -121,6 +132,6 @@ def _take(turn: Turn, job: JobRecord, giver: JobRecord, taken: list[str]) -> Non
         sentence=sentence,
         trace=turn.trace,
         boundary=True,
-        without=frozenset(taken),
+        without=frozenset(plan.seats),
     )
     regroup(turn, giver, cause)

@@ -89,8 +89,7 @@ def started(turn: Turn, event: ControllerStarted) -> None:
     for name, job_live in state.live_jobs.items():
         job_live.resume_due = turn.now + turn.policy.resume_deadline_s
         job_live.fallback_at = turn.now + turn.policy.boundary_fallback_s
-        if state.jobs[name].resumed_at is not None:
-            resume_commits(turn, state.jobs[name])
+        resume_commits(turn, state.jobs[name])
         for due in (turn.now, job_live.fallback_at, job_live.resume_due):
             turn.wake(due, "job", name)
 

@@ -81,6 +81,7 @@ class CoreFleet:
         self.launchers: dict[tuple[str, str], int] = {}
         self.number = 0
         self.traces = 0
+        self.epoch = 0
         self.feed(ControllerStarted())
 
     # --- driving ---------------------------------------------------------------------------------------------
@@ -141,7 +142,7 @@ class CoreFleet:
             if isinstance(e, PutVersion)
         ]
         self.state = restore(self.policy, fleet, nodes, jobs, versions)
-        return self.feed(ControllerStarted(trace=self.trace()))
+        return self.feed(ControllerStarted(epoch=self.epoch, trace=self.trace()))
 
     # --- nodes -----------------------------------------------------------------------------------------------
 
@@ -265,6 +266,20 @@ class CoreFleet:
         spec = self.running(job)
         word = RankProgress(job=job, generation=spec.number, rank=rank, step=step, step_s=step_s)
         self.touch(spec.roster[rank].node, word)
+
+    def train(self, seconds: int, busy: dict[int, float], job: str = "job", step_s: float = STEP_S) -> None:
+        """All nodes beat and all ranks step in lock step; a rank is busy ``busy`` times as long as others, or once."""
+        step = self.state.live_jobs[job].pace.newest_step or 0
+        longest = step_s * max(busy.values(), default=1.0)
+        for second in range(seconds):
+            self.advance(1.0, *self.state.nodes)
+            spec, now_at = self.running(job), step + int((second + 1) / longest)
+            for member in spec.roster:
+                busy_s = step_s * busy.get(member.rank, 1.0)
+                word = RankProgress(
+                    job=job, generation=spec.number, rank=member.rank, step=now_at, step_s=longest, busy_s=busy_s
+                )
+                self.touch(member.node, word)
 
     def seal(
         self,
