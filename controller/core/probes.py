@@ -152,7 +152,7 @@ def partner_for(turn: Turn, node: str, attempt: int, avoid: Collection[str] = ()
     taken = {member for probe in state.probes.values() for member in probe.nodes}
     names = list(state.nodes)
     start = state.fleet.probes * PARTNERS_CONSIDERED % len(names) if len(names) > MANY_NODES else 0
-    rack, busy = state.nodes[node].domain.rack, False
+    rack, busy, ideal, attempt = state.nodes[node].domain.rack, False, 0, attempt % PARTNERS_CONSIDERED
     choice: list[tuple[bool, bool, int, str]] = []
     for other in chain(islice(names, start, None), islice(names, start)):
         if other == node or other in avoid or not is_known_good(state, state.nodes[other]):
@@ -161,8 +161,10 @@ def partner_for(turn: Turn, node: str, attempt: int, avoid: Collection[str] = ()
             busy = True
             continue
         seated = any(job.state is JobState.RUNNING for job in jobs_seated_on(state, other))
-        choice.append((bool(rack) and state.nodes[other].domain.rack == rack, seated, len(choice), other))
-        if len(choice) == PARTNERS_CONSIDERED:
+        near = bool(rack) and state.nodes[other].domain.rack == rack
+        choice.append((near, seated, len(choice), other))
+        ideal += not near and not seated
+        if ideal > attempt or len(choice) == PARTNERS_CONSIDERED:
             break
     if not choice and busy:
         state.partnerless_until = turn.now + PARTNERLESS_S
