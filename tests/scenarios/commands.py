@@ -1,0 +1,298 @@
+"""What a transcript can say: of nodes, findings, remedies, jobs, people, and the controller's own troubles.
+
+Each command is given the fleet, its plain words and its options; strings that it returns are shown as answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import msgspec
+
+from controller.core import budget
+from controller.core.effects import RequestRemedy
+from controller.core.events import ActionReported, NodeObserved, OperatorAction, StoreChanged
+from controller.core.membership import why_not
+from controller.core.policy import CorePolicy
+from controller.core.restorability import restorability_of
+from everstep.ids import Version
+from everstep.vocabulary import Action, Finding, FindingKind, Severity
+from everstep.wire.v1.agent import Domain
+from everstep.wire.v1.training import ProbeFinished
+from tests.support.core_fleet import CoreFleet, xid
+
+Words = list[str]
+Options = dict[str, str]
+
+EPOCH = 7
+"""Which life of a controller the first one of a transcript is."""
+
+
+def _numbers(options: Options) -> dict[str, Any]:
+    return {key: int(value) if value.lstrip("-").isdigit() else value for key, value in options.items()}
+
+
+# --- nodes -------------------------------------------------------------------------------------------------------
+
+
+def _register(fleet: CoreFleet, words: Words, options: Options) -> None:
+    """``register n1..n4 rack=A switch=s driver=550 boot=2``: agents begin a life."""
+    more: dict[str, str] = {}
+    if "boot" in options:
+        more["boot_id"] = f"boot-{options['boot']}"
+    if "driver" in options:
+        more["driver_version"] = options["driver"]
+    for node in words:
+        record = fleet.state.nodes.get(node)
+        known = {} if record is None else msgspec.structs.asdict(record.domain)
+        places = {key: options[key] for key in ("rack", "switch", "power") if key in options}
+        fleet.register(node, domain=Domain(**(known | places)), **more)
+
+
+def _wait(fleet: CoreFleet, words: Words, options: Options) -> None:
+    """``wait 3``: with a heartbeat a second from every node; ``but n4``: from all others; ``only n4``; ``silence``."""
+    named, which = words[2:], words[1] if len(words) > 1 else ""
+    nodes = list(fleet.state.nodes)
+    beating = {"": nodes, "but": [n for n in nodes if n not in named], "only": named, "silence": []}[which]
+    fleet.advance(float(words[0]), *beating)
+
+
+# --- findings, probes, remedies ----------------------------------------------------------------------------------
+
+
+def _finding(words: Words, options: Options) -> Finding:
+    """``find n1 a few words kind=network.slow_link subject=n2 severity=warning action=drain peer=n2``."""
+    kind = FindingKind(options["kind"])
+    subject = options.get("subject", "0")
+    return Finding(
+        kind=kind,
+        subject=subject,
+        severity=Severity(options.get("severity", "critical")),
+        action=Action(options.get("action", "none")),
+        message=" ".join(words[1:]) or f"{kind} of {subject}",
+        evidence={"peer": options["peer"]} if "peer" in options else {},
+    )
+
+
+def _xid(options: Options) -> Finding:
+    return xid(int(options.get("number", "79")), Action(options.get("action", "repair")))
+
+
+def _raise_xid(fleet: CoreFleet, words: Words, options: Options) -> None:
+    for node in words:
+        fleet.raise_finding(node, _xid(options))
+
+
+def _storm(fleet: CoreFleet, words: Words, options: Options) -> None:
+    """``storm n1 12000 kinds=29 every=0.005``: so many findings of so many different XIDs."""
+    for count in range(int(words[1])):
+        finding = xid(200 + count % int(options["kinds"]), Action.NONE)
+        counted = msgspec.structs.replace(finding, value=float(count), severity=Severity.WARNING)
+        fleet.raise_finding(words[0], counted)
+        fleet.now += float(options["every"])
+
+
+def _flap(fleet: CoreFleet, words: Words, options: Options) -> None:
+    """``flap n1 600 every=0.1 kind=...``: so often raised and cleared."""
+    finding = _finding(words[:1], options)
+    for _ in range(int(words[1])):
+        fleet.raise_finding(words[0], finding)
+        fleet.clear_finding(words[0], finding.key)
+        fleet.now += float(options["every"])
+
+
+def _solos(fleet: CoreFleet, words: Words, _options: Options) -> None:
+    """``solos by-hand``: what a node computes alone is answered by the transcript, no longer right by itself."""
+    fleet.solos = words[0] != "by-hand"
+
+
+def _probe(fleet: CoreFleet, words: Words, _options: Options) -> None:
+    """``probe n1 ok|failed|wrong because``: one side's answer to the newest probe that it takes part in."""
+    name = next(name for name, probe in reversed(fleet.state.probes.items()) if words[0] in probe.nodes)
+    fleet.report(words[0], _result(name, words))
+
+
+def _answer(fleet: CoreFleet, words: Words, _options: Options) -> None:
+    """``answer n1 ok|failed|wrong because``: all sides of the probe that tries n1 report it."""
+    name, probe = next((n, p) for n, p in fleet.state.probes.items() if p.candidate == words[0])
+    for node in probe.nodes:
+        if name in fleet.state.probes:
+            fleet.report(node, _result(name, words))
+
+
+def _result(name: str, words: Words) -> ProbeFinished:
+    return ProbeFinished(probe=name, ok=words[1] == "ok", detail=" ".join(words[2:]), wrong=words[1] == "wrong")
+
+
+def _action(fleet: CoreFleet, words: Words, _options: Options) -> None:
+    """``action n1 ok`` or ``action n1 failed because``: how the node's newest remedy ended."""
+    remedies = [e.remedy for e in fleet.effects if isinstance(e, RequestRemedy) and e.remedy.node == words[0]]
+    fleet.feed(ActionReported(id=remedies[-1].id, node=words[0], ok=words[1] == "ok", detail=" ".join(words[2:])))
+
+
+# --- jobs --------------------------------------------------------------------------------------------------------
+
+
+def _join(fleet: CoreFleet, words: Words, options: Options) -> None:
+    fleet.join(*words, **_numbers(options))
+
+
+def _lose_rank(fleet: CoreFleet, words: Words, options: Options) -> None:
+    lasting = options.pop("replacement", "") != "no"
+    fleet.lose_rank(int(words[0]), replacement=lasting, **_numbers(options))
+
+
+def _fail_collective(fleet: CoreFleet, words: Words, options: Options) -> None:
+    for rank in words:
+        fleet.fail_collective(int(rank), **_numbers(options))
+
+
+def _seal(fleet: CoreFleet, words: Words, options: Options) -> None:
+    """``seal 5 digests=a,a,b``: the version after step 5 by all ranks, with a digest for each."""
+    digests = dict(enumerate(options.pop("digests").split(","))) if "digests" in options else None
+    fleet.seal(int(words[0]), *map(int, words[1:]), digests=digests, **_numbers(options))
+
+
+def _resume(fleet: CoreFleet, words: Words, options: Options) -> None:
+    """``resume step=6 restored=1:5 job=train``: all ranks of the current generation step."""
+    restored = None
+    if "restored" in options:
+        generation, step = options.pop("restored").split(":")
+        restored = Version(int(generation), int(step))
+    fleet.resume(restored=restored, **_numbers(options))
+
+
+def _train(fleet: CoreFleet, words: Words, options: Options) -> None:
+    """``train 20 slow=2 by=4``: twenty seconds of steps, in which the others wait for rank 2, four times as long busy.
+
+    ``slow=all``: everybody is.
+    """
+    slow, by = options.get("slow", ""), float(options.get("by", "1"))
+    busy = {rank: by for rank in range(64) if slow == "all" or slow == str(rank)}
+    fleet.train(int(words[0]), busy, **({"job": options["job"]} if "job" in options else {}))
+
+
+def _stall(fleet: CoreFleet, words: Words, options: Options) -> None:
+    for rank in words:
+        fleet.stall(int(rank), int(options.get("step", "5")), int(options.get("collectives", "10")))
+
+
+# --- people ------------------------------------------------------------------------------------------------------
+
+
+def _order(fleet: CoreFleet, words: Words, options: Options) -> None:
+    """``operator drain n1``, ``operator stop_job train``, ``operator maintenance rack=A seconds=60``."""
+    subject: dict[str, object] = {}
+    if len(words) > 1:
+        subject = {"node": words[1]} if words[1] in fleet.state.nodes or words[1][1:].isdigit() else {"job": words[1]}
+    if "seconds" in options:
+        subject["until"] = fleet.now + float(options.pop("seconds"))
+    fleet.order(OperatorAction(words[0]), **subject, **_numbers(options))
+
+
+def _observe(fleet: CoreFleet, words: Words, options: Options) -> None:
+    """``observe n2 is reseating a cable by=maria``: the scheduler shows a cordon of hers; without ``by``, none."""
+    event = NodeObserved(node=words[0], cordoned_by=options.get("by", ""), reason=" ".join(words[1:]))
+    fleet.feed(event)
+
+
+def _why(fleet: CoreFleet, words: Words, options: Options) -> Words:
+    """``why n5``: an answer to who asks why the node has no seat."""
+    words = [why_not(fleet.state, fleet.job(options.get("job", "job")), node) or "it has a seat" for node in words]
+    return [f"answer: {line}" for line in words]
+
+
+def _restorable(fleet: CoreFleet, words: Words, options: Options) -> Words:
+    """``restorable rack:A n3``: what would be restored, and what would be lost with these."""
+    found = restorability_of(fleet.state, fleet.job(options.get("job", "job")))
+    asked = [one.sentence for one in found.exposures if one.name in words or f"{one.kind}:{one.name}" in words]
+    return [f"answer: {line}" for line in (found.sentence, *asked)]
+
+
+def _budget(fleet: CoreFleet, _words: Words, _options: Options) -> Words:
+    """``budget``: what may be evicted yet."""
+    found = budget.budget(fleet.state, fleet.now)
+    breaker = [f"breaker: {found.breaker}"] if found.breaker else []
+    return [*breaker, *(f"budget of {s.in_words()}: {s.used} of {s.limit} used" for s in found.scopes)]
+
+
+def _states(fleet: CoreFleet, words: Words, _options: Options) -> Words:
+    """``states n1..n4``: what each is now."""
+    return [f"{node} is {fleet.node_state(node)}" for node in words]
+
+
+# --- the controller's own troubles -------------------------------------------------------------------------------
+
+
+def _policy(fleet: CoreFleet, _words: Words, options: Options) -> None:
+    """``policy remediate=enforce``: other knobs than the lab's."""
+    knobs = msgspec.convert({**msgspec.structs.asdict(fleet.policy), **options}, CorePolicy, strict=False)
+    fleet.policy = fleet.state.policy = knobs
+
+
+def _store(fleet: CoreFleet, words: Words, _options: Options) -> None:
+    """``store away because`` or ``store back``."""
+    away = words[0] == "away"
+    fleet.feed(StoreChanged(away=away, reason=" ".join(words[1:]) or "connection refused" if away else ""))
+
+
+def _restart(fleet: CoreFleet, _words: Words, options: Options) -> None:
+    """``restart clock=+3600``: the next life of the controller, with a clock that is so much later."""
+    fleet.now += float(options.get("clock", "0"))
+    fleet.epoch = (fleet.epoch or EPOCH) + 1
+    fleet.restart()
+
+
+def followed(fleet: CoreFleet) -> CoreFleet:
+    """Another controller, which begins with what this one has stored. This one goes on beside it."""
+    fleet.epoch = fleet.state.epoch = fleet.epoch or EPOCH
+    other = deepcopy(fleet)
+    other.epoch += 1
+    other.restart()
+    return other
+
+
+COMMANDS: dict[str, Callable[[CoreFleet, Words, Options], object]] = {
+    "start": lambda fleet, words, options: fleet.start(int(words[0]), **_numbers(options)),
+    "register": _register,
+    "beat": lambda fleet, words, _: [fleet.beat(node) for node in words],
+    "wait": _wait,
+    "disconnect": lambda fleet, words, _: [fleet.disconnect(node) for node in words],
+    "hear": lambda fleet, words, _: [fleet.hear(node) for node in words],
+    "lose-peer": lambda fleet, words, options: fleet.lose_peer(words[0], words[1], **options),
+    "xid": _raise_xid,
+    "clear-xid": lambda fleet, words, options: [fleet.clear_finding(node, _xid(options).key) for node in words],
+    "find": lambda fleet, words, options: fleet.raise_finding(words[0], _finding(words, options)),
+    "clear": lambda fleet, words, options: fleet.clear_finding(words[0], _finding(words, options).key),
+    "flap": _flap,
+    "storm": _storm,
+    "solos": _solos,
+    "probe": _probe,
+    "answer": _answer,
+    "action": _action,
+    "join": _join,
+    "rejoin": lambda fleet, words, options: fleet.join(*words, again=True, **_numbers(options)),
+    "leave": lambda fleet, words, options: fleet.leave(words[0], orderly="orderly" in words, **options),
+    "lose-rank": _lose_rank,
+    "fail-collective": _fail_collective,
+    "stall": _stall,
+    "unresponsive": lambda fleet, words, _: fleet.unresponsive(int(words[0])),
+    "seal": _seal,
+    "resume": _resume,
+    "progress": lambda fleet, words, options: fleet.progress(int(words[0]), **_numbers(options)),
+    "train": _train,
+    "user-error": lambda fleet, words, _: fleet.raise_user_error(int(words[0])),
+    "finish": lambda fleet, words, options: fleet.finish(*map(int, words), **_numbers(options)),
+    "operator": _order,
+    "observe": _observe,
+    "why": _why,
+    "restorable": _restorable,
+    "budget": _budget,
+    "states": _states,
+    "policy": _policy,
+    "store": _store,
+    "stop-controller": lambda fleet, words, _: fleet.stop_controller(float(words[0])),
+    "restart": _restart,
+}
