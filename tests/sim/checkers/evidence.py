@@ -16,6 +16,7 @@ from everstep.wire.v1.training import FindingRaised
 from tests.sim import facts
 from tests.sim.facts import Violation
 
+PROBED = (FindingKind.PROBE_FAILED, FindingKind.COMPUTE_WRONG, FindingKind.MEMORY_WRONG)
 OUT = (NodeState.QUARANTINED, NodeState.REPAIR, NodeState.LOST)
 
 
@@ -37,6 +38,7 @@ class Evidence:
         self._members: dict[str, tuple[str, ...]] = {}
         self._passed: dict[str, set[str]] = defaultdict(set)
         self._skipped: set[str] = set()
+        self._failed: set[str] = set()
 
     def watches(self) -> dict[type, Callable[[Any], None]]:
         return {
@@ -57,6 +59,8 @@ class Evidence:
     def _probe_answered(self, fact: facts.ProbeAnswered) -> None:
         if fact.ok:
             self._passed[fact.probe].add(fact.node)
+        else:
+            self._failed |= {fact.node, *self._members.get(fact.probe, ())}
 
     def _durable(self, fact: facts.Durable) -> None:
         for node, doc in fact.batch.nodes.items():
@@ -67,6 +71,9 @@ class Evidence:
 
     def _handled(self, fact: facts.Handled) -> None:
         self._note_findings(fact)
+        for effect in fact.effects:
+            if isinstance(effect, PutNode) and effect.doc.state is NodeState.PROBATION:
+                self._on_probation(effect.node)
         for effect in fact.effects:
             if isinstance(effect, Send) and isinstance(effect.body, RunProbe):
                 self._members[effect.body.probe] = effect.body.nodes
@@ -96,7 +103,10 @@ class Evidence:
         if not verdict.evidence:
             raise Violation(self.name, f"{verdict.node} is evicted without evidence: {verdict.sentence}")
         for finding in verdict.evidence:
-            if finding.kind is FindingKind.DIGEST_MISMATCH:
+            if finding.kind in PROBED:
+                if verdict.node not in self._failed:
+                    raise Violation(self.name, f"{verdict.node} is evicted and failed no probe: {verdict.sentence}")
+            elif finding.kind is FindingKind.DIGEST_MISMATCH:
                 if verdict.node not in self._lied:
                     raise Violation(self.name, f"{verdict.node} is evicted and never lied: {verdict.sentence}")
             elif finding.key not in self._told[verdict.node]:
@@ -111,10 +121,13 @@ class Evidence:
             raise Violation(self.name, f"{node} is healthy straight from {before}: {effect.doc.sentence}")
         if state is NodeState.HEALTHY and before is NodeState.PROBATION:
             self._came_back(fact, node)
-        if state is not NodeState.PROBATION:
+        self._states[node] = state
+
+    def _on_probation(self, node: str) -> None:
+        """What was passed before a probation began does not count in it."""
+        if self._states.get(node) is not NodeState.PROBATION:
             self._probes.pop(node, None)
             self._skipped.discard(node)
-        self._states[node] = state
 
     def _came_back(self, fact: facts.Handled, node: str) -> None:
         if node in self._skipped or isinstance(fact.event, OperatorCommand):

@@ -26,6 +26,8 @@ class Fencing:
         self._stepped: dict[tuple[str, Version], set[int]] = defaultdict(set)
         self._kept: dict[tuple[str, Version], set[int]] = defaultdict(set)
         self._specs: dict[str, GenerationSpec] = {}
+        self._decided: dict[tuple[str, int], GenerationSpec] = {}
+        self._stored: dict[str, GenerationSpec] = {}
 
     def watches(self) -> dict[type, Callable[[Any], None]]:
         return {
@@ -33,6 +35,7 @@ class Fencing:
             facts.Stepped: self._step,
             facts.Handled: self._handled,
             facts.TookOver: self._took_over,
+            facts.Durable: self._durable,
         }
 
     def complaint(self) -> str:
@@ -56,6 +59,11 @@ class Fencing:
 
     def _took_over(self, fact: facts.TookOver) -> None:
         self._kept.clear()
+        self._specs = dict(self._stored)
+
+    def _durable(self, fact: facts.Durable) -> None:
+        for row in fact.batch.generations:
+            self._stored[row.job] = self._decided[row.job, row.number]
 
     def _handled(self, fact: facts.Handled) -> None:
         event = fact.event
@@ -64,6 +72,7 @@ class Fencing:
         for effect in fact.effects:
             if isinstance(effect, PutGeneration):
                 self._specs[effect.spec.job] = effect.spec
+                self._decided[effect.spec.job, effect.spec.number] = effect.spec
             elif isinstance(effect, PutVersion):
                 self._commit(effect.doc.job, effect.doc.version)
 

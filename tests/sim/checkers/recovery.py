@@ -60,12 +60,14 @@ class Recovery:
             return "is unknown"
         if job.state in (JobState.FINISHED, JobState.FAILED):
             return ""
+        block = job.spec.block_nodes
+        least = -(-job.spec.min_nodes // block) * block
         idle = [node for node in nodes if node not in self._seated()]
         if job.state is not JobState.RUNNING or job.generation is None:
-            return f"is {job.state}: {job.sentence}" if len(idle) >= job.spec.min_nodes else ""
+            return f"is {job.state}: {job.sentence}" if len(idle) >= least else ""
         seats = {member.node for member in job.generation.roster}
-        room = job.spec.max_nodes // job.spec.block_nodes * job.spec.block_nodes - len(seats)
-        if min(room, len(idle)) >= job.spec.block_nodes:
+        room = job.spec.max_nodes // block * block - len(seats)
+        if min(room, len(idle)) >= block:
             return f"runs on {len(seats)} nodes, and {', '.join(idle)} are idle"
         if job.resumed_at is None or job.leaving is not None:
             return f"has not resumed in generation {job.generation.number}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from controller.core.effects import PutGeneration
+from controller.core.effects import PutGeneration, PutVersion
 from everstep.ids import Version
 from tests.sim import facts
 from tests.sim.facts import Violation
@@ -25,7 +25,7 @@ class Restores:
         self._verified: dict[str, Version] = {}
         self._holders: dict[tuple[str, int], set[str]] = {}
         self._expected: dict[tuple[str, int], Version | None] = {}
-        self._harmed: dict[str, set[str]] = {}
+        self._harmed: dict[tuple[str, Version], set[str]] = {}
         self._spread: dict[str, frozenset[str]] = {}
 
     def watches(self) -> dict[type, Callable[[Any], None]]:
@@ -45,7 +45,6 @@ class Restores:
         for row in fact.batch.versions.values():
             version = Version(row.generation, row.step)
             self._committed[row.job] = max(version, self._committed.get(row.job, version))
-            self._harmed[row.job] = set()
         for audit in fact.batch.audit:
             if audit.kind == "job.created":
                 self._committed.pop(audit.job, None)
@@ -53,6 +52,8 @@ class Restores:
 
     def _handled(self, fact: facts.Handled) -> None:
         for effect in fact.effects:
+            if isinstance(effect, PutVersion):
+                self._harmed[effect.doc.job, effect.doc.version] = set()
             if isinstance(effect, PutGeneration):
                 spec = effect.spec
                 self._expected[spec.job, spec.number] = self._committed.get(spec.job)
@@ -103,7 +104,7 @@ class Restores:
             return
         holders = self._holders.get((spec.job, floor.generation), set())
         chair = spec.roster[0].node
-        lost = set(self._harmed.get(spec.job, set()))
+        lost = set(self._harmed.get((spec.job, floor), set()))
         asked = {holder.node for holder in spec.holders}
         for node in holders:
             machine = self.world.machines[node]

@@ -1,0 +1,649 @@
+"""Days of a fleet's life: the real core decides about failures, nodes fail and come back, one job regroups.
+
+Time jumps from one event to the next. Heartbeats on which nothing can depend are not played: a node that is well and
+out of probation beats once a second, and all that its beats change (``controller.core.state.Pulse``) is known without
+playing them, until the moment it falls silent. ``eager`` plays every one of them; a test holds that both decide alike.
+To the core each node is one rank: what it decides, it decides about nodes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from bench.failures import Failure, load
+from bench.goodput.accounts import HOUR_S, Accounts
+from bench.goodput.recovery_model import RecoveryModel
+from bench.goodput.symptoms import SYMPTOMS, Sign, Symptom
+from controller.core import events as ev
+from controller.core import fleet
+from controller.core.effects import Audit, Effect, PutGeneration, PutVerdict, RemedyKind, RequestRemedy, Send
+from controller.core.policy import CorePolicy
+from everstep.errors import EverstepError
+from everstep.ids import Version
+from everstep.vocabulary import Decision, Finding, JobState, NodeState
+from everstep.wire.v1.agent import Domain, Gpu, Register
+from everstep.wire.v1.directives import RunProbe
+from everstep.wire.v1.training import (
+    AnyReport,
+    CollectiveFailed,
+    FindingRaised,
+    GenerationSpec,
+    JobSpec,
+    LauncherJoined,
+    ProbeFinished,
+    RankLost,
+    RankProgress,
+    Resumed,
+    Sealed,
+)
+
+JOB = "run"
+START = 1_700_000_000.0
+ENTROPY = "5e" * 32
+BEAT_S = 1.0
+PROBE_S = 10.0
+TRANSIENTS_S = {"agent_restart": 2.0, "network_blip": 8.0}
+"""How long a node is away for nothing."""
+REBOOT_S = 300.0
+
+Observer = Callable[[ev.Event, list[Effect], float], None]
+
+
+@dataclass(frozen=True)
+class FleetPlan:
+    """``nodes`` are the job's, ``spares`` wait beside them. ``reset_s``: after how long somebody looks at a latched
+    breaker and resets it. ``transients_per_node_day``: short absences that mean nothing."""
+
+    nodes: int
+    spares: int
+    hours: float
+    per_rack: int = 16
+    least_share: float = 0.9
+    reset_s: float = 900.0
+    transients_per_node_day: float = 0.05
+
+
+@dataclass(frozen=True)
+class Regrouped:
+    """One regrouping that led back to stepping, as far as its price goes."""
+
+    nodes: int
+    newcomers: int
+    at_boundary: bool
+
+
+class _Node:
+    """``away_until``: it is silent until then (None: it is there). ``ill``: what is broken, and until when.
+    ``sleeps``: its beats are not played."""
+
+    __slots__ = (
+        "away_until",
+        "boots",
+        "findings",
+        "gpus",
+        "ill",
+        "ill_until",
+        "lies",
+        "life",
+        "name",
+        "rejoining",
+        "sleeps",
+    )
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.life = self.boots = 0
+        self.gpus = 0
+        self.away_until: float | None = None
+        self.ill = ""
+        self.ill_until = 0.0
+        self.lies = False
+        self.findings: tuple[Finding, ...] = ()
+        self.sleeps = False
+        self.rejoining = False
+
+
+class FleetDays:
+    """One run. ``accounts`` hold the outcome; ``decisions`` are (second, words) of what was decided."""
+
+    def __init__(
+        self,
+        plan: FleetPlan,
+        failures: Iterable[Failure],
+        policy: CorePolicy,
+        model: RecoveryModel,
+        seed: int,
+        *,
+        eager: bool = False,
+        observe: Observer | None = None,
+    ) -> None:
+        self.plan = plan
+        self.model = model
+        self.accounts = Accounts(plan.nodes)
+        self.decisions: list[tuple[float, str]] = []
+        self.counts: Counter[str] = Counter()
+        self.false_evictions: list[str] = []
+        self.least_spares = plan.spares
+        self.state = fleet.restore(policy)
+        self.now = START
+        self._rng = random.Random(seed)
+        self._eager = eager
+        self._observe = observe
+        self._repair_h = {cause.name: cause.repair_h for cause in load()}
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = 0
+        self._numbers: Counter[str] = Counter()
+        self._traces = 0
+        self._spec: GenerationSpec | None = None
+        self._resumes = 0
+        self._stepping: GenerationSpec | None = None
+        self._step_from = 0.0
+        self._step_at = 0
+        self._cause = "forming"
+        self.regroups: list[Regrouped] = []
+        self._price: Regrouped | None = None
+        self.nodes = [_Node(f"n{index:05d}") for index in range(plan.nodes + plan.spares)]
+        self._by_name = {node.name: node for node in self.nodes}
+        for failure in failures:
+            self._at(START + failure.at_h * HOUR_S, lambda f=failure: self._strike(f))  # type: ignore[misc]
+        for at, index, cause in self._transients():
+            self._at(at, lambda i=index, c=cause: self._strike(Failure(0.0, c, (i,))))  # type: ignore[misc]
+
+    def run(self, on_progress: Callable[[float], None] | None = None) -> FleetDays:
+        """Plays it to its end. ``on_progress`` hears the share that is done."""
+        end = START + self.plan.hours * HOUR_S
+        self._handle(ev.ControllerStarted(epoch=1, trace=self._trace()))
+        for node in self.nodes:
+            self._register(node)
+        for node in self.nodes:
+            self._join(node)
+        told = 0.0
+        while self.now < end:
+            self._next(end)
+            if on_progress is not None and self.now - told > (end - START) / 200:
+                told = self.now
+                on_progress((self.now - START) / (end - START))
+        self.accounts.close(end - START)
+        return self
+
+    # --- time --------------------------------------------------------------------------------------------------------
+
+    def _at(self, due: float, call: Callable[[], None]) -> None:
+        self._order += 1
+        heapq.heappush(self._heap, (due, self._order, call))
+
+    def _after(self, seconds: float, call: Callable[[], None]) -> None:
+        self._at(self.now + seconds, call)
+
+    def _next(self, end: float) -> None:
+        """The next event of the world, or of the core."""
+        due = fleet.next_deadline(self.state)
+        if self._heap and (due is None or self._heap[0][0] <= due):
+            at, _, call = heapq.heappop(self._heap)
+            self._pass(min(max(at, self.now), end))
+            if at < end:
+                call()
+        elif due is None or due >= end:
+            self._pass(end)
+        else:
+            self._pass(max(due, self.now))
+            if self._stepping is not None:
+                self._beat(self._by_name[self._stepping.roster[0].node])
+            self._handle(ev.Tick(trace=self._trace()))
+
+    def _pass(self, now: float) -> None:
+        """Time goes by, and everybody who is there beats."""
+        if self._eager:
+            while self.now + BEAT_S <= now:
+                self.now += BEAT_S
+                self._beat_all()
+        self.now = now
+        self._hear_lazily()
+
+    def _trace(self) -> str:
+        self._traces += 1
+        return f"{self._traces:x}"
+
+    # --- beats -------------------------------------------------------------------------------------------------------
+
+    def _hear_lazily(self) -> None:
+        """Somebody was heard within the last second: the core is not deaf."""
+        if not self._eager:
+            self.state.hearing.last_at = self.now - BEAT_S / 2
+
+    def _sleep(self, node: _Node) -> None:
+        """From now on the node's beats are known without being played. ``heard_at`` lies where no silence can begin."""
+        if self._eager:
+            return
+        node.sleeps = True
+        pulse = self.state.live_nodes[node.name].pulse
+        pulse.heard_at = START + 2 * self.plan.hours * HOUR_S
+        pulse.longest_s = max(pulse.longest_s, BEAT_S)
+
+    def _wake(self, node: _Node) -> None:
+        """Its beats count one by one again, beginning with the last of those that were not played."""
+        if node.sleeps:
+            node.sleeps = False
+            self.state.live_nodes[node.name].pulse.heard_at = self.now - BEAT_S / 2
+            self.state.live_nodes[node.name].watched = False
+            self._handle(ev.NodeHeard(node=node.name, incarnation=node.life, trace=self._trace()))
+
+    def _beat_all(self) -> None:
+        for node in self.nodes:
+            if node.away_until is None and node.life and not node.rejoining:
+                self._beat(node)
+
+    def _beat(self, node: _Node) -> None:
+        heard = fleet.touch(self.state, node.name, node.life, self.now, self._progress(node))
+        if heard is fleet.Heard.NEWS:
+            self._handle(
+                ev.HeartbeatChanged(
+                    node=node.name, incarnation=node.life, ranks=self._progress(node), trace=self._trace()
+                )
+            )
+        if node.sleeps:
+            self._sleep(node)
+
+    def _beat_until_well(self, node: _Node, life: int) -> None:
+        """On probation every beat counts."""
+        if node.life != life or node.away_until is not None or self._eager:
+            return
+        record = self.state.nodes[node.name]
+        if record.state is NodeState.PROBATION:
+            self._beat(node)
+            self._after(BEAT_S, lambda: self._beat_until_well(node, life))
+        else:
+            self._sleep(node)
+
+    def _progress(self, node: _Node) -> tuple[RankProgress, ...]:
+        """One rank tells how far the job is: all are as far."""
+        spec = self._stepping
+        if spec is None or spec.roster[0].node != node.name:
+            return ()
+        step = self._step_now()
+        return (RankProgress(job=JOB, generation=spec.number, rank=0, step=step, step_s=self.model.step_s),)
+
+    def _step_now(self) -> int:
+        return self._step_at + int((self.now - self._step_from) / self.model.step_s)
+
+    # --- the core ----------------------------------------------------------------------------------------------------
+
+    def _handle(self, event: ev.Event) -> None:
+        effects = fleet.handle(self.state, event, self.now)
+        if self._observe is not None:
+            self._observe(event, effects, self.now)
+        for effect in effects:
+            match effect:
+                case PutGeneration(spec=spec):
+                    self._opened(spec)
+                case PutVerdict(verdict=verdict) if verdict.decision is Decision.EVICT:
+                    self._evicted(verdict.node)
+                case RequestRemedy(remedy=remedy):
+                    self._remedy(remedy.id, remedy.node, remedy.kind)
+                case Send(node=name, body=RunProbe() as body):
+                    self._after(PROBE_S, lambda n=name, b=body: self._probe(n, b))  # type: ignore[misc]
+                case Audit(entry=entry):
+                    self._told(entry.kind, entry.sentence)
+                case _:
+                    pass
+
+    def _report(self, node: _Node, body: AnyReport) -> None:
+        """A node's report, if the node is there to give it."""
+        if node.away_until is not None or not node.life:
+            return
+        self._numbers[node.name] += 1
+        event = ev.ReportArrived(
+            node=node.name,
+            incarnation=node.life,
+            number=self._numbers[node.name],
+            body=body,
+            entropy=ENTROPY,
+            trace=self._trace(),
+        )
+        self._handle(event)
+        if node.sleeps:
+            self._sleep(node)  # a report is a word as well: it was heard now, and its beats go on
+
+    def _told(self, kind: str, sentence: str) -> None:
+        self.counts[kind] += 1
+        if kind == "fleet.breaker":
+            self._after(self.plan.reset_s, self._reset)
+        elif kind == "job.paused":
+            self._interrupt("too few nodes")
+        if kind in DECIDED:
+            self.decisions.append((self.now - START, f"{kind}: {sentence}"))
+
+    def _order(self, kind: ev.OperatorAction, node: str | None = None) -> None:
+        command = ev.OperatorCommand(kind=kind, actor="on call", reason="mended", node=node, trace=self._trace())
+        try:
+            self._handle(command)
+        except EverstepError:
+            pass  # it stands as the order wants it already
+
+    def _reset(self) -> None:
+        if self.state.fleet.breaker:
+            self.counts["breaker resets"] += 1
+            self._order(ev.OperatorAction.RESET_BREAKER)
+
+    # --- nodes come --------------------------------------------------------------------------------------------------
+
+    def _register(self, node: _Node) -> None:
+        node.life += 1
+        self._numbers[node.name] = 0
+        index = int(node.name[1:])
+        gpu = Gpu(index=0, uuid=f"{node.name}-{node.gpus}", name="H100", pci_bus_id="0", memory_bytes=80 << 30)
+        rack = f"r{index // self.plan.per_rack}"
+        words = Register(
+            protocols=(1,),
+            node=node.name,
+            incarnation=node.life,
+            agent_version="1",
+            vault=f"{node.name}:7000",
+            boot_id=f"{node.name}-{node.boots}",
+            domain=Domain(rack=rack, switch=rack),
+            gpus=(gpu,),
+            findings=node.findings,
+        )
+        node.sleeps = False
+        self._handle(ev.AgentRegistered(register=words, trace=self._trace()))
+        self._beat_until_well(node, node.life)
+
+    def _join(self, node: _Node) -> None:
+        plan = self.plan
+        spec = JobSpec(job=JOB, min_nodes=int(plan.least_share * plan.nodes), max_nodes=plan.nodes, digest_interval=10)
+        words = LauncherJoined(
+            job=JOB, at=self.now, spec=spec, launcher=node.boots + 1, store=f"{node.name}:8000", generation=0
+        )
+        self._report(node, words)
+
+    def _back(self, node: _Node) -> None:
+        """It is there again: its agent registers, its launcher joins."""
+        if node.away_until is None or node.away_until > self.now + 1e-6:
+            return
+        node.away_until = None
+        self._register(node)
+        self._join(node)
+
+    def _repaired(self, node: _Node, cause: str) -> None:
+        """What was broken is whole again; somebody gives the node back where that needs a word."""
+        if node.ill != cause or node.ill_until > self.now + 1e-6:
+            return
+        node.ill, node.findings, node.lies = "", (), False
+        node.gpus += 1
+        node.boots += 1
+        if node.away_until is None:
+            self._register(node)
+            self._join(node)
+        else:
+            node.away_until = self.now
+            self._back(node)
+        record = self.state.nodes[node.name]
+        if record.needs_operator or record.state in (NodeState.REPAIR, NodeState.HELD):
+            self._order(ev.OperatorAction.READMIT, node.name)
+            self._beat_until_well(node, node.life)
+        job = self.state.jobs[JOB]
+        if node.name in job.excluded or not job.launchers[node.name].able:
+            self._order(ev.OperatorAction.READMIT, node.name)
+
+    def _remedy(self, remedy: str, name: str, kind: RemedyKind) -> None:
+        """Carried out; what is broken stays so until it is repaired."""
+        wait_s = REBOOT_S if kind in (RemedyKind.REBOOT, RemedyKind.RESET_GPU) else 1.0
+        event = ev.ActionReported(id=remedy, node=name, ok=True, trace=self._trace())
+        self._after(wait_s, lambda: self._handle(event))
+
+    def _probe(self, name: str, body: RunProbe) -> None:
+        well = all(self._by_name[n].away_until is None and not self._by_name[n].ill for n in body.nodes)
+        rows = ((8, 1e-5, 1e11),) if well else ()
+        self._report(
+            self._by_name[name], ProbeFinished(probe=body.probe, ok=well, detail="" if well else "failed", rows=rows)
+        )
+
+    # --- nodes fail --------------------------------------------------------------------------------------------------
+
+    def _transients(self) -> list[tuple[float, int, str]]:
+        plan = self.plan
+        expected = plan.transients_per_node_day * len(self.nodes) * plan.hours / 24
+        count = int(self._rng.gauss(expected, expected**0.5)) if expected > 0 else 0
+        names = list(TRANSIENTS_S)
+        return [
+            (START + self._rng.uniform(60.0, plan.hours * HOUR_S), self._rng.randrange(len(self.nodes)), name)
+            for name in self._rng.choices(names, k=max(0, count))
+        ]
+
+    def _strike(self, failure: Failure) -> None:
+        """A cause meets its nodes. What is broken or away already is not broken twice."""
+        symptom = SYMPTOMS[failure.cause]
+        struck = [node for node in (self.nodes[i] for i in failure.nodes) if not node.ill and node.away_until is None]
+        if not struck:
+            return
+        self.counts[failure.cause] += 1
+        if symptom.sign is Sign.SILENCE:
+            self._fall_silent(struck, failure.cause)
+        else:
+            for node in struck:
+                self._break(node, failure.cause, symptom)
+
+    def _seated(self, node: _Node) -> bool:
+        return self._spec is not None and node.name in self._spec.seated
+
+    def _fall_silent(self, struck: Sequence[_Node], cause: str) -> None:
+        transient = TRANSIENTS_S.get(cause)
+        away_s = transient if transient is not None else self._repair_h[cause] * HOUR_S
+        seated = [node for node in struck if self._seated(node)]
+        for node in struck:
+            self._wake(node)
+            node.away_until = self.now + away_s
+            if transient is None:
+                node.ill, node.ill_until = cause, self.now + away_s
+                self._after(away_s, lambda n=node, c=cause: self._repaired(n, c))  # type: ignore[misc]
+            else:
+                self._after(away_s, lambda n=node, c=cause: self._back_from_nothing(n, c))  # type: ignore[misc]
+        if cause == "agent_restart":
+            for node in struck:
+                event = ev.NodeDisconnected(node=node.name, incarnation=node.life, trace=self._trace())
+                self._handle(event)
+        elif transient is None and seated:
+            self._interrupt(cause)
+            self._after(self.model.peers_notice_s, self._peers_notice)
+
+    def _back_from_nothing(self, node: _Node, cause: str) -> None:
+        """An agent's restart begins a new life; after a network's blip the old one goes on."""
+        if node.ill or node.away_until is None:
+            return
+        node.away_until = None
+        if cause == "agent_restart":
+            self._register(node)
+            self._join(node)
+        else:
+            self._handle(ev.NodeHeard(node=node.name, incarnation=node.life, trace=self._trace()))
+            self._beat_until_well(node, node.life)
+
+    def _peers_notice(self) -> None:
+        """Collectives with a node that is gone fail: one rank says so."""
+        spec = self._spec
+        if spec is None or self.accounts.stepping:
+            return
+        witness = next((m for m in spec.roster if self._able(m.node)), None)
+        if witness is not None:
+            self._report(
+                self._by_name[witness.node],
+                CollectiveFailed(
+                    job=JOB,
+                    at=self.now,
+                    generation=spec.number,
+                    rank=witness.rank,
+                    step=self._step_at,
+                    detail="time-out",
+                ),
+            )
+
+    def _break(self, node: _Node, cause: str, symptom: Symptom) -> None:
+        if symptom.sign is Sign.PROCESS:
+            self._lose_rank(node, cause)
+            return
+        node.ill, node.ill_until = cause, self.now + self._repair_h[cause] * HOUR_S
+        self._at(node.ill_until, lambda: self._repaired(node, cause))
+        if symptom.sign is Sign.LIE:
+            node.lies = True
+            self._after(self._rng.uniform(0, self.model.digest_interval_s), lambda: self._digests_differ(node))
+            return
+        node.findings = (symptom.finding(cause, self.now),)
+        self._lose_rank(node, cause)
+        sensed_s = self.model.sensor_s * self._rng.random()
+        self._after(sensed_s, lambda: self._sense(node, cause))
+
+    def _sense(self, node: _Node, cause: str) -> None:
+        if node.ill == cause and node.findings:
+            self._report(node, FindingRaised(finding=node.findings[0]))
+
+    def _lose_rank(self, node: _Node, cause: str) -> None:
+        """A process on the node ends; its launcher has another."""
+        if not self._seated(node):
+            return
+        self._interrupt(cause)
+        self._after(self.model.seen_s, lambda: self._rank_lost(node))
+
+    def _rank_lost(self, node: _Node) -> None:
+        spec = self._spec
+        member = spec.member(node.name, 0) if spec is not None else None
+        if spec is None or member is None:
+            return
+        self._report(
+            node,
+            RankLost(job=JOB, at=self.now, generation=spec.number, rank=member.rank, local_rank=0, detail="", signal=9),
+        )
+
+    def _digests_differ(self, liar: _Node) -> None:
+        """The digests of this step: all agree but one. Those before the lie agreed, and say what is clean."""
+        spec = self._stepping
+        if not liar.lies or spec is None or liar.name not in spec.seated or not self.accounts.stepping:
+            if liar.lies and liar.ill:
+                self._after(self.model.digest_interval_s, lambda: self._digests_differ(liar))
+            return
+        step = self._step_now()
+        clean = max(self._step_at + 1, step - int(self.model.digest_interval_s / self.model.step_s))
+        for at, wrong in ((clean, ""), (step + 1, liar.name)):
+            for member in spec.roster:
+                digest = "wrong" if member.node == wrong else f"d{at}"
+                self._report(
+                    self._by_name[member.node],
+                    Sealed(
+                        job=JOB,
+                        at=self.now,
+                        generation=spec.number,
+                        rank=member.rank,
+                        version=Version(spec.number, at),
+                        bytes=0,
+                        safe=True,
+                        digests={"replicated": digest},
+                    ),
+                )
+                if self._spec is not spec:
+                    return
+
+    # --- the job -----------------------------------------------------------------------------------------------------
+
+    def _able(self, name: str) -> bool:
+        node = self._by_name[name]
+        return node.away_until is None and not node.findings
+
+    def _interrupt(self, cause: str) -> None:
+        """The job stands still from now on."""
+        if self.accounts.stepping:
+            undone_s = (self.now - self._step_from) % self.model.step_s
+            self._step_at = self._step_now()
+            if cause == "silent_data_corruption":
+                undone_s += self.model.digest_interval_s
+            self.accounts.stop(self.now - START, cause, undone_s)
+            self._stepping = None
+            self._cause = cause
+
+    def _opened(self, spec: GenerationSpec) -> None:
+        """A generation was decided: at once, or at the end of a step to come."""
+        before, self._spec = self._spec, spec
+        newcomers = len(spec.seated - before.seated) if before is not None else 0
+        self.least_spares = min(self.least_spares, self._idle(spec))
+        self._resumes += 1
+        attempt = self._resumes
+        nodes = len(spec.seats)
+        if spec.after_step is not None and self._stepping is not None:
+            self._price = Regrouped(nodes, newcomers, at_boundary=True)
+            left_s = max(0.0, (spec.after_step - self._step_now()) * self.model.step_s)
+            cause = "growth" if spec.reason == "growth" else "leaving at a boundary"
+            self._after(left_s, lambda: self._leave_at_boundary(attempt, cause))
+            self._after(left_s + self.model.boundary_s(nodes, newcomers), lambda: self._resume(attempt))
+            return
+        self._price = Regrouped(nodes, newcomers, at_boundary=False)
+        if spec.reason == "corruption":
+            self._interrupt("silent_data_corruption")
+        self._interrupt(str(spec.reason))
+        self._after(self.model.regroup_s(nodes, newcomers), lambda: self._resume(attempt))
+
+    def _idle(self, spec: GenerationSpec) -> int:
+        """Healthy nodes beside the roster."""
+        healthy = (NodeState.HEALTHY, NodeState.SUSPECT)
+        return sum(1 for n in self.nodes if n.name not in spec.seated and self._fit(n, healthy))
+
+    def _fit(self, node: _Node, states: tuple[NodeState, ...]) -> bool:
+        record = self.state.nodes.get(node.name)
+        return record is not None and record.state in states and node.away_until is None and not node.ill
+
+    def _leave_at_boundary(self, attempt: int, cause: str) -> None:
+        if attempt == self._resumes and self.accounts.stepping:
+            self._step_at = self._step_now()
+            self.accounts.stop(self.now - START, cause)
+            self._stepping = None
+
+    def _resume(self, attempt: int) -> None:
+        """All members would step now; one that is broken ends it again, one that is gone is missed."""
+        spec = self._spec
+        if attempt != self._resumes or spec is None or self.state.jobs[JOB].state is not JobState.RUNNING:
+            return
+        broken = next((m.node for m in spec.roster if self._by_name[m.node].findings), None)
+        if any(self._by_name[m.node].away_until is not None for m in spec.roster):
+            self._peers_notice()
+            self._after(self.model.peers_notice_s, lambda: self._resume(attempt))
+        elif broken is not None:
+            self._rank_lost(self._by_name[broken])
+        else:
+            self._step(spec)
+
+    def _step(self, spec: GenerationSpec) -> None:
+        self._stepping, self._step_from = spec, self.now
+        if self._price is not None:
+            self.regroups.append(self._price)
+        self.accounts.step(self.now - START, len(spec.seats), self._cause)
+        self._step_at += 1
+        for member in spec.roster:
+            words = Resumed(
+                job=JOB,
+                at=self.now,
+                generation=spec.number,
+                rank=member.rank,
+                step=self._step_at,
+                restored=None,
+                phases_s={},
+            )
+            self._report(self._by_name[member.node], words)
+            if self._spec is not spec:
+                return
+        self._beat(self._by_name[spec.roster[0].node])
+
+    def _evicted(self, name: str) -> None:
+        if not self._by_name[name].ill:
+            self.false_evictions.append(name)
+
+
+DECIDED = (
+    "generation",
+    "node.lost",
+    "fleet.breaker",
+    "job.paused",
+    "verdict.evict",
+    "verdict.readmit",
+    "verdict.hold_by_budget",
+)
