@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from controller.api.problems import TYPE_PREFIX
+from controller.api.problems import TITLES, TYPE_PREFIX
 from controller.api.routes import CREDENTIALS, HISTORY, OPERATOR, PLAIN, POLICY
 from everstep.tokens import TokenRole, mint
 from tests.support.controllers import SECRET, controller_process
@@ -28,6 +28,8 @@ BLOCK = re.compile(r"^```(sh|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OMITTED = re.compile(r",?\s*\.\.\.(?=\s*[}\]])")
 STREAM_S = 1
 CURL_BROKE_OFF, CURL_REFUSED = 28, 22
+OF_VAULTS = {"checkpoint", "digest_mismatch", "not_restorable", "slot_memory"}
+"""Codes that no controller answers with."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,14 @@ def test_every_route_that_people_ask_has_an_example() -> None:
         if not any(_asks_for(step, route.method, route.path) for step in steps)
     ]
     assert without == []
+
+
+def test_every_code_that_the_api_answers_is_in_the_table() -> None:
+    section = DOCUMENT.read_text().split("### Errors\n", 1)[1].split("\n## ", 1)[0]
+    told = {
+        code for cell in re.findall(r"^\| (`.*?`) \| \d+ \|", section, re.M) for code in re.findall(r"`(\w+)`", cell)
+    }
+    assert told == TITLES.keys() - OF_VAULTS - {"protocol", "http"}
 
 
 @pytest.mark.parametrize(

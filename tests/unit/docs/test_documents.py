@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,13 @@ import yaml
 from fastapi.testclient import TestClient
 
 from agent.config import from_command_line
+from controller import policy_change
 from controller.config import load_settings
+from controller.core.policy import CorePolicy
 from controller.main import _parser as controller_parser
+from controller.rulebook import with_rules
 from everstep.cli.main import app
+from everstep.cli.policy import _read as read_change
 from everstep.vocabulary import JobState, NodeState
 from tests.support.controllers import InProcess
 from trainer_hooks.launch.options import _parser as launch_parser
@@ -92,6 +97,9 @@ def simple_commands(line: str) -> Iterator[list[str]]:
 
 
 def check_everstep(arguments: list[str]) -> None:
+    if arguments[:1] == ["replay"]:  # it hands its words on
+        check_controller(arguments)
+        return
     command: Any = typer.main.get_command(app)
     options = {option for parameter in command.params for option in parameter.opts}
     while arguments:
@@ -129,6 +137,33 @@ def test_every_command_is_taken_by_its_program(document: Path) -> None:
                 CHECKS[program](arguments)
             except SystemExit as exit_:
                 pytest.fail(f"{program} {' '.join(arguments)}: exit {exit_.code}")
+
+
+@each_document
+def test_every_settings_file_that_is_shown_is_taken(document: Path, tmp_path: Path) -> None:
+    for language, block in FENCE.findall(document.read_text()):
+        if language != "toml":
+            continue
+        file = tmp_path / "shown.toml"
+        file.write_text(block)
+        if tomllib.loads(block).keys() <= {"policy", "rule"}:  # a change to be tried, or a file in policy_dir
+            change = read_change(file)
+            assert policy_change.check(with_rules(CorePolicy()), change).complaint == ""
+        else:
+            load_settings({"secret_file": "secret"}, file=file, environment={})
+
+
+def leaves(command: Any, *path: str) -> Iterator[str]:
+    """Every command of a program by its full name."""
+    for name, child in getattr(command, "commands", {}).items():
+        yield from leaves(child, *path, name)
+    if not hasattr(command, "commands"):
+        yield " ".join(path)
+
+
+def test_every_command_is_in_the_table() -> None:
+    cells = " ".join(row[0] for row in rows("docs/api.md", "## Commands"))
+    assert set(re.findall(r"`(everstep [a-z -]+)`", cells)) == set(leaves(typer.main.get_command(app), "everstep"))
 
 
 @each_document
