@@ -11,7 +11,7 @@ from controller.core.rules import in_words
 from controller.core.standing import kept_out, set_state
 from controller.core.state import Course, NodeRecord
 from controller.core.turn import Turn
-from everstep.vocabulary import Action, Decision, Mode, NodeState
+from everstep.vocabulary import Action, Decision, FindingKind, Mode, NodeState, Severity
 
 SEAT_RETRY_S = 1.0
 """How soon a node that its jobs have not left yet is looked at again."""
@@ -22,7 +22,9 @@ def go_on(turn: Turn, node: str) -> None:
     record, course = turn.state.nodes[node], turn.state.nodes[node].course
     if course is None or not course.ladder or turn.policy.remediate is not Mode.ENFORCE or turn.state.store_away:
         return
-    if why := kept_out(record, turn.now):
+    if record.needs_operator and not record.condemned:
+        _hinder(turn, record, course, f"an operator took {node} out: nothing is done to it by itself")
+    elif why := kept_out(record, turn.now):
         _hinder(turn, record, course, f"{why}: nothing is done to it by itself")
     elif course.remedy:
         _check_reported(turn, node, course)
@@ -106,12 +108,15 @@ def reported(turn: Turn, event: ActionReported) -> None:
 
 
 def _confirmed(turn: Turn, node: str, course: Course) -> None:
-    """What sensors see clears by their word; what probes and digests found is left to the diagnostics."""
+    """What sensors see clears by their word; whether memory holds its patterns again, the diagnostics tell. No reset
+    cures who computed wrongly: that node stays out until somebody vouches for it."""
     record, cure = turn.state.nodes[node], course.ladder[course.rung]
     course.settles_at = turn.now + turn.policy.remedy_settle_s
-    for key in record.own:
-        record.cleared[key] = turn.now
-    record.own, record.needs_operator = {}, False
+    cured = [key for key, finding in record.own.items() if finding.kind is FindingKind.MEMORY_WRONG]
+    for key in cured:
+        del record.own[key]
+    if cured and not any(finding.severity is Severity.CRITICAL for finding in record.own.values()):
+        record.needs_operator, record.condemned = False, []
     turn.audit("remedy.confirmed", f"{in_words(cure)} of {node} was carried out", node=node)
     turn.wake(turn.now, "care", node)
 

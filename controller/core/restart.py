@@ -34,6 +34,8 @@ def restore(
     for record in nodes:
         state.nodes[record.node] = record
         state.live_nodes[record.node] = NodeLive()
+        if record.state is NodeState.HELD and not (record.foreign or record.maintenance_until):
+            record.hold = record.hold or record.sentence  # written before holds had a field of their own
         if record.reachable:
             if record.state is NodeState.SUSPECT:
                 state.silent.add(record.node)

@@ -120,6 +120,16 @@ def test_a_node_that_was_held_on_its_way_back_goes_on_with_it() -> None:
     assert fleet.node_state("n2") is NodeState.PROBATION
 
 
+def test_a_hold_of_an_older_release_is_a_hold() -> None:
+    fleet = _fleet()
+    fleet.order(OperatorAction.HOLD, node="n2")
+    fleet.state.nodes["n2"].hold = ""
+    fleet.restart()
+    _observe(fleet, "n2", "maria")
+    _observe(fleet, "n2")
+    assert fleet.node_state("n2") is NodeState.HELD
+
+
 # --- maintenance -------------------------------------------------------------------------------------------------
 
 

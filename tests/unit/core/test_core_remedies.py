@@ -211,6 +211,47 @@ def test_a_ladder_goes_on_after_a_restart_of_the_controller() -> None:
     assert _kinds(_report(fleet, RemedyKind.RESET_GPU, ok=False, detail="busy")) == ["reboot"]
 
 
+def test_memory_that_did_not_hold_its_patterns_is_reset_and_tried_again() -> None:
+    fleet = _fleet()
+    fleet.order(OperatorAction.EVICT, node="n2")
+    fleet.resume(step=40)
+    fleet.state.nodes["n2"].course.checks = (ProbeKind.MEMORY,)  # type: ignore[union-attr]
+    fleet.solos = False
+    fleet.order(OperatorAction.READMIT, node="n2")
+    name = next(iter(fleet.state.probes))
+    fleet.report("n2", ProbeFinished(probe=name, ok=False, wrong=True, detail="3 words"))
+    fleet.advance(1.5, *EVERYONE)
+    assert _kinds(fleet.effects)[-1] == "reset_gpu"
+    _report(fleet, RemedyKind.RESET_GPU)
+    fleet.advance(10.0, *EVERYONE)
+    assert fleet.node_state("n2") is NodeState.PROBATION
+
+
+def test_no_reset_lets_a_liar_back() -> None:
+    fleet = _reset_due()
+    finding = Finding(
+        kind=FindingKind.DIGEST_MISMATCH, subject="parameters", severity=Severity.CRITICAL, message="differs"
+    )
+    record = fleet.state.nodes["n2"]
+    record.own[finding.key], record.needs_operator, record.condemned = finding, True, ["GPU-n2"]
+    record.causes.append(finding.key)
+    _report(fleet, RemedyKind.RESET_GPU)
+    fleet.clear_finding("n2", _hung().key)
+    fleet.advance(4.0, *EVERYONE)
+    assert fleet.node_state("n2") is not NodeState.PROBATION
+    assert fleet.state.nodes["n2"].needs_operator
+
+
+def test_nothing_is_done_by_itself_to_a_node_that_an_operator_took_out() -> None:
+    fleet = _fleet()
+    fleet.order(OperatorAction.EVICT, node="n2")
+    fleet.raise_finding("n2", _hung())
+    fleet.resume(step=40)
+    fleet.advance(5.0, *EVERYONE)
+    assert _kinds(fleet.effects) == ["cordon"]
+    assert "an operator took n2 out" in audits(fleet.effects, "remedy.hindered")[-1]
+
+
 # --- caps --------------------------------------------------------------------------------------------------------
 
 
