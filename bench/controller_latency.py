@@ -1,17 +1,20 @@
-"""From an urgent report to the answer of the long poll that it causes, against a real controller process.
+"""From an urgent report to the push that it causes at every node of its job, against a real controller process.
 
     python -m bench.controller_latency [--quick] [--rounds 200] [--database URL] [--json FILE]
 
-One node's agent posts a rank loss; the controller opens the next generation, commits, and answers the long polls of
-the job's nodes. Beside it: the time until the report itself is acknowledged, and a heartbeat that says nothing new.
+One node's agent reports a rank's loss; the controller opens the next generation, commits, and pushes it over the
+sessions of the job's nodes. Beside it: the time until the report itself is acknowledged, and a heartbeat that says
+nothing new.
 """
 
 from __future__ import annotations
 
 import argparse
-import http.client
+import contextlib
 import json
+import queue
 import secrets
+import socket
 import statistics
 import subprocess
 import sys
@@ -26,67 +29,85 @@ from rich.progress import Progress
 
 from bench.table import Row, add_arguments, finish
 from everstep.tokens import TokenRole, mint
-from everstep.wire.v1.agent import DirectivesAnswer, Heartbeat, Numbered, Register, Registered, Reports
+from everstep.wire.v1.agent import DirectivesAnswer, Heartbeat, Numbered, Register, Reports
 from everstep.wire.v1.directives import NewGeneration
+from everstep.wire.v1.session import PREFIX_BYTES, UPGRADE, Acknowledge, Frame, encode_frame
 from everstep.wire.v1.training import AnyReport, JobSpec, LauncherJoined, RankLost
 
 NODES = ("n1", "n2", "n3", "n4")
-PUSHED, ACKNOWLEDGED, BEAT = "report to the last poll's answer", "report to its acknowledgement", "idle heartbeat"
+PUSHED, ACKNOWLEDGED, BEAT = "report to the last node's push", "report to its acknowledgement", "idle heartbeat"
 FLOOR_MS, AIM_MS = 20.0, 10.0
 """Of what a failure may cost in all, the decision and its delivery have 10 ms each."""
 
 
 class Node:
-    """One agent: a connection for reports and beats, a thread that holds the long poll."""
+    """One agent's session: frames go out from the caller, a thread reads what comes."""
 
     def __init__(self, address: str, secret: bytes, name: str) -> None:
         self.name = name
-        self._headers = {"Authorization": f"Bearer {mint(secret, TokenRole.AGENT, name)}"}
         host, _, port = address.rpartition(":")
-        self._talk = http.client.HTTPConnection(host, int(port), timeout=35)
-        self._poll = http.client.HTTPConnection(host, int(port), timeout=35)
+        self._socket = socket.create_connection((host, int(port)), 20)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._stream = self._socket.makefile("rb")
+        self._upgrade(mint(secret, TokenRole.AGENT, name))
         self._number = 0
         self._seq = 0
         self._generation = 0
         self._heard_at = 0.0
         self._news = threading.Condition()
-        register = Register(protocols=(1,), node=name, incarnation=1, agent_version="bench", vault="127.0.0.1:1")
-        self._after = self._ask("register", register, Registered).next_directive - 1
+        self._answers: queue.SimpleQueue[tuple[Frame, bytes]] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
+        register = Register(protocols=(1,), node=name, incarnation=1, agent_version="bench", vault="127.0.0.1:1")
+        self._ask(Frame.REGISTER, register, Frame.REGISTERED)
 
-    def _ask(self, verb: str, body: Any, kind: type[Any]) -> Any:
-        self._talk.request("POST", f"/v1/agents/{self.name}/{verb}", msgspec.json.encode(body), self._headers)
-        response = self._talk.getresponse()
-        answer = response.read()
-        if response.status != 200:
-            raise SystemExit(f"{verb} was refused: {answer.decode()}")
-        return msgspec.json.decode(answer, type=kind)
+    def _upgrade(self, token: str) -> None:
+        request = (
+            f"GET /v1/agents/{self.name}/session HTTP/1.1\r\nHost: bench\r\nConnection: Upgrade\r\n"
+            f"Upgrade: {UPGRADE}\r\nAuthorization: Bearer {token}\r\n\r\n"
+        )
+        self._socket.sendall(request.encode())
+        status = self._stream.readline()
+        if b" 101 " not in status:
+            raise SystemExit(f"the session was refused: {status.decode().strip()}")
+        while self._stream.readline().strip():
+            pass  # the answer's headers
+
+    def _ask(self, kind: Frame, body: Any, answered_by: Frame) -> None:
+        self._socket.sendall(encode_frame(kind, msgspec.json.encode(body)))
+        answer, said = self._answers.get(timeout=20)
+        if answer is not answered_by:
+            raise SystemExit(f"{kind.name} was refused: {said.decode()}")
 
     def _listen(self) -> None:
-        while True:
-            path = f"/v1/agents/{self.name}/directives?incarnation=1&after={self._after}&wait_s=30"
-            try:
-                self._poll.request("GET", path, headers=self._headers)
-                body = self._poll.getresponse().read()
-            except (OSError, http.client.HTTPException):
-                return  # the bench is over
-            heard_at = time.perf_counter()
-            for directive in msgspec.json.decode(body, type=DirectivesAnswer).directives:
-                self._after = directive.seq
-                if isinstance(directive.body, NewGeneration):
-                    with self._news:
-                        self._generation, self._heard_at = directive.body.spec.number, heard_at
-                        self._news.notify_all()
+        with contextlib.suppress(OSError, ValueError):  # the bench is over
+            while prefix := self._stream.read(PREFIX_BYTES):
+                frame = self._stream.read(int.from_bytes(prefix, "big"))
+                kind, body = Frame(frame[0]), frame[1:]
+                if kind is Frame.PUSH:
+                    self._take(body, time.perf_counter())
+                else:
+                    self._answers.put((kind, body))
+
+    def _take(self, body: bytes, heard_at: float) -> None:
+        directives = msgspec.json.decode(body, type=DirectivesAnswer).directives
+        for directive in directives:
+            if isinstance(directive.body, NewGeneration):
+                with self._news:
+                    self._generation, self._heard_at = directive.body.spec.number, heard_at
+                    self._news.notify_all()
+        done = Acknowledge(through=directives[-1].seq)
+        self._socket.sendall(encode_frame(Frame.ACKNOWLEDGE, msgspec.json.encode(done)))
 
     def report(self, body: AnyReport) -> None:
         self._number += 1
         numbered = (Numbered(number=self._number, body=body),)
-        self._ask("reports", Reports(incarnation=1, reports=numbered), msgspec.Raw)
+        self._ask(Frame.REPORTS, Reports(incarnation=1, reports=numbered), Frame.REPORTS_ANSWER)
 
     def beat(self, first: bool) -> None:
         self._seq += 1
         findings = () if first else None
-        self._ask("heartbeat", Heartbeat(incarnation=1, seq=self._seq, sent_at=0.0, findings=findings), msgspec.Raw)
+        beat = Heartbeat(incarnation=1, seq=self._seq, sent_at=0.0, findings=findings)
+        self._ask(Frame.HEARTBEAT, beat, Frame.HEARTBEAT_ANSWER)
 
     def heard(self, generation: int) -> float:
         """When the generation arrived."""
