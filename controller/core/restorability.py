@@ -177,13 +177,13 @@ def _exposure(
 ) -> Exposure:
     gone = shares.lost(lost)
     left = outlook.without(lost)
-    what = {"node": name, "pair": f"{lost[0]} and {lost[-1]}"}.get(kind, f"{kind} {name} ({nodes(len(lost))})")
+    what = _called(kind, name) if kind in ("node", "pair") else f"{kind} {name} ({nodes(len(lost))})"
     goes_on = f"the job goes on with {left} of {nodes(outlook.most)}"
     after = goes_on if left else f"fewer than {nodes(outlook.least)} are left and the job is paused"
     if version is None:
         data = "nothing is committed yet"
     elif gone:
-        data = f"of version {version} what the ranks on {named(gone)} stored is gone, since no copy of it is left"
+        data = f"what the ranks on {named(gone)} stored of version {version} may be gone: no copy is known to be left"
     else:
         data = f"version {version} stays whole"
     return Exposure(
@@ -213,6 +213,9 @@ def _summary(
     if not fatal:
         return f"version {version} or a newer one would be restored, whichever of its nodes or domains is lost"
     words = ", ".join(f"{kinds[kind]} {kind}{'s' if kinds[kind] > 1 else ''}" for kind in kinds)
-    return (
-        f"version {version} or a newer one would be restored; {words} cannot be spared, beginning with {fatal[0].name}"
-    )
+    example = _called(fatal[0].kind, fatal[0].name)
+    return f"version {version} or a newer one would be restored; {words} cannot be spared, such as {example}"
+
+
+def _called(kind: Kind, name: str) -> str:
+    return {"node": name, "pair": name.replace(", ", " and ")}.get(kind, f"{kind} {name}")

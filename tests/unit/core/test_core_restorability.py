@@ -84,8 +84,8 @@ def test_a_node_and_its_copy_are_named_as_the_pair_that_must_not_go_together() -
     assert fatal == [("n1", "n3"), ("n2", "n4")]
     assert answer.exposures[0].nodes == ("n1", "n3"), "what would cost something comes first"
     assert answer.exposures[0].ranks == (0, 1, 4, 5)
-    assert "what the ranks on n1, n3 stored is gone" in answer.exposures[0].sentence
-    assert answer.sentence.endswith("2 pairs cannot be spared, beginning with n1, n3")
+    assert "what the ranks on n1, n3 stored of version 1:5 may be gone" in answer.exposures[0].sentence
+    assert answer.sentence.endswith("2 pairs cannot be spared, such as n1 and n3")
 
 
 def test_a_node_without_a_copy_is_the_one_that_must_not_go() -> None:
@@ -93,7 +93,7 @@ def test_a_node_without_a_copy_is_the_one_that_must_not_go() -> None:
     _commit(fleet, {})
     answer = _ask(fleet)
     assert not _of(answer, "node", "n1").whole
-    assert "2 nodes, 2 racks cannot be spared, beginning with n1" in answer.sentence
+    assert "2 nodes, 2 racks cannot be spared, such as n1" in answer.sentence
 
 
 def test_a_job_on_one_node_depends_on_it() -> None:
