@@ -333,7 +333,7 @@ def test_a_poll_with_a_wrong_query_is_refused(client: TestClient, query: str) ->
 def test_a_path_or_a_method_that_does_not_exist_is_said_in_the_same_way(client: TestClient) -> None:
     headers = bearer(TokenRole.AGENT, "n1")
     for method, path, status in (
-        ("GET", "/v1/agents/n1/heartbeat", 404),
+        ("GET", "/v1/agents/n1/heartbeat", 405),
         ("POST", "/v1/agents/n1/dance", 404),
         ("GET", "/nothing", 404),
         ("DELETE", "/v1/nodes", 405),
