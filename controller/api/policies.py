@@ -92,9 +92,9 @@ class PolicyRoutes:
 def _tried(told: WhatIf) -> past.Tried:
     also, not_then = len(told.also), len(told.not_then)
     nodes = ", ".join(verdict.node for verdict in told.also[:20])
-    sentence = f"it would have evicted {told.evictions} times"
+    sentence = f"it would have evicted {'once' if told.evictions == 1 else f'{told.evictions} times'}"
     sentence += f"; also {nodes}" if also else ""
-    sentence += f"; {not_then} evictions would not have been" if not_then else ""
+    sentence += f"; {not_then} {'eviction' if not_then == 1 else 'evictions'} would not have been" if not_then else ""
     return past.Tried(
         since=told.since or 0.0,
         events=told.events,

@@ -102,8 +102,24 @@ class Terminal:
         return self.run(step.command.replace("curl ", f"curl --max-time {STREAM_S} ") if step.streams else step.command)
 
 
+class Reading:
+    """A person who reads the document from its beginning, and types every example once."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self._examples = examples()
+        self._outcomes: list[list[Outcome]] = []
+
+    def up_to(self, number: int) -> list[tuple[Step, Outcome]]:
+        """Block ``number``, after all before it: what it shows may follow from them."""
+        while len(self._outcomes) <= number:
+            block = self._examples[len(self._outcomes)]
+            self._outcomes.append([self._terminal.play(step) for step in block])
+        return list(zip(self._examples[number], self._outcomes[number], strict=True))
+
+
 @pytest.fixture(scope="module")
-def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
+def reading(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reading]:
     folder = tmp_path_factory.mktemp("examples")
     with controller_process(folder, arguments=("--settings", str(write_settings(folder)))) as process:
         EventfulFleet(process.ask)
@@ -112,7 +128,7 @@ def terminal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Terminal]:
         terminal = Terminal(home, process.url)
         done = terminal.run(setup())
         assert done.status == 0, done.complaint
-        yield terminal
+        yield Reading(terminal)
 
 
 # --- shapes ------------------------------------------------------------------------------------------------------
@@ -185,10 +201,9 @@ def _name(block: tuple[Step, ...]) -> str:
 
 
 @pytest.mark.skipif(bool(MISSING), reason=f"not on this machine: {', '.join(MISSING)}")
-@pytest.mark.parametrize("block", examples(), ids=_name)
-def test_every_example_is_answered_as_the_document_shows(terminal: Terminal, block: tuple[Step, ...]) -> None:
-    for step in block:
-        done = terminal.play(step)
+@pytest.mark.parametrize("number", range(len(examples())), ids=[_name(block) for block in examples()])
+def test_every_example_is_answered_as_the_document_shows(reading: Reading, number: int) -> None:
+    for step, done in reading.up_to(number):
         told = f"{step.command}\n{done.output}\n{done.complaint}"
         if TYPE_PREFIX in step.shown:
             assert (done.status, done.http) == (CURL_REFUSED, str(read_shown(step.shown)["status"])), told
