@@ -32,6 +32,10 @@ class Keyring:
         secrets: what it begins with; each of 16 bytes or more. Raises ConfigurationError.
         read: reads them again; raises ConfigurationError, and then those known stay.
         stamp: changes when there is something new to read.
+
+    Attributes:
+        secrets, names: those that hold, and their fingerprints.
+        changes: how often others came to hold; what was verified before may be worth nothing then.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class Keyring:
         self._stamp = stamp
         self._seen = stamp() if stamp is not None else None
         self._look_at = 0.0
+        self.changes = 0
         self._take(secrets)
 
     @classmethod
@@ -66,24 +71,22 @@ class Keyring:
         identity, secret = verify_any(self.secrets, token)
         return Identity(identity.role, identity.subject, self._names[secret])
 
-    def refresh(self, clock: Clock) -> bool:
-        """Reads the file again if it has changed; True when other secrets hold now. Looks once a second at most."""
-        if self._read is None or self._stamp is None or clock.monotonic() < self._look_at:
-            return False
-        self._look_at = clock.monotonic() + LOOK_EVERY_S
-        stamp = self._stamp()
-        if stamp == self._seen:
-            return False
-        self._seen = stamp
-        return self._read_again(self._read)
+    def refresh(self, clock: Clock) -> int:
+        """Reads the file again if it has changed, looking once a second at most. Returns ``changes``."""
+        if self._read is not None and self._stamp is not None and clock.monotonic() >= self._look_at:
+            self._look_at = clock.monotonic() + LOOK_EVERY_S
+            stamp = self._stamp()
+            if stamp != self._seen:
+                self._seen = stamp
+                self._read_again(self._read)
+        return self.changes
 
-    def _read_again(self, read: Callable[[], Secrets]) -> bool:
+    def _read_again(self, read: Callable[[], Secrets]) -> None:
         before = self.secrets
         try:
             self._take(read())
         except ConfigurationError as error:
             log.error("the fleet's secrets stay as they were: %s", error)
-            return False
         if self.secrets != before:
+            self.changes += 1
             log.info("the fleet's secrets are %s now", ", ".join(self._names.values()))
-        return self.secrets != before

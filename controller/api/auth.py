@@ -71,6 +71,7 @@ class Gate:
         self._clock = clock
         self._now = now
         self._known: dict[bytes, tuple[Identity, float]] = {}
+        self._keyring_changes = keyring.changes
         credentials.on_death = self._known.clear
 
     @classmethod
@@ -138,8 +139,7 @@ class Gate:
     # --- knowing -------------------------------------------------------------------------------------------------
 
     def _identify(self, headers: Headers, peer: Peer) -> Identity:
-        if self._keyring.refresh(self._clock):
-            self._known.clear()
+        self._follow_keyring()
         for name, value in headers:
             if name == b"authorization":
                 known = self._known.get(value)
@@ -150,6 +150,13 @@ class Gate:
             "no token: send `Authorization: Bearer TOKEN`; an operator issues one with `everstep token issue`, or the "
             "holder of the fleet's secret with `everstep-controller token`"
         )
+
+    def _follow_keyring(self) -> None:
+        """Forgets what was verified under other secrets than those that hold now."""
+        changes = self._keyring.refresh(self._clock)
+        if changes != self._keyring_changes:
+            self._keyring_changes = changes
+            self._known.clear()
 
     def _verify(self, value: bytes) -> Identity:
         self._known.pop(value, None)
@@ -180,8 +187,7 @@ class Gate:
     def _holds(self, identity: Identity) -> bool:
         if identity.credential in (BY_CERTIFICATE, _BY_JOB):
             return True
-        if self._keyring.refresh(self._clock):
-            self._known.clear()
+        self._follow_keyring()
         return identity.credential in self._keyring.names or self._credentials.alive(identity.credential, self._now())
 
 

@@ -60,14 +60,14 @@ def test_a_file_may_hold_several_secrets_and_none_may_be_short(secret_file: Path
 def test_secrets_are_rotated_without_a_restart(secret_file: Path) -> None:
     clock, keyring = ManualClock(), Keyring.of_file(str(secret_file))
     old, new = mint(OLD, TokenRole.VIEWER, "vera"), mint(NEW, TokenRole.VIEWER, "vera")
-    assert keyring.refresh(clock) is False
+    assert keyring.refresh(clock) == 0
     rewrite(secret_file, NEW, OLD)
     clock.advance(LOOK_EVERY_S)
-    assert keyring.refresh(clock) is True
+    assert keyring.refresh(clock) == 1
     assert [keyring.verify(token).credential for token in (new, old)] == [fingerprint(NEW), fingerprint(OLD)]
     rewrite(secret_file, NEW)
     clock.advance(LOOK_EVERY_S)
-    assert keyring.refresh(clock) is True
+    assert keyring.refresh(clock) == 2
     assert keyring.names == {fingerprint(NEW)}
     with pytest.raises(AuthenticationError):
         keyring.verify(old)
@@ -87,12 +87,12 @@ def test_a_damaged_secret_file_leaves_the_secrets_that_held(
         rewrite(secret_file, NEW)
         secret_file.chmod(0o644)
     clock.advance(LOOK_EVERY_S)
-    assert keyring.refresh(clock) is False
+    assert keyring.refresh(clock) == 0
     assert keyring.verify(token).subject == "vera"
     assert "stay as they were" in caplog.text
     rewrite(secret_file, NEW)
     clock.advance(LOOK_EVERY_S)
-    assert keyring.refresh(clock) is True
+    assert keyring.refresh(clock) == 1
 
 
 def test_a_job_token_names_its_job_and_changes_with_its_secret() -> None:
