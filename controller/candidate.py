@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.1
 """Seconds between two looks at the lease: how soon a leader's death is seen, for ten small statements a second."""
+STARTING_S = 30.0
+"""What the first lease is longer by: restoring a large fleet keeps the event loop from renewing it. A leader that dies
+meanwhile is missed by its lock as ever."""
 ABSENT_S = 0.5
 """The same while the database is away."""
 
@@ -68,7 +71,7 @@ class Candidate:
         asked_at = self._clock.monotonic()
         while True:
             await asyncio.sleep(max(0.0, asked_at + self._renew_s - self._clock.monotonic()))
-            asked_at = self._clock.monotonic()
+            asked_at = tenure.asks()
             try:
                 await self._lane.call(lambda: self._renew(epoch), self._renew_s)
             except (StoreAway, Hangs) as error:
@@ -118,13 +121,13 @@ class Candidate:
         if not await self._lane.call(lambda: self._session.hold(epoch), self._lease_s):
             return None
         tenure = Tenure(self._clock, self._lease_s)
-        asked_at = self._clock.monotonic()
+        asked_at, first_s = self._clock.monotonic(), self._lease_s + STARTING_S
         try:
-            loaded = await store.take_over(expected=seen.newest, claim=claim(self._name, self._address, self._lease_s))
+            loaded = await store.take_over(expected=seen.newest, claim=claim(self._name, self._address, first_s))
         except BaseException:
             await self._lane.call(lambda: self._session.let_go(epoch), self._lease_s)
             raise
-        tenure.renewed(asked_at)
+        tenure.began(asked_at, STARTING_S)
         return loaded, tenure
 
     async def _let_go(self, seen: Seen) -> None:

@@ -75,9 +75,19 @@ class Tenure:
         self._certain_s = lease_s * (1 - SAFETY_SHARE)
         self._until = clock.monotonic()
 
+    def began(self, asked_at: float, more_s: float) -> None:
+        """The lease was taken, ``more_s`` longer than usual, as was asked for at ``asked_at`` (monotonic)."""
+        self._until = asked_at + more_s + self._certain_s
+
+    def asks(self) -> float:
+        """The database is asked now to renew the lease; when that is. A longer one ends with it, answered or not."""
+        now = self._clock.monotonic()
+        self._until = min(self._until, now + self._certain_s)
+        return now
+
     def renewed(self, asked_at: float) -> None:
-        """The database has renewed the lease, as it was asked to at ``asked_at`` (monotonic)."""
-        self._until = max(self._until, asked_at + self._certain_s)
+        """The database has renewed the lease, as it was asked to at ``asked_at``."""
+        self._until = asked_at + self._certain_s
 
     def unreachable(self) -> None:
         """The database could not be asked."""

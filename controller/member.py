@@ -14,7 +14,7 @@ from collections.abc import Callable
 from sqlalchemy import Engine
 from starlette.types import Receive, Scope, Send
 
-from controller.app import Controller, MakeRemediator
+from controller.app import Controller, MakeRemediator, document
 from controller.candidate import Candidate
 from controller.config import ControllerSettings
 from controller.lease import Tenure
@@ -61,6 +61,7 @@ class Member:
         self._address = address
         self._candidate: Candidate | None = None
         self._controller: Controller | None = None
+        document()
         self.standby = Standby(settings, keyring, clock, self._leader)
         self.settled = asyncio.Event()
         self.on_change: Callable[[], None] = lambda: None

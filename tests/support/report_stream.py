@@ -64,10 +64,10 @@ class ReportStream(threading.Thread):
         numbers = range(self.acknowledged + 1, self.acknowledged + 1 + self.PER_REQUEST)
         batch = tuple(Numbered(number=number, body=finding(number)) for number in numbers)
         answer = controller.ask(
-            "POST", "/v1/agents/n1/reports", Reports(incarnation=1, reports=batch), self.headers, timeout_s=5.0
+            "POST", "/v1/agents/n1/reports", Reports(incarnation=1, reports=batch), self.headers, timeout_s=2.0
         )
         if answer[0] == 404:
-            controller.ask("POST", "/v1/agents/n1/register", registration("n1"), self.headers, timeout_s=5.0)
+            controller.ask("POST", "/v1/agents/n1/register", registration("n1"), self.headers, timeout_s=2.0)
         return answer
 
     def check(self, leader: ControllerProcess) -> None:

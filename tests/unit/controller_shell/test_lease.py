@@ -57,6 +57,17 @@ def test_a_renewal_counts_from_when_it_was_asked_for() -> None:
     assert not tenure.certain()
 
 
+def test_a_longer_first_lease_ends_with_the_first_renewal_that_is_asked_for() -> None:
+    clock = ManualClock()
+    tenure = Tenure(clock, 10.0)
+    tenure.began(clock.monotonic(), 30.0)
+    clock.advance(20.0)
+    tenure.check()
+    tenure.asks()  # its answer is lost, and the database may have cut the lease to its usual length
+    clock.advance(9.5)
+    assert not tenure.certain()
+
+
 def test_a_leader_goes_on_while_the_database_is_away_for_everybody() -> None:
     clock = ManualClock()
     tenure = Tenure(clock, 10.0)
