@@ -14,6 +14,7 @@ from controller.core.policy import CorePolicy
 from controller.loop import FleetLoop
 from controller.metrics import Metrics
 from controller.push import Outbox
+from controller.rulebook import with_rules
 from controller.steady_time import SteadyTime
 from controller.store.records import AuditRow, Batch
 from controller.store.trouble import Superseded
@@ -52,7 +53,7 @@ class Running:
         self.audit: list[AuditRow] = []
         self.outbox = Outbox(1)
         self.loop = FleetLoop(
-            state=fleet.restore(CorePolicy.lab(), None, [], [], []),
+            state=fleet.restore(with_rules(CorePolicy.lab()), None, [], [], []),
             outbox=self.outbox,
             commit=self.disk.commit,
             steady=SteadyTime(clock),

@@ -9,6 +9,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from controller.store.database import open_database
 from controller.store.migrate import head
+from controller.store.reader import Reader
 from controller.store.records import (
     AuditRow,
     Batch,
@@ -18,10 +19,9 @@ from controller.store.records import (
     VerdictRow,
     VersionRow,
 )
-from controller.store.reader import Reader
+from controller.store.tables import HEAD, metadata
 from controller.store.trouble import StoreAway, Superseded
 from controller.store.writer import Writer
-from controller.store.tables import HEAD, metadata
 from everstep.errors import ConfigurationError
 
 
