@@ -59,6 +59,7 @@ def _directive(effect: Send) -> str:
         case StopJob():
             return f"stop {body.job}, {'well' if body.ok else 'failed'}: {body.reason}"
         case VersionNotice():
-            return f"committed {body.committed}, next after step {body.candidate}"
+            so_far = f"committed {body.committed}" if body.committed else "nothing committed yet"
+            return so_far if body.candidate is None else f"{so_far}, next after step {body.candidate}"
         case RunProbe():
             return f"run {body.probe} among {' '.join(body.nodes)}"

@@ -11,11 +11,13 @@ from controller.core.generations import Cause
 from controller.core.jobs import offer_to_jobs
 from controller.core.ladder import to_repair
 from controller.core.losses import node_left_jobs
+from controller.core.own_findings import clear_own
 from controller.core.probes import start_probe
 from controller.core.quarantine import begin_probation, begin_quarantine
 from controller.core.standing import set_state
 from controller.core.state import FleetState
 from controller.core.turn import Turn
+from controller.core.wording import nodes
 from everstep.errors import Conflict, NotFound
 from everstep.vocabulary import Action, Decision, GenerationReason, NodeState
 
@@ -95,7 +97,7 @@ def check_probe(state: FleetState, request: ProbeRequested) -> None:
 def command(turn: Turn, order: OperatorCommand) -> None:
     """Carries out an order that ``check_command`` let pass."""
     because = f": {order.reason}" if order.reason else ""
-    sentence = f"{order.actor} ordered {order.kind.replace('_', ' ')}{because}"
+    sentence = f"{order.actor} ordered {_what(order, turn.now)}{because}"
     data = {"actor": order.actor, "reason": order.reason}
     turn.audit(f"operator.{order.kind}", sentence, node=order.node, job=order.job, data=data)
     if order.kind is OperatorAction.RESET_BREAKER:
@@ -108,6 +110,20 @@ def command(turn: Turn, order: OperatorCommand) -> None:
         holds.begin_maintenance(turn, order, sentence)
     elif order.node is not None:
         _NODE_ORDERS[order.kind](turn, order.node, sentence)
+
+
+def _what(order: OperatorCommand, now: float) -> str:
+    """The order in words: what is to be done, and to whom."""
+    if order.kind is OperatorAction.RESET_BREAKER:
+        return "a reset of the breaker"
+    if order.kind is OperatorAction.MAINTENANCE:
+        subject = order.node or f"rack {order.rack}"
+        return f"maintenance of {subject} for {(order.until or now) - now:.0f} s"
+    if order.kind is OperatorAction.RESIZE_JOB:
+        return f"to bound job {order.job} to {nodes(order.size or 0)}"
+    if order.kind is OperatorAction.STOP_JOB:
+        return f"to stop job {order.job}"
+    return f"to {order.kind} {order.node}"
 
 
 def probe(turn: Turn, request: ProbeRequested) -> None:
@@ -148,7 +164,8 @@ def _leave(turn: Turn, node: str, sentence: str, *, boundary: bool) -> None:
 def _readmit(turn: Turn, node: str, sentence: str) -> None:
     record = turn.state.nodes[node]
     was_kept = record.maintenance_until > turn.now
-    record.needs_operator, record.condemned, record.own, record.against = False, [], {}, []
+    record.needs_operator, record.condemned, record.against = False, [], []
+    clear_own(turn, node)
     record.hold, record.undecided = "", {}
     if record.state is NodeState.REPAIR:
         record.offences = 0.0

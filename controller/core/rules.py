@@ -193,4 +193,4 @@ def remember_step(steps: Steps, rule: Rule, rung: Action, now: float) -> Steps:
 
 def in_words(rung: Action) -> str:
     """A cure as sentences say it."""
-    return "wait until it clears" if rung is Action.DRAIN else rung.replace("_", " ")
+    return "drain until it clears" if rung is Action.DRAIN else rung.replace("_", " ")

@@ -287,7 +287,7 @@ def test_events_in_json_are_one_a_line(run: Any) -> None:
 def test_an_order_is_answered_with_its_trace(run: Any) -> None:
     result = run("node", "hold", "n3", "--reason", "cable change")
     assert result.exit_code == 0, result.output
-    assert "olga ordered hold: cable change" in result.output
+    assert "olga ordered to hold n3: cable change" in result.output
     trace = re.search(r"events --trace (\w+)", result.output)
     assert trace is not None
     assert "operator.hold" in run("events", "--trace", trace.group(1)).output

@@ -103,7 +103,7 @@ def test_a_verdict_is_explained_by_its_evidence(client: TestClient) -> None:
 def test_an_order_is_carried_out_with_the_operators_name_in_the_log(client: TestClient) -> None:
     fleet(client, "n1")
     changed = post(client, "/v1/nodes/n1/hold", BECAUSE, op.Changed)
-    assert changed.sentence == "olga ordered hold: a smell of smoke"
+    assert changed.sentence == "olga ordered to hold n1: a smell of smoke"
     assert get(client, "/v1/nodes/n1", op.NodeDetail).summary.state is NodeState.HELD
     (event,) = get(client, f"/v1/events?trace={changed.trace}", op.EventList).events
     assert (event.kind, event.node, event.detail["actor"]) == ("operator.hold", "n1", "olga")

@@ -13,7 +13,7 @@ from controller.core.policy import CorePolicy
 from everstep.errors import Conflict, NotFound
 from everstep.vocabulary import Action, Mode, NodeState
 from everstep.wire.v1.agent import Domain
-from tests.support.core_fleet import CoreFleet, decisions, generations, xid
+from tests.support.core_fleet import CoreFleet, audits, decisions, generations, xid
 
 EVERYONE = [f"n{i}" for i in range(1, 6)]
 
@@ -232,6 +232,18 @@ def test_a_window_that_cannot_be_is_refused_and_changes_nothing() -> None:
     with pytest.raises(NotFound):
         _maintain(fleet, node="n9")
     assert len(fleet.effects) == before
+
+
+def test_an_order_says_to_whom_and_for_how_long() -> None:
+    fleet = CoreFleet()
+    fleet.start(2, 1)
+    assert audits(fleet.order(OperatorAction.HOLD, node="n1"), "operator.hold") == ["ada ordered to hold n1: because"]
+    window = fleet.order(OperatorAction.MAINTENANCE, node="n2", until=fleet.now + 90)
+    assert audits(window, "operator.maintenance") == ["ada ordered maintenance of n2 for 90 s: because"]
+    resized = fleet.order(OperatorAction.RESIZE_JOB, job="job", size=1)
+    assert audits(resized, "operator.resize_job") == ["ada ordered to bound job job to 1 node: because"]
+    stopped = fleet.order(OperatorAction.STOP_JOB, job="job")
+    assert audits(stopped, "operator.stop_job") == ["ada ordered to stop job job: because"]
 
 
 def test_no_remedy_is_asked_for_in_a_window() -> None:

@@ -223,7 +223,7 @@ def test_every_node_without_a_seat_has_its_reason() -> None:
     assert _why(fleet, "job", "n3") == "it is a spare: the job has its 2 nodes"
     assert _why(fleet, "job", "n9") == "no launcher on it has joined job"
     fleet.order(OperatorAction.HOLD, node="n3")
-    assert "ada ordered hold" in _why(fleet, "job", "n3")
+    assert "ada ordered to hold n3" in _why(fleet, "job", "n3")
     fleet.disconnect("n3")
     assert _why(fleet, "job", "n3") == "its agent's connection is closed"
 
