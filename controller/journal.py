@@ -11,6 +11,7 @@ A segment is a line ``MAGIC`` and a zlib stream of frames: a 4-byte big-endian l
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import zlib
@@ -41,6 +42,8 @@ SEGMENT_S = 86400.0
 """Seconds after which the next segment begins."""
 MOST_WAITING_BYTES = 16 << 20
 """What may wait for the disk; beyond it the segment ends there, and another begins."""
+RETRY_S = 10.0
+"""Seconds from the beginning of a segment that failed to that of the next: each costs the whole state in words."""
 FLUSH_BYTES = 64 << 10
 FLUSH_S = 0.2
 """Either makes the next event take what waits to the disk."""
@@ -73,6 +76,9 @@ class Journal:
     Args:
         directory: made where it is missing, for its owner only. Raises ConfigurationError where that fails.
         most_bytes, keep_s: older segments are deleted beyond either.
+
+    Attributes:
+        gaps: segments that ended early, and lack what came until the next.
     """
 
     def __init__(self, directory: Path, *, most_bytes: int, keep_s: float, segment_bytes: int = SEGMENT_BYTES) -> None:
@@ -108,14 +114,16 @@ class Journal:
     def _before(self, state: FleetState, now: float) -> None:
         """Begins a segment where one is due."""
         segment = self._segment
-        if segment is not None and not segment.failed and not self._is_full(segment, now):
+        if segment is not None and not self._is_over(segment, now):
             return
         self._end_segment()
         self._segment = _Segment(self._directory / f"{int(now * 1000):015d}-{state.epoch}{SUFFIX}", now)
         self._add(Beginning(version=__version__, at=now, state=msgspec.Raw(_blanked(state))))
         self._thread.submit(_prune, self._directory, self._most_bytes, now - self._keep_s)
 
-    def _is_full(self, segment: _Segment, now: float) -> bool:
+    def _is_over(self, segment: _Segment, now: float) -> bool:
+        if segment.failed:
+            return now - segment.began_at >= RETRY_S
         return segment.written >= self._segment_bytes or now - segment.began_at >= SEGMENT_S
 
     def _note(self, event: Event, now: float, turn: Turn, effects: Iterable[Effect]) -> None:
@@ -142,7 +150,6 @@ class Journal:
 
     def _give_up(self) -> None:
         log.warning("the disk of the journal %s is too slow: it has a gap here", self._directory)
-        self.gaps += 1
         self._waiting.clear()
         if self._segment is not None:
             self._segment.failed = True
@@ -193,7 +200,8 @@ class _Segment:
         if self._file is None:
             self._file = os.fdopen(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0)
             self._file.write(MAGIC)
-        self._file.write(data)
+        if self._file.write(data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.written += len(data)
 
     def close(self) -> None:

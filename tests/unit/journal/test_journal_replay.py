@@ -14,7 +14,7 @@ import pytest
 from controller.core.events import Event
 from controller.core.policy import CorePolicy
 from controller.core.turn import Turn
-from controller.journal import MAGIC, Journal, read_segment, segments
+from controller.journal import MAGIC, RETRY_S, Journal, read_segment, segments
 from controller.replay import Step, replay, what_if
 from everstep.errors import ConfigurationError, MalformedMessage, NotFound
 from everstep.vocabulary import NodeState
@@ -141,6 +141,27 @@ def test_old_segments_go_first_and_the_one_being_written_never(tmp_path: Path) -
     found = segments(tmp_path / "journal")
     assert sum(path.stat().st_size for path in found[:-1]) <= 6000
     assert int(found[0].name[:15]) / 1000 > START
+
+
+def test_a_disk_that_takes_nothing_costs_the_journal_a_gap_and_decisions_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "journal"
+    fleet = JournaledFleet(folder, segment_bytes=1)
+    fleet.start(4)
+    fleet.journal.drain()
+    folder.rename(tmp_path / "before")
+    for step in range(5, 15):
+        fleet.seal(step)
+        fleet.journal.drain()
+    assert caplog.text.count("has a gap from here") == 1
+    fleet.raise_finding("n2", xid())
+    assert fleet.state.nodes["n2"].state is NodeState.QUARANTINED
+    folder.mkdir()
+    fleet.advance(RETRY_S + 1.0, "n1", "n3", "n4")
+    fleet.journal.close()
+    assert fleet.journal.gaps == 1
+    assert _steps(folder)
 
 
 def test_another_policy_tells_what_it_would_have_done(fleet: JournaledFleet, tmp_path: Path) -> None:
