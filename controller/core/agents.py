@@ -5,6 +5,7 @@ from __future__ import annotations
 from controller.core.correlation import count, expect, mind
 from controller.core.holds import enter_maintenance, window_of
 from controller.core.liveness import drop_launchers, expect_launchers, heard, watch
+from controller.core.own_findings import clear_own
 from controller.core.quarantine import begin_quarantine
 from controller.core.state import FleetState, NodeLive, NodeRecord, Pulse
 from controller.core.turn import Turn
@@ -107,5 +108,6 @@ def _note_repair(turn: Turn, record: NodeRecord) -> None:
         return
     if not uuids or record.condemned == [record.node] or uuids & set(record.condemned):
         return
-    record.needs_operator, record.condemned, record.own, record.offences = False, [], {}, 0.0
+    record.needs_operator, record.condemned, record.offences = False, [], 0.0
+    clear_own(turn, record.node)
     turn.audit("node.repaired", f"{record.node} has other GPUs than those that computed wrongly", node=record.node)

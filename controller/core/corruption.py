@@ -8,6 +8,7 @@ from controller.core.eviction import evict, serving
 from controller.core.generations import Cause, heard_beyond_boundary, is_member, regroup
 from controller.core.losses import node_left_jobs, running_spec
 from controller.core.outbreaks import correlated
+from controller.core.own_findings import clear_own, raise_own
 from controller.core.rules import SecondPass
 from controller.core.second_pass import open_case
 from controller.core.state import Case, JobRecord
@@ -102,8 +103,8 @@ def _clear_names(turn: Turn, liar: str) -> None:
         other = turn.state.nodes.get(node)
         if other is not None and liar in other.against:
             other.against = []
-            other.own = {k: f for k, f in other.own.items() if f.kind is not FindingKind.DIGEST_MISMATCH}
             turn.node_changed(node)
+            clear_own(turn, node, [k for k, f in other.own.items() if f.kind is FindingKind.DIGEST_MISMATCH])
     turn.state.nodes[liar].against = []
 
 
@@ -195,6 +196,5 @@ def _finding(turn: Turn, node: str, what: str, severity: Severity) -> Finding:
         since=turn.now,
         trace=turn.trace,
     )
-    turn.state.nodes[node].own[finding.key] = finding
-    turn.node_changed(node)
+    raise_own(turn, node, finding)
     return finding

@@ -7,6 +7,7 @@ import math
 from controller.core import casebook, offenders, remedies
 from controller.core.events import ActionReported
 from controller.core.membership import jobs_seated_on
+from controller.core.own_findings import clear_own
 from controller.core.rules import in_words
 from controller.core.standing import kept_out, set_state
 from controller.core.state import Course, NodeRecord
@@ -113,8 +114,7 @@ def _confirmed(turn: Turn, node: str, course: Course) -> None:
     record, cure = turn.state.nodes[node], course.ladder[course.rung]
     course.settles_at = turn.now + turn.policy.remedy_settle_s
     cured = [key for key, finding in record.own.items() if finding.kind is FindingKind.MEMORY_WRONG]
-    for key in cured:
-        del record.own[key]
+    clear_own(turn, node, cured)
     if cured and not any(finding.severity is Severity.CRITICAL for finding in record.own.values()):
         record.needs_operator, record.condemned = False, []
     turn.audit("remedy.confirmed", f"{in_words(cure)} of {node} was carried out", node=node)

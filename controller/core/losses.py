@@ -7,6 +7,7 @@ import msgspec
 from controller.core import jobs
 from controller.core.generations import Cause, heard_beyond_boundary, regroup
 from controller.core.membership import is_seated, jobs_seated_on, least_nodes, next_seats, seats_of
+from controller.core.own_findings import raise_own
 from controller.core.state import JobRecord, Pending
 from controller.core.turn import Turn
 from controller.core.wording import named
@@ -110,7 +111,7 @@ def _note_flapping(turn: Turn, node: str, sentence: str, count: int) -> None:
         since=turn.now,
         trace=turn.trace,
     )
-    turn.state.nodes[node].own[finding.key] = finding
+    raise_own(turn, node, finding)
     words = f"{sentence}; the job does without it until an operator readmits it or its launcher starts anew"
     turn.verdict(node, Decision.RECOMMEND, words, evidence=(finding,))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from controller.core import ladder, offenders, second_pass
 from controller.core.jobs import offer_to_jobs
+from controller.core.own_findings import raise_own
 from controller.core.probes import Outcome, partner_for, start_probe
 from controller.core.rules import RUNGS, SecondPass, next_rung, remember_step
 from controller.core.standing import kept_out, set_state
@@ -234,7 +235,7 @@ def _found_wrong(turn: Turn, node: str, outcome: Outcome) -> None:
         trace=turn.trace,
     )
     record = turn.state.nodes[node]
-    record.own[finding.key] = finding
+    raise_own(turn, node, finding)
     relapse(turn, node, finding, f"{outcome.failure}; {node} stays out until it is mended")
     record.needs_operator = True
     record.condemned = [gpu.uuid for gpu in record.gpus] or [node]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from controller.core.generations import Cause, boundary_step, regroup
 from controller.core.membership import next_seats, seats_of
+from controller.core.own_findings import clear_own, raise_own
 from controller.core.progress import Laggards
 from controller.core.state import JobLive, JobRecord
 from controller.core.turn import Turn
@@ -91,15 +92,13 @@ def _name(turn: Turn, job: JobRecord, node: str, busy_s: float, lag: Laggards) -
         since=turn.now,
         trace=turn.trace,
     )
-    record.own[KEY] = finding
-    turn.node_changed(node)
+    raise_own(turn, node, finding)
     words = f"{sentence}; recommended: replace it, and look for what slows it down"
     turn.verdict(node, Decision.RECOMMEND, words, evidence=(finding,))
 
 
 def _clear(turn: Turn, job: JobRecord, node: str) -> None:
-    del turn.state.nodes[node].own[KEY]
-    turn.node_changed(node)
+    clear_own(turn, node, [KEY])
     turn.audit("finding.cleared", f"{node} keeps up with {job.job} again", node=node, job=job.job)
 
 
