@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from controller import http_protocol
+from controller.api import asgi
+from controller.http_protocol import MOST_HEAD_BYTES, MOST_MESSAGE_BYTES, BoundedHttp
+
+DEADLINE_S = 20.0
+REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+async def application(scope: Any, receive: Any, send: Any) -> None:
+    """Answers at once, whatever is still to come."""
+    await asgi.answer(send, b"{}")
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[int]:
+    """The port of an application behind the protocol."""
+    config = uvicorn.Config(application, log_config=None, access_log=False)
+    config.load()
+    state = ServerState()
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: BoundedHttp(config, state, {}), "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        await asyncio.gather(*state.tasks)
+
+
+def play(talk: Talk) -> None:
+    async def scenario() -> None:
+        async with asyncio.timeout(DEADLINE_S), served() as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                await talk(reader, writer)
+            finally:
+                writer.close()
+
+    asyncio.run(scenario())
+
+
+async def status(reader: asyncio.StreamReader) -> int:
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = next(int(line[16:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length: "))
+    await reader.readexactly(length)
+    return int(head.split()[1])
+
+
+def test_requests_pass_one_after_another_and_many_at_once() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(3):
+            writer.write(REQUEST)
+            assert await status(reader) == 200
+        writer.write(REQUEST * 3)
+        assert [await status(reader) for _ in range(3)] == [200, 200, 200]
+
+    play(talk)
+
+
+@pytest.mark.parametrize("piece", [b"X-Many: one\r\n", b"endless"])
+def test_a_head_without_end_is_answered_400_and_hung_up_on(piece: bytes) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"GET / HTTP/1.1\r\nX: ")
+        for _ in range(MOST_HEAD_BYTES // len(piece)):
+            writer.write(piece)
+        await writer.drain()
+        writer.write(piece)  # as soon as it is too much, before anything is in flight that nobody reads
+        assert await status(reader) == 400
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await reader.readexactly(1)
+
+    play(talk)
+
+
+def test_trailers_without_end_are_hung_up_on() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX: ")
+        with pytest.raises(ConnectionError):
+            await pour(writer, 4 * MOST_MESSAGE_BYTES)
+
+    play(talk)
+
+
+async def pour(writer: asyncio.StreamWriter, size: int) -> None:
+    for _ in range(size >> 16):
+        writer.write(b"y" * (1 << 16))
+        await writer.drain()
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET / HT", REQUEST + b"GET / HT"])
+def test_a_head_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_DEADLINE_S", 0.05)
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(begun)
+        await reader.read()  # ends when the other side closes
+
+    play(talk)
