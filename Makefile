@@ -41,6 +41,7 @@ lint: $(STAMP) ## ruff, mypy --strict, import-linter
 .PHONY: bench
 bench: $(STAMP) ## every bench in its quick size
 	$(BIN)/python -m bench.controller_latency --quick
+	$(BIN)/python -m bench.failover --quick
 	$(BIN)/python -m bench.recovery --quick --no-peers
 
 .PHONY: secrets

@@ -12,10 +12,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from everstep.tokens import TokenRole
+from everstep.tokens import TokenRole, mint
+from everstep.wire.v1 import operator as op
 from everstep.wire.v1.agent import Heartbeat
-from tests.support.controllers import VIEWER, ControllerProcess, bearer, registration
-from tests.support.report_stream import EVERY_FINDING, ReportStream, reporting
+from tests.support.agents import agent_process
+from tests.support.controllers import SECRET, VIEWER, ControllerProcess, bearer, registration
+from tests.support.report_stream import EVERY_FINDING, ReportStream, events, reporting
 
 N1 = bearer(TokenRole.AGENT, "n1")
 SHORT_LEASE = "lease_s = 1.5\nlease_renew_s = 0.3\n"
@@ -125,3 +127,23 @@ def test_a_leader_that_was_stopped_and_wakes_does_no_harm_and_stands_by(controll
         leader.kill()
         more(stream)
     stream.check(leader_of(controllers))
+
+
+def connected(controller: ControllerProcess) -> int:
+    status, body = controller.ask("GET", "/v1/status", None, VIEWER)
+    return msgspec.json.decode(body, type=op.FleetStatus).connected if status == 200 else 0
+
+
+def test_a_real_agents_session_moves_by_itself_and_is_no_loss(controllers: list[ControllerProcess]) -> None:
+    with agent_process(",".join(one.url for one in controllers)) as agent:
+        agent.token_file.write_text(mint(SECRET, TokenRole.AGENT, "n1"))
+        agent.start()
+        for _ in range(2):
+            leader = leader_of(controllers)
+            wait_for(lambda leader=leader: connected(leader), "the agent's session")
+            leader.kill()
+        last = leader_of(controllers)
+        wait_for(lambda: connected(last), "the agent's session at the last controller")
+        assert len(events(last, "node.registered")) == 1
+        assert events(last, "node.lost") == []
+        assert agent.end() == 0
