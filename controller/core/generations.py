@@ -32,6 +32,8 @@ BOUNDARY_UNSEEN_S = 1.5
 """Steps since the newest known one are counted for so long: a heartbeat with news of them comes each second."""
 FORMER_NODES = 64
 """How many nodes of earlier rosters are remembered as holders of slots."""
+CAUSE_CHARS = 3000
+"""Of a cause's sentence, so that a generation's own, which may say 4096, says what it does as well."""
 EPOCH_SPAN = 1_000_000
 """Generation numbers that belong to one life of a controller alone: those above ``epoch * EPOCH_SPAN``."""
 
@@ -135,7 +137,7 @@ def _spec(turn: Turn, job: JobRecord, cause: Cause, seats: list[str], boundary: 
         job=job.job,
         number=number,
         reason=cause.reason,
-        sentence=f"{cause.sentence}; {when}generation {number} {change}",
+        sentence=f"{cause.sentence[:CAUSE_CHARS]}; {when}generation {number} {change}",
         trace=cause.trace,
         roster=roster_of(seats, job.spec.nproc_per_node, job.generation),
         store=job.launchers[leader].store,

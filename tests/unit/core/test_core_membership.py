@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controller.core.events import OperatorAction, OperatorCommand
 from controller.core.membership import choose_seats, describe_change, roster_of
 from everstep.wire.v1.directives import NewGeneration
 from tests.support.core_fleet import CoreFleet, generations, sent
@@ -55,6 +56,20 @@ def test_the_change_is_said_in_words() -> None:
     assert describe_change(["a", "b", "c"], ["a", "c"], 3) == "goes on with 2 of 3 nodes, without b"
     assert describe_change(["a", "b", "c"], ["a", "d"], 3) == "takes d and goes on with 2 of 3 nodes, without b, c"
     assert describe_change(["a"], ["a", "b"], 2) == "grows to 2 nodes with b"
+
+
+def test_sentences_stay_short_whatever_number_of_nodes_they_are_about() -> None:
+    many, fewer = [f"n{i}" for i in range(1000)], [f"n{i}" for i in range(0, 1000, 2)]
+    assert describe_change(many, fewer, 1000) == (
+        "goes on with 500 of 1000 nodes, without n1, n3, n5, n7, n9, n11, n13, n15 and 492 more"
+    )
+    assert describe_change(fewer, many, 1000).endswith("and 492 more")
+    fleet = CoreFleet()
+    fleet.start(2)
+    order = OperatorCommand(kind=OperatorAction.DRAIN, node="n2", actor="ada", reason="because " * 1000, trace="t")
+    fleet.feed(order)
+    assert len(fleet.spec().sentence) < 4096
+    assert fleet.spec().sentence.endswith("goes on with 1 of 2 nodes, without n2")
 
 
 # --- in the fleet ------------------------------------------------------------------------------------------------
