@@ -33,6 +33,7 @@ from controller.steady_time import SteadyTime
 from controller.store.records import AuditRow, Batch, PoisonedRow, RemedyRow
 from controller.transaction import AuditNumbers, Decide, Transaction, new_trace
 from everstep.errors import EverstepError, Unavailable
+from everstep.vocabulary import Verdict
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,20 @@ class _Result(NamedTuple):
             done.set_result(self.value)
         else:
             done.set_exception(Unavailable(f"{UNPROMISED}: {away.reason}"))
+
+
+class _Unpublished:
+    """What the outside is told once it is durable."""
+
+    def __init__(self) -> None:
+        self.audit: list[AuditRow] = []
+        self.verdicts: list[Verdict] = []
+        self.remedies: list[RemedyRow] = []
+
+    def add(self, transaction: Transaction) -> None:
+        self.audit += transaction.audit
+        self.verdicts += transaction.verdicts
+        self.remedies += transaction.remedies
 
 
 class _Timer(NamedTuple):
@@ -125,7 +140,7 @@ class FleetLoop:
         self._epoch = epoch
         self._news: ev.StoreChanged | None = None
         self._held_back: list[Outgoing] = []
-        self._unpublished: list[Transaction] = []
+        self._unpublished = _Unpublished()
         self._steady = steady
         self._metrics = metrics
         self._numbers = numbers
@@ -290,7 +305,7 @@ class FleetLoop:
         batch = transaction.batch()
         unsent = tuple(dict.fromkeys(row.job for row in batch.generations))
         started, wrote = time.perf_counter(), bool(batch)
-        self._unpublished.append(transaction)
+        self._unpublished.add(transaction)
         if not await self._keeper.keep(batch):
             if was_away:
                 self.outbox.deliver(transaction.outgoing)
@@ -313,14 +328,12 @@ class FleetLoop:
 
     def _publish(self) -> None:
         """Tells the outside what has become durable, in order."""
-        published, self._unpublished = self._unpublished, []
-        for transaction in published:
-            self._on_audit(transaction.audit)
-            self._metrics.audited(transaction.audit)
-            if transaction.verdicts:
-                self._metrics.judged(transaction.verdicts)
-            if transaction.remedies:
-                self._on_remedies(transaction.remedies)
+        told, self._unpublished = self._unpublished, _Unpublished()
+        self._on_audit(told.audit)
+        self._metrics.audited(told.audit)
+        self._metrics.judged(told.verdicts)
+        if told.remedies:
+            self._on_remedies(told.remedies)
 
     def _leads(self) -> bool:
         try:

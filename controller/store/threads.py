@@ -103,6 +103,7 @@ class Store:
 
     async def commit(self, batch: Batch) -> None:
         """Writes the batch, and before it those whose outcome was not known, in one transaction; durable on return.
+        Without anything to write it passes the fence.
 
         Raises Superseded, StoreAway (its ``kept`` says whose the batch is now), and SQLAlchemy's where a row is wrong.
         """
@@ -122,15 +123,14 @@ class Store:
 
     def _attempt(self, batches: list[Batch]) -> None:
         """A connection that broke while it was idle costs nobody anything: there is a second try on a new one."""
-        first = self._writer.commit if batches else self._writer.check
         was_connected = self._writer.connected
         try:
-            first(batches)
+            self._writer.commit(batches)
         except StoreAway as broken:
             if not was_connected:
                 raise
             try:
-                first(batches)
+                self._writer.commit(batches)
             except StoreAway as error:
                 raise StoreAway(str(error), kept=broken.kept or error.kept) from error
 

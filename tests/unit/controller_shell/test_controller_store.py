@@ -7,6 +7,7 @@ import pytest
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
+from controller.store import history
 from controller.store.database import open_database
 from controller.store.migrate import head
 from controller.store.reader import Reader
@@ -172,7 +173,8 @@ def test_verdicts_recoveries_and_generations_are_read_back(writer: Writer, engin
     assert reader.verdict("n9-1") is None
     assert reader.verdicts("n1", limit=9) == ['"2"', '"1"']
     assert reader.recoveries("j", limit=2) == ['"r2"', '"r3"']
-    assert [row.number for row in reader.generations(job="j", limit=2)] == [2, 3]
+    rows, _ = reader.page(lambda connection: history.generations(connection, job="j", cursor="", limit=2))
+    assert [row["number"] for row in rows] == [3, 2]
 
 
 def test_opening_again_keeps_what_is_there(database: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import resource
@@ -20,7 +19,7 @@ from sqlalchemy.engine import make_url
 from controller.core.generations import EPOCH_SPAN
 from everstep.tokens import TokenRole
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1.agent import DirectivesAnswer, Heartbeat, Numbered, Registered, Reports
+from everstep.wire.v1.agent import Heartbeat, HeartbeatAnswer, Numbered, Registered, Reports
 from everstep.wire.v1.directives import NewGeneration
 from everstep.wire.v1.training import AnyReport, GenerationSpec, RankLost
 from tests.support.controllers import (
@@ -74,10 +73,10 @@ class Agent:
         return found[-1]
 
     def _pushed(self) -> list[GenerationSpec]:
-        path = f"{self.path}/directives?incarnation=1&after={self.after}&wait_s=2"
-        status, body = self.controller.ask("GET", path, None, self.headers)
+        beat = Heartbeat(incarnation=1, seq=1, sent_at=0.0, directives_through=self.after)
+        status, body = self._post("heartbeat", beat)
         assert status == 200, body
-        directives = msgspec.json.decode(body, type=DirectivesAnswer).directives
+        directives = msgspec.json.decode(body, type=HeartbeatAnswer).directives
         self.after = directives[-1].seq if directives else self.after
         return [one.body.spec for one in directives if isinstance(one.body, NewGeneration)]
 
