@@ -22,7 +22,6 @@ from controller.api.desk import AgentDesk
 from controller.api.history import HistoryRoutes
 from controller.api.operators import OperatorRoutes
 from controller.api.policies import PolicyRoutes
-from controller.api.polls import Polls
 from controller.api.routes import AGENT, CREDENTIALS, HISTORY, OPERATOR, PLAIN, POLICY
 from controller.api.stream import AuditFeed
 from controller.boards import Boards
@@ -165,13 +164,10 @@ class Controller:
             marks=loaded.marks,
             poisoned=loaded.poisoned,
         )
-        self.polls = Polls(self.loop)
         self.app = AgentRoutes(
             self._operators(gate),
             desk=self.agents,
             gate=gate,
-            polls=self.polls,
-            long_poll_max_s=settings.long_poll_max_s,
         )
         self.task: asyncio.Task[None] | None = None
         self.retaining: asyncio.Task[None] | None = None

@@ -67,8 +67,6 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """Seconds' worth of each of these limits that may come at once: a restart brings everybody at the same moment."""
     heartbeat_interval_s: float = 1.0
     """Seconds between an agent's beats. Shorter finds silence sooner; 12,500 nodes at 1 s cost well under a core."""
-    long_poll_max_s: float = 30.0
-    """Longest seconds a poll for directives is held: below the minute after which proxies cut idle connections."""
     group_commit: int = 256
     """Most requests that share one transaction: larger is more throughput under a storm, longer for its first."""
     queue_limit: int = 20_000
@@ -178,10 +176,6 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
                 not 0 < self.heartbeat_interval_s < self.policy.suspect_after_s / 2,
                 f"heartbeat_interval_s ({self.heartbeat_interval_s}) must be positive and less than half of "
                 f"suspect_after_s ({self.policy.suspect_after_s}): one late beat must not make a suspect",
-            ),
-            (
-                not 0 < self.long_poll_max_s <= 300,
-                f"long_poll_max_s ({self.long_poll_max_s}) must be positive and at most 300",
             ),
             (
                 bool(self.tls_client_ca) and not self.tls_certificate,

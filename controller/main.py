@@ -30,7 +30,7 @@ from controller.serving import (
     listen,
     raise_file_limit,
     server_config,
-    settle_collector,
+    settle_interpreter,
     warn_of_plain_text,
 )
 from controller.store.backup import back_up
@@ -192,7 +192,7 @@ def _run_serve(arguments: dict[str, Any], parent: int) -> int:
     if settings.die_with_parent:
         die_with_parent(parent)
     raise_file_limit()
-    settle_collector()
+    settle_interpreter()
     with asyncio.Runner(loop_factory=_new_loop) as runner:
         return runner.run(_serve(settings))
 

@@ -6,7 +6,6 @@ Runs in the event loop's thread only.
 
 from __future__ import annotations
 
-import asyncio
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
@@ -89,7 +88,7 @@ class Receiver(Protocol):
 
 
 class Outbox:
-    """Every node's queue of directives, and the sessions and long polls that take them.
+    """Every node's queue of directives, and the sessions that take them.
 
     Args:
         epoch: which life of a controller this is. Numbers begin at ``epoch * SPAN``, so they grow across lives
@@ -102,7 +101,6 @@ class Outbox:
         self._newest: dict[str, int] = {}
         self._queues: dict[str, deque[Outgoing]] = defaultdict(deque)
         self._receivers: dict[str, Receiver] = {}
-        self._waiting: dict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self._pruned: dict[str, int] = {}
         self.closed = False
         bodies: dict[str, Body] = {}
@@ -137,8 +135,6 @@ class Outbox:
             receiver = self._receivers.get(node)
             if receiver is not None:
                 receiver.push(directives)
-            elif node in self._waiting:
-                self.wake(node)
 
     def attach(self, node: str, receiver: Receiver) -> tuple[Outgoing, ...]:
         """From now on ``receiver`` is handed the node's directives, and whoever was is dismissed. Returns those that
@@ -160,7 +156,6 @@ class Outbox:
         if receiver is not None and receiver.incarnation != incarnation:
             del self._receivers[node]
             receiver.dismiss()
-        self.wake(node)
 
     def has_receiver(self, node: str) -> bool:
         """Whether the node has a session."""
@@ -188,11 +183,6 @@ class Outbox:
         pruned, self._pruned = self._pruned, {}
         return pruned
 
-    def has_any(self, node: str, after: int) -> bool:
-        """Whether there is something beyond ``after``."""
-        queue = self._queues.get(node)
-        return queue is not None and len(queue) > 0 and queue[-1].seq > after
-
     def pending(self, node: str, after: int = 0) -> tuple[Outgoing, ...]:
         """What the node has not acknowledged, beyond ``after``, in order."""
         return tuple(one for one in self._queues.get(node, ()) if one.seq > after)
@@ -205,38 +195,12 @@ class Outbox:
         """Directives that no node has acknowledged yet, of all nodes."""
         return sum(len(queue) for queue in self._queues.values())
 
-    def waiting(self, node: str) -> bool:
-        """Whether the node has a session, or a long poll that is held."""
-        return node in self._receivers or bool(self._waiting.get(node))
-
     def connected(self) -> int:
-        """Nodes with a session, or a long poll held."""
-        return len(self._receivers) + sum(1 for waiters in self._waiting.values() if waiters)
-
-    def wait(self, node: str) -> asyncio.Future[None]:
-        """A future that is done when something comes for the node, or this outbox closes. Give it to ``leave``."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if self.closed:
-            future.set_result(None)
-        self._waiting[node].add(future)
-        return future
-
-    def leave(self, node: str, future: asyncio.Future[None]) -> None:
-        """Ends a wait."""
-        self._waiting[node].discard(future)
-        if not self._waiting[node]:
-            del self._waiting[node]
+        """Nodes with a session."""
+        return len(self._receivers)
 
     def close(self) -> None:
-        """Ends every session and every wait, now and from now on: the controller is going."""
+        """Ends every session: the controller is going."""
         self.closed = True
         for receiver in list(self._receivers.values()):
             receiver.dismiss()
-        for node in list(self._waiting):
-            self.wake(node)
-
-    def wake(self, node: str) -> None:
-        """Ends the waits of the node's long polls."""
-        for future in self._waiting.get(node, ()):
-            if not future.done():
-                future.set_result(None)

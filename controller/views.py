@@ -97,7 +97,7 @@ def node_summary(desk: Desk, record: NodeRecord, job: str | None) -> op.NodeSumm
         state=record.state,
         since=record.since,
         reason=record.sentence,
-        connected=desk.outbox.waiting(record.node),
+        connected=desk.outbox.has_receiver(record.node),
         last_seen_at=live.pulse.heard_at if live is not None and live.pulse.heard_at > 0 else None,
         job=job,
         gpus=len(record.gpus),

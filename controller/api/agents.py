@@ -15,10 +15,9 @@ from controller.api import asgi
 from controller.api.auth import Gate
 from controller.api.desk import AgentDesk, BeatAnswer, decode_register
 from controller.api.peers import SCOPE_KEY
-from controller.api.polls import Polls
-from controller.push import Encoded
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, VersionMismatch
 from everstep.wire.v1.agent import MAX_BODY_BYTES, Heartbeat, Reports, ReportsAnswer
+from everstep.wire.v1.session import UPGRADE
 
 PREFIX = "/v1/agents/"
 _HEARTBEAT = msgspec.json.Decoder(Heartbeat)
@@ -27,31 +26,18 @@ _REPORTS = msgspec.json.Decoder(Reports)
 Handler = Callable[[str, Scope, Receive, Send], Awaitable[None]]
 
 
-class _Directives(msgspec.Struct, frozen=True):
-    """``DirectivesAnswer`` over encoded directives."""
-
-    directives: tuple[Encoded, ...]
-
-
 class AgentRoutes:
-    """Answers agents' requests; whatever is not one goes to ``app``.
+    """Answers agents' requests; whatever is not one goes to ``app``."""
 
-    Args:
-        polls: holds long polls for directives.
-        long_poll_max_s: longest wait for directives; a client may ask for less.
-    """
-
-    def __init__(self, app: ASGIApp, *, desk: AgentDesk, gate: Gate, polls: Polls, long_poll_max_s: float) -> None:
+    def __init__(self, app: ASGIApp, *, desk: AgentDesk, gate: Gate) -> None:
         self._app = app
         self._desk = desk
         self._gate = gate
-        self._polls = polls
-        self._long_poll_max_s = long_poll_max_s
         self._handlers: dict[tuple[str, str], Handler] = {
             ("POST", "register"): self._register,
             ("POST", "heartbeat"): self._heartbeat,
             ("POST", "reports"): self._reports,
-            ("GET", "directives"): self._directives,
+            ("GET", "session"): self._session,
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,7 +68,7 @@ class AgentRoutes:
         outcome = desk.beat(node, beat)
         resend = outcome if isinstance(outcome, bool) else await outcome
         desk.metrics.beats += 1
-        pending = () if desk.outbox.waiting(node) else desk.outbox.pending(node)
+        pending = () if desk.outbox.has_receiver(node) else desk.outbox.pending(node)
         answer = BeatAnswer(desk.wall(), resend, tuple(one.encoded() for one in pending))
         await asgi.answer(send, asgi.encode(answer))
 
@@ -91,12 +77,6 @@ class AgentRoutes:
         through = await self._desk.reports(node, reports)
         await asgi.answer(send, asgi.encode(ReportsAnswer(through=through)))
 
-    async def _directives(self, node: str, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = asgi.query(scope)
-        incarnation, after = asgi.integer(asked, "incarnation"), asgi.integer(asked, "after", 0)
-        wait_s = asgi.seconds(asked, "wait_s", self._long_poll_max_s, self._long_poll_max_s)
-        self._desk.check_life(node, incarnation)
-        if await self._polls.hold(node, incarnation, after, wait_s, scope.get("client"), receive):
-            self._desk.check_life(node, incarnation)
-            pending = tuple(one.encoded() for one in self._desk.outbox.pending(node, after))
-            await asgi.answer(send, asgi.encode(_Directives(pending)))
+    async def _session(self, node: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Upgrades never come so far (``controller.api.front``)."""
+        raise VersionMismatch(f"a session is asked for with `Connection: Upgrade` and `Upgrade: {UPGRADE}`")

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from controller.api import problems
-from controller.api.routes import PATH, PLAIN, QUERY, REQUIRED, ROUTES, Access, Route
+from controller.api.routes import PATH, PLAIN, QUERY, ROUTES, Access, Route
 from everstep import __version__
 
 _REF = "#/components/schemas/{name}"
@@ -40,7 +40,7 @@ def _parameter(name: str, place: str, kind: Any, required: bool) -> dict[str, An
 
 def _parameters(route: Route) -> list[dict[str, Any]]:
     in_path = [_parameter(name, "path", PATH[name], True) for name in re.findall(r"\{(\w+)\}", route.path)]
-    in_query = [_parameter(name, "query", QUERY[name], name in REQUIRED) for name in route.query]
+    in_query = [_parameter(name, "query", QUERY[name], False) for name in route.query]
     return in_path + in_query
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from everstep.ids import Incarnation, JobId, NodeId, TraceId, Whole
+from everstep.ids import JobId, NodeId, TraceId, Whole
 from everstep.vocabulary import Decision, JobState, NodeState, Verdict
 from everstep.wire.v1 import agent, enrolment
 from everstep.wire.v1 import history as past
@@ -62,11 +62,8 @@ QUERY: dict[str, Any] = {
     "switch": Text,
     "model": Text,
     "label": Annotated[str, msgspec.Meta(max_length=128)],
-    "incarnation": Incarnation,
-    "wait_s": Annotated[float, msgspec.Meta(ge=0)],
 }
 """Query parameters, by name; a value that does not fit is refused."""
-REQUIRED = frozenset({"incarnation"})
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,14 +187,6 @@ AGENT: dict[str, Route] = {
     "register": _agent("register", agent.Register, agent.Registered, "Begin a life."),
     "heartbeat": _agent("heartbeat", agent.Heartbeat, agent.HeartbeatAnswer, "Once a second."),
     "reports": _agent("reports", agent.Reports, agent.ReportsAnswer, "What happened; answered when durable."),
-    "directives": Route(
-        method="GET",
-        path="/v1/agents/{node}/directives",
-        access=Access.AGENT,
-        summary="Long poll for directives.",
-        answers=agent.DirectivesAnswer,
-        query=("incarnation", "after", "wait_s"),
-    ),
 }
 
 ROUTES: dict[str, Route] = {**OPERATOR, **HISTORY, **POLICY, **CREDENTIALS, **AGENT}

@@ -139,7 +139,7 @@ class Session(asyncio.Protocol):
         outbox = self._desk.outbox
         if attached:
             outbox.detach(self._node, self)
-            if self._held and not outbox.closed and not outbox.waiting(self._node):
+            if self._held and not outbox.closed and not outbox.has_receiver(self._node):
                 self._desk.disconnected(self._node, self.incarnation)
 
     def eof_received(self) -> None:

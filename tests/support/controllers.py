@@ -29,7 +29,6 @@ from everstep.clock import Clock
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.tokens import TokenRole, mint
 from everstep.wire.v1.agent import (
-    DirectivesAnswer,
     Heartbeat,
     HeartbeatAnswer,
     Numbered,
@@ -38,6 +37,7 @@ from everstep.wire.v1.agent import (
     Reports,
     ReportsAnswer,
 )
+from everstep.wire.v1.directives import Directive
 from everstep.wire.v1.training import AnyReport, JobSpec, LauncherJoined
 
 SECRET = b"a secret of the tests, 32 bytes."
@@ -133,12 +133,12 @@ class Speaker:
         self.number = max(self.number, start + len(bodies) - 1)
         return self._post("reports", Reports(incarnation=self.incarnation, reports=numbered), ReportsAnswer)
 
-    def directives(self, wait_s: float = 0.0) -> DirectivesAnswer:
-        path = f"/v1/agents/{self.node}/directives?incarnation={self.incarnation}&after={self.after}&wait_s={wait_s}"
-        answer = _decoded(self.client.get(path, headers=self.headers), DirectivesAnswer)
-        if answer.directives:
-            self.after = answer.directives[-1].seq
-        return answer
+    def directives(self) -> tuple[Directive, ...]:
+        """What a beat brings that acknowledges everything brought before."""
+        found = self.beat(directives_through=self.after).directives
+        if found:
+            self.after = found[-1].seq
+        return found
 
     def _post(self, verb: str, body: Any, kind: type[Any]) -> Any:
         path = f"/v1/agents/{self.node}/{verb}"

@@ -6,7 +6,7 @@ method   path                                body                            ans
 POST     /v1/agents/{node}/register          Register                        Registered
 POST     /v1/agents/{node}/heartbeat         Heartbeat                       HeartbeatAnswer
 POST     /v1/agents/{node}/reports           Reports (urgent)                ReportsAnswer
-GET      /v1/agents/{node}/directives        ?incarnation=&after=&wait_s=    DirectivesAnswer (long poll)
+GET      /v1/agents/{node}/session           (upgrade)                       frames, ``session``
 =======  ==================================  ==============================  =======================
 
 Errors are ``{"error": {"code", "message"}}`` with the status of ``everstep.errors``.

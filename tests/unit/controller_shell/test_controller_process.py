@@ -4,14 +4,12 @@ import http.client
 import json
 import os
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -21,7 +19,7 @@ from sqlalchemy.engine import make_url
 
 from everstep.tokens import TokenRole, mint, verify
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1.agent import DirectivesAnswer, Heartbeat, Numbered, Registered, Reports
+from everstep.wire.v1.agent import Heartbeat, Numbered, Registered, Reports
 from everstep.wire.v1.directives import NewGeneration
 from tests.support.controllers import (
     SECRET,
@@ -34,6 +32,7 @@ from tests.support.controllers import (
     registration,
 )
 from tests.support.report_stream import EVERY_FINDING, events, reporting
+from tests.support.sessions import AgentSession
 
 N1 = bearer(TokenRole.AGENT, "n1")
 
@@ -59,50 +58,16 @@ def wait_for(condition: object, what: str, deadline_s: float = 20.0) -> None:
         time.sleep(0.01)
 
 
-class Poll(threading.Thread):
-    """A held long poll; ``directives`` once it is answered."""
-
-    def __init__(self, process: ControllerProcess, after: int) -> None:
-        super().__init__(daemon=True)
-        self.connection = process.connection()
-        self.connection.connect()
-        self.path = f"/v1/agents/n1/directives?incarnation=1&after={after}&wait_s=30"
-        self.answer: DirectivesAnswer | None = None
-        self.status: int | None = None
-
-    def run(self) -> None:
-        try:
-            self.connection.request("GET", self.path, headers=N1)
-            response = self.connection.getresponse()
-            self.status = response.status
-            self.answer = msgspec.json.decode(response.read(), type=DirectivesAnswer)
-        except (OSError, http.client.HTTPException):
-            pass  # the test closed it, or ended the controller
-        finally:
-            self.connection.close()
-
-    def hang_up(self) -> None:
-        connected = self.connection.sock
-        if connected is not None:
-            with suppress(OSError):
-                connected.shutdown(socket.SHUT_RDWR)
-
-
 def connected(process: ControllerProcess) -> int:
     return msgspec.json.decode(process.ask("GET", "/v1/status", None, VIEWER)[1], type=op.FleetStatus).connected
 
 
 @contextmanager
-def held_poll(process: ControllerProcess) -> Iterator[Poll]:
-    """A poll that the controller holds; hung up at the end."""
-    poll = Poll(process, register(process).next_directive - 1)
-    poll.start()
-    try:
-        wait_for(lambda: connected(process) == 1, "the poll to be held")
-        yield poll
-    finally:
-        poll.hang_up()
-        poll.join(20)
+def session_of(process: ControllerProcess, node: str = "n1") -> Iterator[AgentSession]:
+    """A registered node's session, closed at the end."""
+    with closing(AgentSession(process.listen, node)) as session:
+        session.register()
+        yield session
 
 
 def test_the_ready_file_names_the_process_and_where_it_serves(process: ControllerProcess) -> None:
@@ -116,57 +81,37 @@ def test_the_ready_file_names_the_process_and_where_it_serves(process: Controlle
     assert b"everstep_controller_connected_agents 0.0" in process.ask("GET", "/metrics", None, VIEWER)[1]
 
 
-def test_a_held_poll_is_answered_the_moment_a_directive_is_committed(process: ControllerProcess) -> None:
-    reports = Reports(incarnation=1, reports=(Numbered(number=1, body=joined("j", 1.0)),))
-    with held_poll(process) as poll:
-        assert process.ask("POST", "/v1/agents/n1/reports", reports, N1)[0] == 200
-        poll.join(20)
-    assert poll.answer is not None
-    assert [type(one.body) for one in poll.answer.directives] == [NewGeneration]
+def test_a_directive_is_pushed_when_it_is_committed(process: ControllerProcess) -> None:
+    with session_of(process) as session:
+        session.report(joined("j", 1.0))
+        assert session.directive(NewGeneration).spec.number == 1
+        assert connected(process) == 1
 
 
-def test_a_connection_that_breaks_while_its_poll_is_held_is_told_to_the_core(process: ControllerProcess) -> None:
-    with held_poll(process) as poll:
-        poll.hang_up()
-        wait_for(lambda: events(process, "node.disconnected"), "the disconnection in the audit log")
+def test_a_session_that_breaks_is_told_to_the_core(process: ControllerProcess) -> None:
+    with session_of(process):
+        pass
+    wait_for(lambda: events(process, "node.disconnected"), "the disconnection in the audit log")
     assert [event.node for event in events(process, "node.disconnected")] == ["n1"]
 
 
-def test_a_connection_that_breaks_between_two_polls_is_told_to_the_core(process: ControllerProcess) -> None:
-    after = register(process).next_directive - 1
-    with closing(process.connection()) as connection:
-        connection.request("GET", f"/v1/agents/n1/directives?incarnation=1&after={after}&wait_s=0.01", headers=N1)
-        assert connection.getresponse().read() == b'{"directives":[]}'
-    wait_for(lambda: events(process, "node.disconnected"), "the disconnection in the audit log")
-
-
-def test_a_connection_that_breaks_while_another_holds_a_poll_means_nothing(process: ControllerProcess) -> None:
-    with held_poll(process), closing(process.connection()) as other:
-        other.request("GET", "/v1/agents/n1/directives?incarnation=1&after=0&wait_s=0.01", headers=N1)
-        assert other.getresponse().read() == b'{"directives":[]}'
-        other.close()
+def test_a_session_that_breaks_while_there_is_a_newer_one_means_nothing(process: ControllerProcess) -> None:
+    with session_of(process) as first, session_of(process) as second:
+        assert first.ended()
+        first.close()
+        second.beat(findings=())
         register(process, "n2")
         assert events(process, "node.disconnected") == []
 
 
-def test_a_poll_that_ends_with_its_time_is_no_disconnection(process: ControllerProcess) -> None:
-    register(process)
-    with closing(process.connection()) as connection:
-        for _ in range(3):
-            connection.request("GET", "/v1/agents/n1/directives?incarnation=1&after=0&wait_s=0.02", headers=N1)
-            assert connection.getresponse().read() == b'{"directives":[]}'
-        assert events(process, "node.disconnected") == []
-
-
-def test_sigterm_ends_held_polls_and_streams_in_order(process: ControllerProcess) -> None:
-    with held_poll(process) as poll, closing(process.connection()) as stream:
+def test_sigterm_ends_sessions_and_streams_in_order(process: ControllerProcess) -> None:
+    with session_of(process) as session, closing(process.connection()) as stream:
         stream.request("GET", "/v1/events/stream?after=0", headers=VIEWER)
         response = stream.getresponse()
         assert response.readline() == b"retry: 500\n"
         assert process.terminate() == 0
-        poll.join(20)
+        assert session.ended()
         response.read()  # to its end
-    assert (poll.status, poll.answer) == (200, DirectivesAnswer())
     assert not process.ready_file.exists()
     assert "node.disconnected" not in process.log()
 
@@ -384,8 +329,9 @@ def test_the_log_is_one_json_object_a_line_and_holds_no_token(process: Controlle
     assert "wrong" not in process.log()
 
 
-def test_beats_go_on_while_polls_are_held(process: ControllerProcess) -> None:
-    with held_poll(process):
+def test_a_beat_by_http_brings_no_directives_while_there_is_a_session_for_them(process: ControllerProcess) -> None:
+    with session_of(process) as session:
+        session.report(joined("j", 1.0))
         for seq in range(1, 4):
             beat = Heartbeat(incarnation=1, seq=seq, sent_at=0.0, findings=() if seq == 1 else None)
             status, body = process.ask("POST", "/v1/agents/n1/heartbeat", beat, N1)

@@ -123,7 +123,7 @@ def test_every_order_to_a_node_has_its_state(client: TestClient, order: str, sta
 def test_a_stopped_job_is_over_and_its_nodes_hear_of_it(client: TestClient) -> None:
     (speaker,) = running_job(client, "n1")
     post(client, "/v1/jobs/j/stop", BECAUSE, op.Changed)
-    assert [type(one.body).__name__ for one in speaker.directives().directives][-1] == "StopJob"
+    assert [type(one.body).__name__ for one in speaker.directives()][-1] == "StopJob"
     assert get(client, "/v1/status", op.FleetStatus).jobs == ()
     refused = refusal(client, "/v1/jobs/j/stop", BECAUSE)
     assert (refused.status, refused.code) == (409, "conflict")
@@ -163,7 +163,7 @@ def test_generations_are_shown_without_their_secret(client: TestClient) -> None:
 
 def test_no_answer_to_a_viewer_contains_a_jobs_secret(client: TestClient) -> None:
     (speaker,) = running_job(client, "n1")
-    secret = speaker.directives().directives[0].body.spec.secret  # type: ignore[union-attr]
+    secret = speaker.directives()[0].body.spec.secret  # type: ignore[union-attr]
     paths = ["/v1/status", "/v1/nodes", "/v1/nodes/n1", "/v1/jobs", "/v1/jobs/j", "/v1/generations", "/v1/events"]
     for path in [*paths, "/metrics"]:
         response = client.get(path, headers=VIEWER)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Sequence
 
 from controller.push import SPAN, Body, Outbox, Outgoing
 from controller.store.records import OutboxRow
@@ -44,26 +44,70 @@ def test_a_newer_hint_of_the_same_topic_replaces_the_older() -> None:
     assert seqs(outbox, "a") == [2, 3, 4]
 
 
-def test_a_waiter_is_woken_by_its_own_node_only() -> None:
-    async def scenario() -> tuple[bool, bool, int]:
-        outbox = Outbox(0)
-        a, b = outbox.wait("a"), outbox.wait("b")
-        connected = outbox.connected()
-        outbox.deliver([outgoing(outbox, "a")])
-        woken = a.done(), b.done()
-        outbox.leave("a", a)
-        outbox.leave("b", b)
-        assert not outbox.waiting("a")
-        return *woken, connected
+class Session:
+    """What takes a node's directives."""
 
-    assert asyncio.run(scenario()) == (True, False, 2)
+    def __init__(self, incarnation: int = 1) -> None:
+        self.incarnation = incarnation
+        self.pushed: list[int] = []
+        self.dismissed = False
+
+    def push(self, directives: Sequence[Outgoing]) -> None:
+        self.pushed += [one.seq for one in directives]
+
+    def dismiss(self) -> None:
+        self.dismissed = True
 
 
-def test_closing_ends_every_wait_now_and_later() -> None:
-    async def scenario() -> list[bool]:
-        outbox = Outbox(0)
-        before = outbox.wait("a")
-        outbox.close()
-        return [before.done(), outbox.wait("a").done()]
+def test_a_session_is_handed_what_waits_and_then_what_is_committed_for_its_own_node() -> None:
+    outbox, session = Outbox(0), Session()
+    outbox.deliver([outgoing(outbox, "a")])
+    assert [one.seq for one in outbox.attach("a", session)] == [1]
+    outbox.deliver([outgoing(outbox, "a"), outgoing(outbox, "b"), outgoing(outbox, "a")])
+    assert session.pushed == [2, 3]
+    assert outbox.connected() == 1
 
-    assert asyncio.run(scenario()) == [True, True]
+
+def test_the_newest_session_of_a_node_takes_the_place_of_the_one_before() -> None:
+    outbox, first, second = Outbox(0), Session(), Session()
+    outbox.attach("a", first)
+    outbox.attach("a", second)
+    outbox.detach("a", first)
+    outbox.deliver([outgoing(outbox, "a")])
+    assert (first.dismissed, first.pushed, second.pushed) == (True, [], [1])
+    outbox.detach("a", second)
+    assert not outbox.has_receiver("a")
+
+
+def test_the_session_of_another_life_is_dismissed() -> None:
+    outbox, session = Outbox(0), Session(incarnation=1)
+    outbox.attach("a", session)
+    outbox.dismiss("a", 1)
+    assert not session.dismissed
+    outbox.dismiss("a", 2)
+    assert session.dismissed
+    assert not outbox.has_receiver("a")
+
+
+def test_closing_ends_every_session() -> None:
+    outbox, sessions = Outbox(0), [Session(), Session()]
+    for node, session in zip("ab", sessions, strict=True):
+        outbox.attach(node, session)
+    outbox.close()
+    assert [session.dismissed for session in sessions] == [True, True]
+
+
+def test_a_stored_body_is_held_once_however_many_nodes_wait_for_it() -> None:
+    rows = [OutboxRow(node=node, seq=1, body="{}") for node in ("a", "b")]
+    outbox = Outbox(0, rows)
+    (one,), (other,) = outbox.pending("a"), outbox.pending("b")
+    assert one.body is other.body
+
+
+def test_an_acknowledgement_of_what_was_never_sent_takes_only_what_was() -> None:
+    outbox = Outbox(0)
+    outbox.deliver([outgoing(outbox, "a")])
+    outbox.acknowledge("a", 1000)
+    assert outbox.take_pruned() == {"a": 1}
+    outbox.deliver([outgoing(outbox, "a")])
+    assert seqs(outbox, "a") == [2]

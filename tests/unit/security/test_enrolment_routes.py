@@ -62,8 +62,9 @@ def test_a_node_enrols_and_then_speaks_for_itself_by_a_credential_of_its_own(cli
 
 def test_a_join_token_can_do_nothing_but_enrol(client: TestClient) -> None:
     join = join_token(client)
-    for path in ("/v1/status", "/v1/credentials", "/v1/nodes/n1", "/v1/agents/n1/directives?incarnation=1"):
+    for path in ("/v1/status", "/v1/credentials", "/v1/nodes/n1"):
         assert client.get(path, headers=join).status_code == 403
+    assert client.post("/v1/agents/n1/heartbeat", headers=join).status_code == 403
 
 
 def test_a_one_time_token_enrols_one_node(client: TestClient) -> None:
