@@ -23,7 +23,7 @@ everstep_controller_reports_repeated_total               counter    reports drop
 everstep_controller_ignored_total{reason}                counter    reports the core dropped by rule
 everstep_controller_requests_refused_total{route,code}   counter    requests answered with an error
 everstep_controller_journal_gaps_total                   counter    places where the journal lacks something
-everstep_controller_connected_agents                     gauge      nodes whose session or long poll is held now
+everstep_controller_connected_agents                     gauge      nodes with a session
 everstep_controller_nodes{state}                         gauge      nodes by state
 everstep_controller_nodes_silent                         gauge      over their deadline, or cut off; not lost yet
 everstep_controller_correlated_silence                   gauge      1 while many are silent at once: none is lost for it
@@ -201,7 +201,7 @@ class FleetCollector(Collector):
 
     def _fleet(self, state: FleetState, outbox: Outbox) -> Iterator[Metric]:
         together = state.episode is not None
-        yield _gauge("connected_agents", "Nodes whose session or long poll is held now.", outbox.connected())
+        yield _gauge("connected_agents", "Nodes with a session.", outbox.connected())
         yield _gauge("outbox_depth", "Directives not acknowledged yet.", outbox.total())
         yield _gauge("nodes_silent", "Nodes over their deadline or cut off, not lost yet.", len(state.silent))
         yield _gauge("correlated_silence", "1 while many are silent at once, and none is lost for it.", together)

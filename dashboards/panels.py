@@ -58,7 +58,7 @@ FLEET = (
     Panel("Evictions left", "What the budget allows now.", ((f"{C}eviction_budget_left", "left"),), "stat", width=4),
     Panel(
         "Agents connected",
-        "Sessions, and long polls held.",
+        "Nodes with a session.",
         ((f"{C}connected_agents", "connected"),),
         "stat",
         width=4,
