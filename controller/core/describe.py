@@ -25,12 +25,16 @@ def describe(effects: Iterable[Effect]) -> Iterator[str]:
             yield f"version {effect.doc.version} committed{clean}"
         elif isinstance(effect, RequestRemedy):
             yield f"remedy {effect.remedy.id} ({effect.remedy.kind} {effect.remedy.node}): {effect.remedy.sentence}"
-        elif isinstance(effect, Audit) and not effect.entry.kind.startswith(("generation", "verdict")):
+        elif isinstance(effect, Audit) and effect.entry.kind != "generation" and not _is_verdict(effect):
             yield f"{effect.entry.kind}: {effect.entry.sentence}"
         elif isinstance(effect, Send):
             sends.setdefault(_directive(effect), []).append(effect.node)
     for directive, nodes in sends.items():
         yield f"to {_several(nodes, ' ')}: {directive}"
+
+
+def _is_verdict(effect: Audit) -> bool:
+    return effect.entry.kind.startswith("verdict.")
 
 
 def _several(names: list[str], joint: str) -> str:

@@ -97,7 +97,8 @@ def begin_maintenance(turn: Turn, order: OperatorCommand, sentence: str) -> None
     for node in nodes:
         enter_maintenance(turn, node, window)
     for job in jobs.values():
-        _leave(turn, job, sentence)
+        if job.generation is not None and not job.generation.seated.isdisjoint(nodes):
+            _leave(turn, job, sentence)
 
 
 def window_of(state: FleetState, record: NodeRecord, now: float) -> Window | None:

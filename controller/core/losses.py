@@ -225,7 +225,11 @@ def regroup_departed(turn: Turn) -> None:
 
 
 def node_left_jobs(turn: Turn, node: str, cause: Cause) -> None:
-    """The node can take part no more: every running job with a seat on it regroups."""
+    """The node can take part no more: every running job with a seat on it regroups.
+
+    A job that leaves it at a boundary already is not hurried, where there is no hurry.
+    """
     for job in jobs_seated_on(turn.state, node):
-        if job.state is JobState.RUNNING:
+        leaves = job.generation is not None and node not in job.generation.seated
+        if job.state is JobState.RUNNING and not (leaves and cause.boundary):
             regroup(turn, job, cause)

@@ -86,7 +86,7 @@ def check_quarantine(turn: Turn, node: str) -> None:
     elif record.reachable and turn.now < record.returns_at:
         turn.wake(record.returns_at, "node", node)
     elif record.reachable:
-        begin_probation(turn, node, f"what sent {node} into quarantine has cleared")
+        begin_probation(turn, node, f"nothing stands against {node} any more")
 
 
 def _stands(turn: Turn, record: NodeRecord, key: str) -> bool:

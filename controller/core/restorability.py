@@ -1,7 +1,7 @@
 """What a job would go back to now, and which loss it could not bear: answered from the records, asking nobody.
 
 It is about memory: a node that is lost takes its slots along. What is not known is taken for lost: a holder out of
-reach, or one that began anew after the commit.
+reach, one whose vault is away, or one that began anew after the commit.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from controller.core.membership import able_nodes, least_nodes, most_nodes, seat
 from controller.core.state import FleetState, JobLive, JobRecord, Share
 from controller.core.wording import named, nodes
 from everstep.ids import Version
+from everstep.vocabulary import FindingKind
 from everstep.wire.v1.operator import Exposure, Restorability
 
 NAMED_RANKS = 64
@@ -120,6 +121,7 @@ def _holds(state: FleetState, node: str, committed_at: float) -> bool:
         and node in state.reachable
         and not record.condemned
         and not record.booted_at > committed_at > 0
+        and all(finding.kind is not FindingKind.VAULT_LOST for finding in record.findings.values())
     )
 
 

@@ -279,7 +279,7 @@ class NodeLive(msgspec.Struct):
     ``picture``: it has told its findings in full since we began. ``gone_at``: its connection closed then and nothing
     was heard since. ``watched``: its silence deadline is queued. ``rejoin_due``: until when its launchers may join
     again. ``jobs``: those that ever had a launcher on it. ``accusers``: nodes whose vaults lost its vault, and when;
-    void once it is heard after that. ``bursts``: by kind of finding.
+    void once it is heard after that. ``bursts``: by kind and severity of findings.
     """
 
     pulse: Pulse = msgspec.field(default_factory=Pulse)
@@ -345,7 +345,8 @@ class JobLive(msgspec.Struct):
     (None: the first that every rank keeps), looked at again at ``candidate_due`` (0.0: not awaited). ``blind``: times
     of regroupings that named nobody. ``committed_at``: when ``committed`` was. ``slow``: for each node of which a rank
     was slow lately, numbers of the windows in which one was; ``window`` is the newest, looked at again at
-    ``window_due`` (0.0: not awaited).
+    ``window_due`` (0.0: not awaited). ``inherited``: its generation had not resumed when this controller began;
+    ``first_step`` is the furthest step then.
     """
 
     pace: Pace = msgspec.field(default_factory=Pace)
@@ -367,6 +368,8 @@ class JobLive(msgspec.Struct):
     fallback_at: float = 0.0
     resume_due: float = 0.0
     resume_attempts: int = 0
+    inherited: bool = False
+    first_step: int | None = None
     blind: list[float] = []
 
 

@@ -93,7 +93,8 @@ def _name(turn: Turn, job: JobRecord, node: str, busy_s: float, lag: Laggards) -
         trace=turn.trace,
     )
     raise_own(turn, node, finding)
-    words = f"{sentence}; recommended: replace it, and look for what slows it down"
+    how = "a spare takes its place where one is able" if policy.straggler_replace else "recommended: replace it"
+    words = f"{sentence}; {how}; look for what slows it down"
     turn.verdict(node, Decision.RECOMMEND, words, evidence=(finding,))
 
 

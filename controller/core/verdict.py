@@ -23,10 +23,14 @@ from controller.core.rules import (
     remember,
     remember_step,
 )
+from controller.core.standing import kept_out
 from controller.core.state import Burst, FleetState, NodeRecord
 from controller.core.turn import Turn
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, GenerationReason, Mode, NodeState, Severity
 
+MOST_FINDINGS = 256
+"""Findings of a node that are remembered, the gravest of them; an agent tells no more in a picture."""
+_GRAVITY = {severity: gravity for gravity, severity in enumerate(Severity)}
 MOST_COUNTED = 64
 """Findings of a node whose reports are counted: no node has so many different faults."""
 
@@ -53,6 +57,7 @@ def take_picture(turn: Turn, node: str, findings: Iterable[Finding]) -> None:
     record = turn.state.nodes[node]
     turn.state.live_nodes[node].picture = True
     before, record.findings = record.findings, {finding.key: finding for finding in findings}
+    _forget_the_mildest(record)
     for key in before:
         if key not in record.findings:
             _cleared(turn, node, before[key])
@@ -68,9 +73,22 @@ def take_finding(turn: Turn, node: str, finding: Finding) -> None:
     record = turn.state.nodes[node]
     before = record.findings.get(finding.key)
     record.findings[finding.key] = finding
+    _forget_the_mildest(record)
     turn.node_changed(node)
     _judge_if_new(turn, node, before, finding)
     _settle(turn, node)
+
+
+def _forget_the_mildest(record: NodeRecord) -> None:
+    """Of too many findings the oldest of the mildest go, and last of all those that keep the node out, or would."""
+    while len(record.findings) > MOST_FINDINGS:
+        key = min(record.findings, key=lambda key: _weight(record, key))
+        del record.findings[key]
+        record.undecided.pop(key, None)
+
+
+def _weight(record: NodeRecord, key: str) -> tuple[bool, int]:
+    return key in record.causes or key == record.overruled, _GRAVITY[record.findings[key].severity]
 
 
 def clear_finding(turn: Turn, node: str, key: str) -> None:
@@ -143,9 +161,10 @@ def _happened_again(before: Finding, finding: Finding) -> bool:
 
 
 def _is_written(turn: Turn, node: str, finding: Finding, *, more: bool) -> bool:
-    """Whether a line of log is spent on it: a kind that flaps on a node is written at the 16th, 32nd, ... time."""
+    """Whether a line of log is spent on it: what flaps on a node is written at the 16th, 32nd, ... time, each kind for
+    itself, and what is grave apart from what is mild."""
     bursts = turn.state.live_nodes[node].bursts
-    burst = bursts.setdefault(finding.kind, Burst())
+    burst = bursts.setdefault(_burst_of(finding), Burst())
     if turn.now - burst.at > turn.policy.finding_quiet_s:
         burst.count = 0
     burst.at = turn.now
@@ -153,8 +172,12 @@ def _is_written(turn: Turn, node: str, finding: Finding, *, more: bool) -> bool:
     return burst.count <= turn.policy.finding_burst or (more and burst.count.bit_count() == 1)
 
 
+def _burst_of(finding: Finding) -> str:
+    return f"{finding.kind}/{finding.severity}"
+
+
 def _of_many(turn: Turn, node: str, finding: Finding) -> str:
-    count = turn.state.live_nodes[node].bursts[finding.kind].count
+    count = turn.state.live_nodes[node].bursts[_burst_of(finding)].count
     return f"; number {count} of a burst of {finding.kind}" if count > turn.policy.finding_burst else ""
 
 
@@ -203,6 +226,8 @@ def _judge_by_rule(turn: Turn, node: str, finding: Finding, rule: Rule, *, writt
             add_cause(turn, node, finding)
         return
     if not serving(turn, node):
+        if mode is Mode.ENFORCE and written and (record.hold or record.foreign):
+            _leave_to_holder(turn, node, finding, rule)
         return
     if why := correlated(turn, rule, node, finding):
         _look_later(turn, node, finding, "correlated", turn.now + rule.correlated_s)
@@ -231,6 +256,15 @@ def _recommend(turn: Turn, node: str, finding: Finding, rule: Rule, rung: Action
     if written and not said:
         words = f"{finding.message}; recommended for {node}: {in_words(rung)} ({by_rule(rule, record, finding, rung)})"
         _say(turn, node, Decision.RECOMMEND, words, finding, rung)
+
+
+def _leave_to_holder(turn: Turn, node: str, finding: Finding, rule: Rule) -> None:
+    """What would take a serving node out is said to whoever holds this one: a job may still compute on it."""
+    record = turn.state.nodes[node]
+    rung = _rung(record, rule, finding, turn.now)
+    holder = kept_out(record, turn.now)
+    words = f"{finding.message}; recommended for {node}: {in_words(rung)}; nothing is done by itself, since {holder}"
+    _say(turn, node, Decision.RECOMMEND, words, finding, rung)
 
 
 def _advise(turn: Turn, node: str, finding: Finding) -> None:

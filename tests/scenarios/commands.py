@@ -73,6 +73,7 @@ def _finding(words: Words, options: Options) -> Finding:
         action=Action(options.get("action", "none")),
         message=" ".join(words[1:]) or f"{kind} of {subject}",
         evidence={"peer": options["peer"]} if "peer" in options else {},
+        xid=int(options["xid"]) if "xid" in options else None,
     )
 
 
@@ -218,6 +219,17 @@ def _budget(fleet: CoreFleet, _words: Words, _options: Options) -> Words:
     return [*breaker, *(f"budget of {s.in_words()}: {s.used} of {s.limit} used" for s in found.scopes)]
 
 
+def _remembered(fleet: CoreFleet, words: Words, _options: Options) -> Words:
+    """``remembered n1``: how much is kept of the node."""
+    record, live = fleet.state.nodes[words[0]], fleet.state.live_nodes[words[0]]
+    stored = len(msgspec.json.encode(record)) // 1000 + 1
+    return [
+        f"{len(record.findings)} findings, {len(record.reports)} counts of reports, {len(record.notes)} notes, "
+        f"{len(live.bursts)} bursts, {len(fleet.state.sightings)} sightings in the fleet; "
+        f"its record is less than {stored} kB"
+    ]
+
+
 def _states(fleet: CoreFleet, words: Words, _options: Options) -> Words:
     """``states n1..n4``: what each is now."""
     return [f"{node} is {fleet.node_state(node)}" for node in words]
@@ -291,6 +303,7 @@ COMMANDS: dict[str, Callable[[CoreFleet, Words, Options], object]] = {
     "restorable": _restorable,
     "budget": _budget,
     "states": _states,
+    "remembered": _remembered,
     "policy": _policy,
     "store": _store,
     "stop-controller": lambda fleet, words, _: fleet.stop_controller(float(words[0])),

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.core.effects import Effect, RemedyKind, RequestRemedy
+from controller.core.effects import Effect, PutVerdict, RemedyKind, RequestRemedy
 from controller.core.events import NodeObserved, OperatorAction
 from controller.core.policy import CorePolicy
 from everstep.errors import Conflict, NotFound
@@ -232,6 +232,30 @@ def test_a_window_that_cannot_be_is_refused_and_changes_nothing() -> None:
     with pytest.raises(NotFound):
         _maintain(fleet, node="n9")
     assert len(fleet.effects) == before
+
+
+def test_a_held_node_that_falls_ill_is_left_to_who_holds_it_and_says_so() -> None:
+    fleet = _fleet()
+    fleet.order(OperatorAction.HOLD, node="n2")
+    _observe(fleet, "n3", "maria")
+    assert decisions(fleet.raise_finding("n2", xid(79))) == [("n2", "recommend")]
+    assert decisions(fleet.raise_finding("n3", xid(79))) == [("n3", "recommend")]
+    said = [e.verdict.sentence for e in fleet.effects if isinstance(e, PutVerdict)]
+    assert said[0].endswith("nothing is done by itself, since ada ordered to hold n2: because")
+    assert said[1].endswith(
+        "nothing is done by itself, since n3 is cordoned by maria, and stays out until that is lifted"
+    )
+    assert fleet.seats() == ["n1", "n2", "n3", "n4"]
+
+
+@pytest.mark.parametrize("order", [OperatorAction.MAINTENANCE, OperatorAction.REPAIR])
+def test_an_order_about_a_node_that_leaves_at_a_boundary_does_not_hurry_its_job(order: OperatorAction) -> None:
+    fleet = _fleet()
+    fleet.progress(20)
+    fleet.raise_finding("n2", xid(79))
+    assert fleet.job().leaving is not None
+    assert generations(fleet.order(order, node="n2", until=fleet.now + 60)) == []
+    assert fleet.job().leaving is not None
 
 
 def test_an_order_says_to_whom_and_for_how_long() -> None:

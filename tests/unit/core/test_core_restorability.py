@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from controller.core.restorability import restorability_of
 from everstep.ids import Version
+from everstep.vocabulary import Finding, FindingKind, Severity
 from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.operator import Exposure, Restorability
 from everstep.wire.v1.training import Sealed
@@ -200,6 +201,17 @@ def test_answers_agree_with_looking_for_every_share(kept: list[tuple[set[int], b
     told = {one.nodes for one in answer.exposures if one.kind == "pair"}
     alone = {one.name for one in answer.exposures if one.kind == "node" and one.whole}
     assert told == {pair for pair in combinations(nodes, 2) if alone.issuperset(pair)}
+
+
+def test_what_a_lost_vault_held_is_not_counted_on() -> None:
+    fleet = _fleet("abc")
+    _commit(fleet, {"n1": (("n2",), ()), "n2": (("n3",), ()), "n3": (("n1",), ())})
+    assert _of(_ask(fleet), "node", "n1").whole
+    gone = Finding(kind=FindingKind.VAULT_LOST, subject="vault", severity=Severity.CRITICAL, message="signal 9")
+    fleet.raise_finding("n2", gone)
+    assert not _of(_ask(fleet), "node", "n1").whole
+    fleet.clear_finding("n2", gone.key)
+    assert _of(_ask(fleet), "node", "n1").whole
 
 
 def _whole(

@@ -132,6 +132,37 @@ def test_an_application_xid_is_the_gpus_only_when_the_same_gpu_shows_it_twice_in
     assert "report 2 of 2 within 86400 s" in _sentences(fleet, "n2")[-1]
 
 
+def test_an_application_xid_that_cleared_in_between_still_counts_for_the_day() -> None:
+    fleet = _fleet()
+    once = msgspec.structs.replace(xid(13, Action.RESTART_RANK), severity=Severity.WARNING, mode=Mode.OBSERVE)
+    fleet.raise_finding("n2", once)
+    fleet.clear_finding("n2", once.key)
+    fleet.now += 7200.0
+    assert decisions(fleet.raise_finding("n2", once)) == [("n2", "recommend")]
+
+
+def test_of_too_many_findings_the_gravest_are_remembered_and_those_that_keep_the_node_out() -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n2", xid(79))
+    for number in range(1000, 1400):
+        mild = msgspec.structs.replace(xid(number, Action.NONE), severity=Severity.WARNING)
+        fleet.raise_finding("n2", mild)
+    for number in range(2000, 2100):
+        fleet.raise_finding("n2", xid(number))
+    kept = fleet.state.nodes["n2"].findings
+    assert len(kept) == 256
+    assert xid(79).key in kept
+    assert sum(finding.severity is Severity.CRITICAL for finding in kept.values()) == 101
+
+
+def test_a_storm_of_mild_findings_hides_no_grave_one() -> None:
+    fleet = _fleet()
+    for number in range(200, 300):
+        mild = msgspec.structs.replace(xid(number, Action.NONE), severity=Severity.WARNING)
+        fleet.raise_finding("n2", mild)
+    assert audits(fleet.raise_finding("n2", xid(79)), "finding") == ["XID 79: GPU has fallen off the bus (n2)"]
+
+
 def test_what_is_counted_of_a_node_is_bounded() -> None:
     fleet = _fleet(_counting())
     for number in range(200):
