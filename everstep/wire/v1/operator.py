@@ -1,32 +1,6 @@
 """What operators ask and are told.
 
-=======  ==================================  ==================  ===========================================
-method   path                                body                answer
-=======  ==================================  ==================  ===========================================
-GET      /v1/status                                              FleetStatus
-GET      /v1/nodes                                               NodeList
-GET      /v1/nodes/{node}                                        NodeDetail
-POST     /v1/nodes/{node}/drain              Because             Changed
-POST     /v1/nodes/{node}/hold               Because             Changed
-POST     /v1/nodes/{node}/readmit            Because             Changed
-POST     /v1/nodes/{node}/evict              Because             Changed
-POST     /v1/nodes/{node}/repair             Because             Changed
-GET      /v1/jobs                                                JobList
-GET      /v1/jobs/{job}                                          JobDetail
-POST     /v1/jobs/{job}/stop                 Because             Changed
-POST     /v1/jobs/{job}/resize               Resize              Changed
-POST     /v1/breaker/reset                   Because             Changed
-GET      /v1/generations                     ?job=&limit=        GenerationList
-GET      /v1/events                          ?after=&limit=      EventList
-                                             &trace=&node=&job=
-                                             &newest=true
-GET      /v1/events/stream                   Last-Event-ID       server-sent events, data: Event
-GET      /v1/verdicts/{id}                                       Verdict
-POST     /v1/probes                          StartProbe          ProbeStatus
-GET      /v1/probes/{id}                                         ProbeStatus
-=======  ==================================  ==================  ===========================================
-
-Reading needs a viewer's or an operator's token, changing an operator's. Times are wall seconds of the controller.
+Which route takes and answers what: docs/api.md. Reading needs a viewer's or an operator's token, changing an operator's. Times are wall seconds of the controller.
 """
 
 from __future__ import annotations
