@@ -88,7 +88,7 @@ class Member:
 
     def _leader(self) -> str:
         seen = self._candidate.leader if self._candidate is not None else None
-        return seen.address if seen is not None and self._controller is None else ""
+        return seen.address if seen is not None else ""
 
     def _engine(self) -> Engine:
         return engine_of(self._url, most_idle_s=self._settings.lease_s)
@@ -139,7 +139,7 @@ class Member:
         controller = await Controller.lead(
             self._settings, self._keyring, store, loaded, self._clock, self._make_remediator, tenure
         )
-        self._controller = controller
+        self._controller, self._candidate = controller, None
         self.settled.set()
         self.on_change()
         log.info("leading: epoch %d, %d nodes, %d jobs", loaded.epoch, len(loaded.nodes), len(loaded.jobs))
