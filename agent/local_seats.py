@@ -46,14 +46,13 @@ class LauncherSeat:
         self.detail = ""
 
     def offer_now(self, wall: float, trace: str = "") -> LauncherJoined:
-        """The offer with today's date, and the generation that its ranks are in by now."""
+        """The offer with today's date, and the newest generation that its ranks are in, or were told of."""
         assert self.offer is not None
-        in_now = max((s.tick.generation for s in self.job.ranks.values() if s.tick is not None), default=0)
         return msgspec.structs.replace(
             self.offer,
             at=wall,
             trace=self.offer.trace or trace,
-            generation=max(self.offer.generation, in_now),
+            generation=max(self.offer.generation, self.job.newest),
         )
 
 

@@ -317,7 +317,7 @@ class FleetDays:
         if kind in DECIDED:
             self.decisions.append((self.now - START, f"{kind}: {sentence}"))
 
-    def _order(self, kind: ev.OperatorAction, node: str | None = None) -> None:
+    def _command(self, kind: ev.OperatorAction, node: str | None = None) -> None:
         command = ev.OperatorCommand(kind=kind, actor="on call", reason="mended", node=node, trace=self._trace())
         try:
             self._handle(command)
@@ -327,7 +327,7 @@ class FleetDays:
     def _reset(self) -> None:
         if self.state.fleet.breaker:
             self.counts["breaker resets"] += 1
-            self._order(ev.OperatorAction.RESET_BREAKER)
+            self._command(ev.OperatorAction.RESET_BREAKER)
 
     # --- nodes come --------------------------------------------------------------------------------------------------
 
@@ -383,11 +383,11 @@ class FleetDays:
             self._back(node)
         record = self.state.nodes[node.name]
         if record.needs_operator or record.state in (NodeState.REPAIR, NodeState.HELD):
-            self._order(ev.OperatorAction.READMIT, node.name)
+            self._command(ev.OperatorAction.READMIT, node.name)
             self._beat_until_well(node, node.life)
         job = self.state.jobs[JOB]
         if node.name in job.excluded or not job.launchers[node.name].able:
-            self._order(ev.OperatorAction.READMIT, node.name)
+            self._command(ev.OperatorAction.READMIT, node.name)
 
     def _remedy(self, remedy: str, name: str, kind: RemedyKind) -> None:
         """Carried out; what is broken stays so until it is repaired."""

@@ -185,6 +185,7 @@ def _begin(turn: Turn, job: JobRecord, live: JobLive, spec: GenerationSpec) -> N
         job.state, job.since = JobState.RUNNING, turn.now
     job.sentence, job.trace = spec.sentence, spec.trace
     live.pace.entered, live.resumed, live.slowest = set(), set(), None
+    live.inherited, live.first_step = False, None
     live.witnesses, live.stalls, live.pending = set(), {}, None
     patience = min(turn.policy.resume_deadline_max_s, turn.policy.resume_deadline_s * 2.0**live.resume_attempts)
     live.resume_due = turn.now + patience

@@ -24,6 +24,8 @@ from everstep.vocabulary import GenerationReason, JobState
 from everstep.wire.v1.directives import NewGeneration, StopJob
 from everstep.wire.v1.training import GenerationSpec, LauncherJoined, RankFinished, Resumed, UserError
 
+INHERITED_LOOK_S = 1.0
+"""Between looks at how far a generation is that had not resumed when this controller began."""
 RAISED_CHARS = 200
 """Of an exception's text, by which it is known again."""
 
@@ -229,11 +231,7 @@ def rank_resumed(turn: Turn, job: JobRecord, node: str, report: Resumed) -> None
 
 def _all_resumed(turn: Turn, job: JobRecord, spec: GenerationSpec, last: Resumed) -> None:
     live = turn.state.live_jobs[job.job]
-    job.resumed_at = turn.now
-    live.resume_attempts = 0
-    expect_commit(turn, job)
-    watch_pace(turn, job)
-    turn.job_changed(job.job)
+    _steps(turn, job, live)
     took = turn.now - job.opened_at
     start = f"from version {last.restored}" if last.restored else "from scratch"
     _, rank, phases = live.slowest or (0.0, last.rank, {})
@@ -252,10 +250,40 @@ def _all_resumed(turn: Turn, job: JobRecord, spec: GenerationSpec, last: Resumed
     consider_growth(turn, job)
 
 
+def _steps(turn: Turn, job: JobRecord, live: JobLive) -> None:
+    job.resumed_at = turn.now
+    live.resume_attempts = 0
+    expect_commit(turn, job)
+    watch_pace(turn, job)
+    turn.job_changed(job.job)
+
+
+def _seen_to_step(turn: Turn, job: JobRecord, live: JobLive, spec: GenerationSpec) -> bool:
+    """Whether a generation steps of which an earlier controller took acknowledgements, which are not said again.
+
+    A rank that has finished two more steps in it had the others in the second of them, so each has finished the first.
+    """
+    step = turn.stride(job.job).step
+    if step is not None and live.first_step is None:
+        live.first_step = step
+    if step is None or live.first_step is None or step < live.first_step + 2:
+        turn.wake(turn.now + INHERITED_LOOK_S, "job", job.job)
+        return False
+    _steps(turn, job, live)
+    sentence = f"all {spec.world_size} rank(s) of generation {spec.number} step: one has finished step {step}"
+    turn.audit("resumed", sentence, job=job.job, generation=spec.number, trace=spec.trace, data={"step": str(step)})
+    consider_growth(turn, job)
+    return True
+
+
 def check_resumed(turn: Turn, job: JobRecord) -> None:
     """At the deadline: whoever has not even entered the generation is left out; who is inside gets more time."""
     live, spec = turn.state.live_jobs[job.job], job.generation
-    if spec is None or job.resumed_at is not None or job.leaving is not None or turn.now < live.resume_due:
+    if spec is None or job.resumed_at is not None or job.leaving is not None:
+        return
+    if live.inherited and _seen_to_step(turn, job, live, spec):
+        return
+    if turn.now < live.resume_due:
         return
     entered = turn.entered(job.job)
     absent = {m.node for m in spec.roster if m.rank not in entered}

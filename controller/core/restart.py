@@ -92,6 +92,7 @@ def started(turn: Turn, event: ControllerStarted) -> None:
             begin_probation(turn, node, record.sentence.partition(";")[0])
     for name, job_live in state.live_jobs.items():
         job_live.resume_due = turn.now + turn.policy.resume_deadline_s
+        job_live.inherited = state.jobs[name].generation is not None and state.jobs[name].resumed_at is None
         job_live.fallback_at = turn.now + turn.policy.boundary_fallback_s
         resume_commits(turn, state.jobs[name])
         for due in (turn.now, job_live.fallback_at, job_live.resume_due):

@@ -1,14 +1,15 @@
 """A controller: the real core, transaction and outbox in a shell whose every step can be its last.
 
 It does what ``controller.loop`` and the agents' routes do: stimuli that wait together share a transaction; nobody is
-answered and nothing is pushed before it is durable; what fails to be written ends the process.
+answered and nothing is pushed before it is durable. While the database is away it decides on in memory, promises
+nothing, and writes everything when it is back.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -22,7 +23,7 @@ from controller.core.state import FleetRecord, FleetState, JobRecord, NodeRecord
 from controller.lease import Tenure
 from controller.push import Outbox, Outgoing
 from controller.steady_time import SteadyTime
-from controller.store.records import Loaded
+from controller.store.records import Batch, Loaded
 from controller.transaction import AuditNumbers, Transaction
 from everstep.errors import EverstepError, Unavailable
 from everstep.ids import Version
@@ -31,7 +32,7 @@ from everstep.wire.v1.directives import AnyDirective, Directive
 from everstep.wire.v1.session import Acknowledge
 from tests.sim import facts
 from tests.sim.agent_process import Refusing
-from tests.sim.database import LEASE_S
+from tests.sim.database import LEASE_S, Fenced
 from tests.sim.timeline import MachineClock, Timer
 from tests.sim.wires import Line
 
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 GROUP = 64
 LEASE_INTERVAL_S = 0.5
+UNSURE_S = 0.05
+RETRY_S, LONGEST_RETRY_S = 0.1, 1.0
 _BODY = msgspec.json.Decoder(AnyDirective)
 
 
@@ -112,6 +115,21 @@ class _Waiting:
         self.stimulus = stimulus
         self.promise = Promise()
         self.arrived = arrived
+
+
+class _Result(NamedTuple):
+    """What became of a stimulus."""
+
+    waiting: _Waiting
+    value: Any
+    error: EverstepError | None
+    forgettable: bool
+
+    def tell(self, away: str) -> None:
+        if self.error is not None or not away or self.forgettable:
+            self.waiting.promise.set(self.value, self.error)
+        else:
+            self.waiting.promise.set(None, Unavailable(f"the database is away: {away}"))
 
 
 class ControllerProcess:
@@ -199,6 +217,10 @@ class ControllerProcess:
         loaded = self.world.database.take_over()
         self.leading, self.epoch, self._busy = True, loaded.epoch, False
         self._number = loaded.batch
+        self._unwritten: list[Batch] = []
+        self._held_back: list[Outgoing] = []
+        self._news: ev.StoreChanged | None = None
+        self._away, self._ready = "", False
         self._tenure = Tenure(self.clock, LEASE_S)
         self.check_leading = self._tenure.check
         self.state = _restore(self.world.plan.policy, loaded)
@@ -227,11 +249,14 @@ class ControllerProcess:
         """Runs ``stimulus`` in its turn; the promise is kept once all it did is durable."""
         waiting = _Waiting(stimulus, self.world.timeline.now)
         self._queue.append(waiting)
+        self._begin_turn()
+        return waiting.promise
+
+    def _begin_turn(self) -> None:
         if not self._busy:
             self._busy = True
             life = self.life
             self.world.timeline.after(0.0002, lambda: self._do(life, self._turn))
-        return waiting.promise
 
     def _decide(self, state: FleetState, event: ev.Event, now: float) -> list[Effect]:
         effects = fleet.handle(state, event, now)
@@ -240,43 +265,112 @@ class ControllerProcess:
         return effects
 
     def _turn(self) -> None:
-        tx = Transaction(self.state, self.outbox, self._numbers, METRICS, self._boards, self._decide)
-        taken = [self._queue.popleft() for _ in range(min(GROUP, len(self._queue)))]
-        results: list[tuple[_Waiting, Any, EverstepError | None]] = []
-        for waiting in taken:
-            try:
-                results.append((waiting, waiting.stimulus(tx, self._steady.now()), None))
-            except EverstepError as error:
-                results.append((waiting, None, error))
-        self._tick(tx, taken)
-        batch = tx.batch()
-        if not batch:
-            self._durable(tx, results)
+        """Everything that waits, then the timer; and then all of it is written, or kept until it can be."""
+        if not self._leads():
+            life = self.life
+            self.world.timeline.after(UNSURE_S, lambda: self._do(life, self._turn))
             return
-        life = self.life
-        self._number += 1
-        batch.number = self._number
-        self.world.database.commit(
-            self.epoch, [batch], lambda error: self._do(life, lambda: self._written(tx, results, error))
-        )
+        tx = Transaction(self.state, self.outbox, self._numbers, METRICS, self._boards, self._decide)
+        self._tell_of_store(tx)
+        taken = [self._queue.popleft() for _ in range(min(GROUP, len(self._queue)))]
+        results = [self._apply(waiting, tx) for waiting in taken]
+        self._tick(tx, taken)
+        self._keep(tx, results)
+
+    def _leads(self) -> bool:
+        try:
+            self.check_leading()
+        except EverstepError:
+            return False
+        return True
+
+    def _apply(self, waiting: _Waiting, tx: Transaction) -> _Result:
+        tx.forgettable = False
+        try:
+            value = waiting.stimulus(tx, self.now())
+        except EverstepError as error:
+            return _Result(waiting, None, error, True)
+        return _Result(waiting, value, None, tx.forgettable)
 
     def _tick(self, tx: Transaction, taken: list[_Waiting]) -> None:
-        deadline, now = fleet.next_deadline(self.state), self._steady.now()
+        deadline, now = fleet.next_deadline(self.state), self.now()
         if deadline is None or deadline > now:
             return
         waited = max((self.world.timeline.now - waiting.arrived for waiting in taken), default=0.0)
         tx.handle(ev.Tick(lag_s=max(waited, self._late_s), trace=self.world.trace_id(self.name)), now)
 
-    def _written(self, tx: Transaction, results: list[Any], error: Exception | None) -> None:
-        if error is not None:
-            self.crash()
-            return
-        self._durable(tx, results)
+    # --- keeping (controller.keeping) --------------------------------------------------------------------------------
 
-    def _durable(self, tx: Transaction, results: list[tuple[_Waiting, Any, EverstepError | None]]) -> None:
+    def _tell_of_store(self, tx: Transaction) -> None:
+        news, self._news = self._news, None
+        if news is None:
+            return
+        tx.handle(news, self.now())
+        if not news.away:
+            held_back, self._held_back = self._held_back, []
+            tx.send_again(held_back)
+
+    def _keep(self, tx: Transaction, results: list[_Result]) -> None:
+        """While the database is away memory goes ahead of it, until a try has succeeded."""
+        batch = tx.batch()
+        unsent = tuple(dict.fromkeys(row.job for row in batch.generations))
+        if batch:
+            self._number += 1
+            batch.number = self._number
+            self._unwritten.append(batch)
+        if not self._unwritten or (self._away and not self._ready):
+            self._finish(tx, results, durable=not self._unwritten)
+            return
+        life = self.life
+        self.world.database.commit(
+            self.epoch,
+            list(self._unwritten),
+            lambda error: self._do(life, lambda: self._written(tx, results, unsent, error)),
+        )
+
+    def _written(
+        self, tx: Transaction, results: list[_Result], unsent: tuple[str, ...], error: Exception | None
+    ) -> None:
+        if isinstance(error, Fenced):
+            self.crash()
+        elif error is None:
+            self._unwritten.clear()
+            if self._away:
+                self._away, self._ready = "", False
+                self._news = ev.StoreChanged(away=False, trace=self.world.trace_id(self.name))
+            self._finish(tx, results, durable=True)
+        else:
+            first, self._away, self._ready = not self._away, str(error), False
+            if first:
+                self._held_back += tx.outgoing
+                tx.outgoing = []
+                self._news = ev.StoreChanged(
+                    away=True, reason=self._away, unsent=unsent, trace=self.world.trace_id(self.name)
+                )
+            self._try_again_later(self.life, RETRY_S)
+            self._finish(tx, results, durable=False)
+
+    def _try_again_later(self, life: int, wait_s: float) -> None:
+        def answered(error: Exception | None) -> None:
+            if isinstance(error, Fenced):
+                self.crash()
+            elif error is None:
+                self._ready = True
+                self._begin_turn()
+            else:
+                self._try_again_later(life, min(2 * wait_s, LONGEST_RETRY_S))
+
+        def attempt() -> None:
+            waiting = list(self._unwritten)
+            self.world.database.commit(self.epoch, waiting, lambda error: self._do(life, lambda: answered(error)))
+
+        self.world.timeline.after(wait_s, lambda: self._do(life, attempt))
+
+    def _finish(self, tx: Transaction, results: list[_Result], *, durable: bool) -> None:
+        """Answers and pushes. What an absent database does not let us promise is refused."""
         self._busy = False
-        for waiting, result, error in results:
-            waiting.promise.set(result, error)
+        for result in results:
+            result.tell("" if durable else self._away or "it does not answer")
         self.outbox.deliver(tx.outgoing)
         self._go_on()
 
@@ -286,9 +380,8 @@ class ControllerProcess:
         """The next turn: at once where somebody waits, else at the core's next deadline."""
         self._cancel_timer()
         life = self.life
-        if self._queue:
-            self._busy = True
-            self.world.timeline.after(0.0, lambda: self._do(life, self._turn))
+        if self._queue or self._news is not None or self._ready:
+            self._begin_turn()
             return
         deadline = fleet.next_deadline(self.state)
         if deadline is None:
@@ -327,7 +420,7 @@ class ControllerProcess:
             return
         session.attached = False
         self.outbox.detach(session.node, session)
-        if not self.outbox.waiting(session.node):
+        if not self.outbox.has_receiver(session.node):
             self._desk.disconnected(session.node, session.incarnation)
 
     def received(self, line: Line, frame: Any) -> None:

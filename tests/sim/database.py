@@ -71,7 +71,7 @@ class Database:
             nodes=dict(self._nodes),
             jobs=dict(self._jobs),
             outbox=[
-                OutboxRow(node=node, seq=seq, body=rows[seq])
+                OutboxRow(node=node, seq=seq, body=self._text(rows[seq]))
                 for node, rows in sorted(self._outbox.items())
                 for seq in sorted(rows)
             ],
@@ -81,6 +81,13 @@ class Database:
             newest_at=self._newest_at,
             versions=[self._versions[key] for key in sorted(self._versions)],
         )
+
+    def _text(self, body: str) -> str:
+        """A directive's body; a generation's stands in its own table."""
+        if not body.startswith("@"):
+            return body
+        job, _, number = body[1:].partition("/")
+        return f'{{"type":"NewGeneration","spec":{self.generations[job, int(number)].doc}}}'
 
     # --- writing -----------------------------------------------------------------------------------------------------
 

@@ -52,13 +52,14 @@ class Progress:
     def __init__(self) -> None:
         self.generation = self.rank = self.step = self.finished_here = self.collectives = 0
         self.step_s = 0.0
+        self.busy_s: float | None = None
         self.loss = self._Loss()
 
     def enter(self, generation: int, rank: int) -> None:
         self.generation, self.rank, self.finished_here = generation, rank, 0
 
-    def finish(self, step: int, step_s: float) -> None:
-        self.step, self.step_s = step, step_s
+    def finish(self, step: int, step_s: float, busy_s: float) -> None:
+        self.step, self.step_s, self.busy_s = step, step_s, busy_s
         self.finished_here += 1
         self.collectives += 1
 
@@ -349,7 +350,7 @@ class RankProcess:
             return
         self._seal_now()  # the optimizer waits for the copy
         self.state = group.next_state(self)
-        self.progress.finish(step, step_s)
+        self.progress.finish(step, step_s, self.job.step_s * self.machine.slowness)
         self.world.see(
             facts.Stepped(
                 self.life, self.machine.name, self.job.name, self._spec.number, self._member.rank, step, self.state

@@ -6,14 +6,20 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from controller.core.events import AgentRegistered, ReportArrived
-from everstep.wire.v1.directives import NewGeneration, VersionNotice
+from controller.core.generations import EPOCH_SPAN
+from everstep.wire.v1.directives import AnyDirective, KillRank, NewGeneration, RunProbe, StopJob, VersionNotice
 from tests.sim import facts
 from tests.sim.facts import Violation
 
 
 class Durability:
-    """Reports by their numbers, directives by theirs."""
+    """Reports by their numbers, directives by theirs.
+
+    While the database is away generations are told that are not written, under numbers that no other controller gives.
+    """
 
     name = "durability"
 
@@ -21,7 +27,9 @@ class Durability:
         self._marks: dict[tuple[str, int], int] = {}
         self._lives: dict[str, int] = {}
         self._told: dict[str, dict[int, int]] = defaultdict(dict)
-        self._written: dict[str, set[int]] = defaultdict(set)
+        self._written: dict[str, dict[int, str]] = defaultdict(dict)
+        self._heard: dict[str, set[str]] = defaultdict(set)
+        self._forgot: dict[tuple[str, str], int] = {}
         self._generations: set[tuple[str, int]] = set()
 
     def watches(self) -> dict[type, Callable[[Any], None]]:
@@ -34,6 +42,13 @@ class Durability:
         }
 
     def complaint(self) -> str:
+        """Directives whose rows went although their nodes never had them, in this life of theirs."""
+        for (node, name), seq in self._forgot.items():
+            if name.startswith("@"):
+                job, _, number = name[1:].partition("/")
+                if any(other == job and newer > int(number) for other, newer in self._generations):
+                    continue  # nobody could enter it any more
+            return f"directive {seq} for {node} ({name}) is forgotten, and {node} never had it"
         return ""
 
     # --- reports -----------------------------------------------------------------------------------------------------
@@ -57,7 +72,10 @@ class Durability:
             if event.number <= written:
                 raise Violation(self.name, f"report {event.number} of {event.node} is taken twice")
         elif isinstance(event, AgentRegistered):
-            self._lives[event.register.node] = event.register.incarnation
+            node, life = event.register.node, event.register.incarnation
+            if life != self._lives.get(node):
+                self._forgot = {key: seq for key, seq in self._forgot.items() if key[0] != node}
+            self._lives[node] = life
 
     # --- directives --------------------------------------------------------------------------------------------------
 
@@ -67,22 +85,48 @@ class Durability:
         for row in fact.batch.generations:
             self._generations.add((row.job, row.number))
         for row in fact.batch.outbox:
-            self._written[row.node].add(row.seq)
+            self._written[row.node][row.seq] = row.body
         for node, through in fact.batch.pruned.items():
             self._forgotten(node, through)
 
     def _forgotten(self, node: str, through: int) -> None:
-        """A directive's row goes when its node has it, or began a new life since."""
+        """A directive's row goes when its node has it, under this number or a later one, or began a new life since."""
         told = self._told[node]
         for seq in [seq for seq in self._written[node] if seq <= through]:
-            self._written[node].discard(seq)
-            if seq not in told and told and max(told.values()) >= self._lives.get(node, 0) and seq > min(told):
-                raise Violation(self.name, f"directive {seq} for {node} is forgotten, and {node} never had it")
+            body = self._written[node].pop(seq)
+            this_life = bool(told) and max(told.values()) >= self._lives.get(node, 0) and seq > min(told)
+            if seq not in told and this_life and _name(body) not in self._heard[node]:
+                self._forgot[node, _name(body)] = seq
 
     def _delivered(self, fact: facts.Delivered) -> None:
         self._told[fact.node][fact.seq] = fact.life
         body = fact.body
+        self._heard[fact.node].add(_name_of(body))
+        self._forgot.pop((fact.node, _name_of(body)), None)
         if isinstance(body, VersionNotice):
             return
-        if isinstance(body, NewGeneration) and (body.spec.job, body.spec.number) not in self._generations:
+        written = not isinstance(body, NewGeneration) or (body.spec.job, body.spec.number) in self._generations
+        if not written and body.spec.number < EPOCH_SPAN:
             raise Violation(self.name, f"{fact.node} hears of generation {body.spec.number}, which is not written")
+
+
+def _name(stored: str) -> str:
+    """What a directive is about, by what is stored of it."""
+    if stored.startswith("@"):
+        return stored
+    body: AnyDirective = msgspec.json.decode(stored, type=AnyDirective)
+    return _name_of(body)
+
+
+def _name_of(body: AnyDirective) -> str:
+    match body:
+        case NewGeneration(spec=spec):
+            return f"@{spec.job}/{spec.number}"
+        case KillRank():
+            return f"kill {body.job} {body.generation} {body.rank}"
+        case StopJob():
+            return f"stop {body.job}"
+        case RunProbe():
+            return f"probe {body.probe}"
+        case _:
+            return "versions"

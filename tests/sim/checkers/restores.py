@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from controller.core.effects import PutGeneration, PutVersion
+from controller.core.effects import PutGeneration
 from everstep.ids import Version
 from tests.sim import facts
 from tests.sim.facts import Violation
@@ -25,7 +25,8 @@ class Restores:
         self._verified: dict[str, Version] = {}
         self._holders: dict[tuple[str, int], set[str]] = {}
         self._expected: dict[tuple[str, int], Version | None] = {}
-        self._harmed: dict[tuple[str, Version], set[str]] = {}
+        self._finished_at: dict[tuple[str, Version], float] = {}
+        self._harm: list[tuple[float, str]] = []
         self._spread: dict[str, frozenset[str]] = {}
 
     def watches(self) -> dict[type, Callable[[Any], None]]:
@@ -36,6 +37,7 @@ class Restores:
             facts.Unrestorable: self._unrestorable,
             facts.MemoryLost: self._memory_lost,
             facts.FaultBegan: self._fault,
+            facts.Stepped: self._step,
         }
 
     def complaint(self) -> str:
@@ -52,8 +54,6 @@ class Restores:
 
     def _handled(self, fact: facts.Handled) -> None:
         for effect in fact.effects:
-            if isinstance(effect, PutVersion):
-                self._harmed[effect.doc.job, effect.doc.version] = set()
             if isinstance(effect, PutGeneration):
                 spec = effect.spec
                 self._expected[spec.job, spec.number] = self._committed.get(spec.job)
@@ -86,14 +86,19 @@ class Restores:
 
     # --- what cannot be restored -------------------------------------------------------------------------------------
 
+    def _step(self, fact: facts.Stepped) -> None:
+        assert self.world is not None
+        version = Version(fact.generation, fact.step)
+        self._finished_at.setdefault((fact.job, version), self.world.timeline.now)
+
     def _memory_lost(self, fact: facts.MemoryLost) -> None:
-        for harmed in self._harmed.values():
-            harmed.add(fact.node)
+        assert self.world is not None
+        self._harm.append((self.world.timeline.now, fact.node))
 
     def _fault(self, fact: facts.FaultBegan) -> None:
+        assert self.world is not None
         if fact.kind == "rot_slots":
-            for harmed in self._harmed.values():
-                harmed.add(fact.node)
+            self._harm.append((self.world.timeline.now, fact.node))
 
     def _unrestorable(self, fact: facts.Unrestorable) -> None:
         """Only when as many machines as there are copies are gone, out of reach, or not to be believed."""
@@ -104,7 +109,8 @@ class Restores:
             return
         holders = self._holders.get((spec.job, floor.generation), set())
         chair = spec.roster[0].node
-        lost = set(self._harmed.get((spec.job, floor), set()))
+        since = self._finished_at.get((spec.job, floor), 0.0)
+        lost = {node for at, node in self._harm if at >= since}
         asked = {holder.node for holder in spec.holders}
         for node in holders:
             machine = self.world.machines[node]

@@ -589,6 +589,13 @@ def test_offers_of_live_launchers_are_made_again_with_the_generation_of_their_ra
     assert [(o.launcher, o.generation) for o in node.jobs.offers()] == [(5, 4)]
 
 
+def test_an_offer_tells_of_the_newest_generation_that_the_ranks_were_told_of(node: Node) -> None:
+    node.launcher(incarnation=5)
+    node.tick(node.rank(0), 4, 0)
+    node.push(NewGeneration(spec=generation(1_000_001)))
+    assert [offer.generation for offer in node.jobs.offers()] == [1_000_001]
+
+
 def test_a_launcher_that_connects_anew_does_not_leave(node: Node) -> None:
     first = node.launcher(incarnation=5)
     node.launcher(incarnation=5)
