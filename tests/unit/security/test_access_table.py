@@ -63,7 +63,7 @@ def asked(route: Route) -> str:
     path = re.sub(r"\{(\w+)\}", lambda found: names.get(found[1], "x"), route.path)
     if route.access is Access.JOB and "{job}" not in route.path:
         return path + "?job=j"
-    return path + ("?incarnation=1&wait_s=0" if "incarnation" in route.query else "")
+    return path
 
 
 @pytest.mark.parametrize("who", BEARERS)

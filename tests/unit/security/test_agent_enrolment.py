@@ -21,6 +21,7 @@ from everstep.system_clock import SYSTEM_CLOCK
 from everstep.tokens import hash_secret, split_stored
 from everstep.wire.v1 import enrolment as wire
 from everstep.wire.v1 import operator as op
+from everstep.wire.v1.agent import Heartbeat
 from tests.support.controllers import ControllerProcess, controller_process
 
 DEADLINE_S = 30.0
@@ -62,9 +63,9 @@ def token(settings: AgentSettings) -> str:
 
 
 def is_good(process: ControllerProcess, settings: AgentSettings) -> bool:
-    path = f"/v1/agents/{settings.node}/directives?incarnation=1"
-    status, _ = process.ask("GET", path, headers={"Authorization": f"Bearer {token(settings)}"})
-    return status != 401
+    path, beat = f"/v1/agents/{settings.node}/heartbeat", Heartbeat(incarnation=1, seq=1, sent_at=0.0)
+    status, _ = process.ask("POST", path, beat, headers={"Authorization": f"Bearer {token(settings)}"})
+    return status in (200, 404, 409)
 
 
 def test_the_token_is_written_for_the_agent_alone_and_nothing_else_is_left(
