@@ -12,6 +12,8 @@ from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.training import GenerationSpec, Member
 
 ENDED = (JobState.FINISHED, JobState.FAILED)
+Rosters = dict[str, list[str]]
+"""By job the roster it would get now."""
 
 
 # --- rosters -----------------------------------------------------------------------------------------------------
@@ -142,8 +144,9 @@ def owner_of(state: FleetState, job: JobRecord, node: str) -> JobRecord | None:
     return None
 
 
-def promised(state: FleetState, job: JobRecord) -> dict[str, JobRecord]:
+def promised(state: FleetState, job: JobRecord, worked_out: Rosters | None = None) -> dict[str, JobRecord]:
     """Free nodes that jobs of a higher priority take next: those with which such a job runs, or grows."""
+    worked_out = {} if worked_out is None else worked_out
     rivals: dict[str, None] = {}
     for node in job.launchers:
         live = state.live_nodes.get(node)
@@ -154,21 +157,25 @@ def promised(state: FleetState, job: JobRecord) -> dict[str, JobRecord]:
         rival = state.jobs[name]
         if rival.spec.priority <= job.spec.priority or rival.state in ENDED:
             continue
-        seats = next_seats(state, rival)
+        if name not in worked_out:
+            worked_out[name] = next_seats(state, rival, worked_out=worked_out)
+        seats = worked_out[name]
         if len(seats) >= least_nodes(rival):
             keeps = rival.state is JobState.RUNNING
             found |= {node: rival for node in seats if not (keeps and is_seated(rival, node))}
     return found
 
 
-def able_nodes(state: FleetState, job: JobRecord, without: Collection[str] = ()) -> list[str]:
+def able_nodes(
+    state: FleetState, job: JobRecord, without: Collection[str] = (), worked_out: Rosters | None = None
+) -> list[str]:
     """Every node that may be in the job's next roster, in the order in which a free seat is given to them.
 
     Those of the roster come first, a suspect one last. Of spares, the clean go before repeat
     offenders, and who joined first before who came later.
     """
     seated = job.generation.seated if job.generation is not None else frozenset()
-    gone = promised(state, job)
+    gone = promised(state, job, worked_out)
     stay: list[str] = []
     others: list[str] = []
     doubted: list[str] = []
@@ -195,13 +202,17 @@ def spares(state: FleetState, job: JobRecord) -> list[str]:
     return [node for node in able_nodes(state, job) if node not in seated]
 
 
-def next_seats(state: FleetState, job: JobRecord, without: Collection[str] = ()) -> list[str]:
+def next_seats(
+    state: FleetState, job: JobRecord, without: Collection[str] = (), worked_out: Rosters | None = None
+) -> list[str]:
     """The roster the job would get now, leaving out ``without``; whole blocks.
 
     Nodes that were replaced as stragglers are left out too, unless the job would fall below its minimum: one slow node
     costs all others its delay, one that is missing costs only its own share.
+
+    ``worked_out``: what was found for jobs of higher priority on the way here, so that each is asked once.
     """
-    able = able_nodes(state, job, without)
+    able = able_nodes(state, job, without, worked_out)
     swift = [node for node in able if node not in job.slow]
     seats = seats_among(state, job, swift)
     if len(seats) < least_nodes(job) and len(swift) < len(able):

@@ -108,6 +108,18 @@ def test_an_old_offence_weighs_less_than_a_late_one() -> None:
     assert next_seats(fleet.state, fleet.job(), {"n1"}) == ["n4", "n2"]
 
 
+def test_a_node_that_many_jobs_want_goes_down_the_line_of_priorities() -> None:
+    """Each job is asked once: twenty in a line would otherwise be asked a million times."""
+    fleet = _fleet(21)
+    for number in range(20):
+        _start(fleet, f"job{number}", f"n{number + 1}", "n21", min_nodes=1, max_nodes=2, priority=number)
+    assert [job for job in fleet.state.jobs if "n21" in next_seats(fleet.state, fleet.job(job))] == ["job0"]
+    fleet.leave("n21", job="job0")
+    assert _why(fleet, "job18", "n21") == "job job19 comes first (priority 19 over 18)"
+    fleet.advance(1.2, *fleet.state.nodes)
+    assert "n21" in fleet.seats("job19")
+
+
 # --- taking ------------------------------------------------------------------------------------------------------
 
 
