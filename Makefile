@@ -43,6 +43,7 @@ bench: $(STAMP) ## every bench in its quick size
 	$(BIN)/python -m bench.controller_latency --quick
 	$(BIN)/python -m bench.failover --quick
 	$(BIN)/python -m bench.recovery --quick --no-peers
+	$(BIN)/python -m bench.fleet_load --quick
 
 .PHONY: secrets
 secrets: $(STAMP) ## write the compose fleet's secrets to deploy/secrets

@@ -1,7 +1,7 @@
 """A fleet's load on one controller process, over real sockets: what it costs, who is made to wait, what gets lost.
 
-    python -m bench.fleet_load --nodes 12500 --seconds 30 [--interval 1] [--database URL] [--fail K] [--storm]
-        [--loss P --jitter S --pause S] [--curve FILE.png] [--quick] [--json FILE]
+    python -m bench.fleet_load --nodes 12500 --seconds 30 [--interval 1] [--database URL] [--rounds N] [--fail K]
+        [--storm] [--loss P --jitter S --pause S] [--curve FILE.png] [--quick] [--json FILE]
 
 Every agent is a session of its own with real messages: a registration with eight GPUs, a picture, heartbeats with the
 progress of eight ranks; every 1,250 nodes run a job of 10,000 ranks, whose launchers joined and whose ranks stepped.
@@ -71,7 +71,7 @@ def load(options: argparse.Namespace) -> list[Row]:
         console.log(f"{options.seconds:g} s of beats")
         rows = trials.steady(fleet, options.seconds, options.interval)
         console.log("ranks are lost")
-        rows += trials.one_failure(fleet, 3 if options.quick else 10)
+        rows += trials.one_failure(fleet, options.rounds)
         if options.nodes > GIANT_NODES:
             rows += trials.lateness(fleet, follower, options.seconds, options.interval)
         if options.storm:
@@ -122,6 +122,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=30.0, help="of undisturbed beats (default 30)")
     parser.add_argument("--interval", type=float, default=1.0, help="seconds between a node's beats")
     parser.add_argument("--database", default="", help="default: an SQLite file in a temporary directory")
+    parser.add_argument("--rounds", type=int, default=20, help="ranks that are lost, one after the other")
     parser.add_argument("--fail", type=int, default=0, metavar="K", help="nodes that fail at once, at the end")
     parser.add_argument("--storm", action="store_true", help="XIDs at 200/s from one node, at 20/s from a hundred")
     parser.add_argument("--storm-seconds", type=float, default=60.0)
@@ -133,7 +134,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.quick:
         options.nodes, options.fail = min(options.nodes, FAILING_NODES), options.fail or FAILING
-        options.seconds = min(options.seconds, 5.0)
+        options.seconds, options.rounds = min(options.seconds, 5.0), 5
         options.storm_seconds, options.chaos_seconds = 5.0, 10.0
     return options
 

@@ -229,7 +229,7 @@ class Controller:
         return self._tenure is None or self._tenure.certain()
 
     def release(self) -> None:
-        """Ends long polls and streams, so that the server can stop."""
+        """Ends sessions and streams, so that the server can stop."""
         self.outbox.close()
         self.feed.close()
 

@@ -82,7 +82,7 @@ class Member:
             await self._term()
 
     def release(self) -> None:
-        """Ends long polls and streams, so that the server can stop."""
+        """Ends sessions and streams, so that the server can stop."""
         if self._controller is not None:
             self._controller.release()
 

@@ -70,7 +70,7 @@ class ReportArrived(EventBase, frozen=True, kw_only=True, tag=True):
 
 
 class NodeDisconnected(EventBase, frozen=True, kw_only=True, tag=True):
-    """The node's long poll ended without our doing. Not yet a loss: agents restart, networks blink."""
+    """The node's session ended without our doing. Not yet a loss: agents restart, networks blink."""
 
     node: NodeId
     incarnation: Incarnation

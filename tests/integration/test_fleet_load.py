@@ -1,0 +1,28 @@
+"""The load bench on a small fleet: real sessions, and what it counts adds up. Times are the bench's own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(150)
+def test_a_small_fleet_registers_trains_fails_and_storms_with_nothing_lost(tmp_path: Path) -> None:
+    written = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "bench.fleet_load", "--nodes", "300", "--seconds", "2", "--rounds", "2"]
+    command += ["--storm", "--storm-seconds", "2", "--fail", "100", "--json", str(written)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=140)
+    assert written.exists(), run.stdout + run.stderr
+    rows = {row["name"]: row["value"] for row in json.loads(written.read_text())["rows"]}
+    assert "refused" not in run.stderr
+    assert 0 < rows["ingest latency, median"] <= rows["ingest latency, 99th percentile"]
+    assert rows["rank lost, to the push at all 300 nodes of its job, median of 2"] > 0
+    assert [value for name, value in rows.items() if ": lost of " in name] == [0, 0]
+    assert rows["100 of 300 nodes failing at once: decided, all"] is not None
+    assert rows["resident memory"] > 0
