@@ -82,11 +82,15 @@ class _Shares:
         touched = dict.fromkeys(node for other in (without or self._gone) for node in self._kept_for.get(other, ()))
         if without:
             touched |= dict.fromkeys(node for node in self._gone if node in self._homes)
-        return [node for node in touched if node in gone and self._is_lost(node, gone)]
+        others = len(gone & self._homes.keys()) - 1
+        return [node for node in touched if node in gone and self._is_lost(node, gone, others)]
 
-    def _is_lost(self, node: str, gone: Collection[str]) -> bool:
-        """Of a node that is gone. What others hold alike is on ``replicas`` nodes, and nobody here knows which part is
-        on which of them: so many of them gone may be the end of one."""
+    def _is_lost(self, node: str, gone: set[str], others_gone: int) -> bool:
+        """Of a node that is gone, as ``others_gone`` of those that stored shares are.
+
+        What others hold alike is on ``replicas`` nodes, and nobody here knows which part is on which of them: so many
+        of them gone may be the end of one.
+        """
         share = self._homes[node]
         if self._replicas == 1 or len(self._homes) == 1:
             return True
@@ -95,7 +99,7 @@ class _Shares:
         if share.copies or share.alike:
             others, away = len(share.alike), sum(1 for other in share.alike if other in gone)
         else:
-            others, away = len(self._homes) - 1, sum(1 for other in gone if other in self._homes) - 1
+            others, away = len(self._homes) - 1, others_gone
         return others > 0 and away >= min(self._replicas - 1, others)
 
     def ranks(self, lost: Sequence[str]) -> tuple[int, ...]:
