@@ -15,6 +15,7 @@ import msgspec
 
 from controller.api.descriptors import Descriptors
 from controller.api.desk import AgentDesk
+from controller.api.session import Session
 from controller.boards import Boards
 from controller.core import events as ev
 from controller.core import fleet
@@ -27,13 +28,10 @@ from controller.store.records import Batch, Loaded
 from controller.transaction import AuditNumbers, Transaction
 from everstep.errors import EverstepError, Unavailable
 from everstep.ids import Version
-from everstep.wire.v1.agent import Heartbeat, HeartbeatAnswer, Register, Reports, ReportsAnswer
-from everstep.wire.v1.directives import AnyDirective, Directive
-from everstep.wire.v1.session import Acknowledge
+from everstep.tokens import Identity, TokenRole
 from tests.sim import facts
-from tests.sim.agent_process import Refusing
 from tests.sim.database import LEASE_S, Fenced
-from tests.sim.timeline import MachineClock, Timer
+from tests.sim.timeline import MachineClock, Timeline, Timer
 from tests.sim.wires import Line
 
 if TYPE_CHECKING:
@@ -43,7 +41,6 @@ GROUP = 64
 LEASE_INTERVAL_S = 0.5
 UNSURE_S = 0.05
 RETRY_S, LONGEST_RETRY_S = 0.1, 1.0
-_BODY = msgspec.json.Decoder(AnyDirective)
 
 
 class _NoMetrics:
@@ -87,22 +84,43 @@ class Promise:
         return False
 
 
-class _Session:
-    """The controller's end of a node's connection (``controller.push.Receiver``)."""
+class _Gate:
+    """Every agent that connects is admitted: who may speak for whom is proved elsewhere (tests/unit/security)."""
 
-    def __init__(self, line: Line) -> None:
-        self.line = line
-        self.node = line.names[0]
-        self.incarnation = 0
-        self.attached = False
+    def again(self, identity: Identity) -> None: ...
 
-    def push(self, directives: Sequence[Outgoing]) -> None:
-        if directives:
-            self.line.send(1, tuple(Directive(seq=one.seq, body=_BODY.decode(one.body.json)) for one in directives))
 
-    def dismiss(self) -> None:
-        self.attached = False
-        self.line.close(1)
+class _Wire:
+    """The controller's end of a line, as asyncio's transport; behind it the real session."""
+
+    def __init__(self, line: Line, timeline: Timeline) -> None:
+        self._line = line
+        self._timeline = timeline
+        self.session: Session | None = None
+
+    def write(self, data: bytes) -> None:
+        self._line.send(1, data)
+
+    def writelines(self, parts: Sequence[bytes]) -> None:
+        self._line.send(1, b"".join(parts))
+
+    def close(self) -> None:
+        self._line.close(1)
+        self._timeline.after(0.0, self.lost)
+
+    abort = close
+
+    def lost(self) -> None:
+        """The connection has ended, from whichever side."""
+        session, self.session = self.session, None
+        if session is not None:
+            session.connection_lost(None)
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def pause_reading(self) -> None: ...
+    def resume_reading(self) -> None: ...
 
 
 Stimulus = Callable[[Transaction, float], Any]
@@ -146,7 +164,7 @@ class ControllerProcess:
         self.life = 0
         self.state: FleetState
         self._steady: SteadyTime
-        self._sessions: dict[Line, _Session] = {}
+        self._sessions: dict[Line, _Wire] = {}
         self._queue: deque[_Waiting] = deque()
         self._timer: Timer | None = None
         self._busy = False
@@ -170,6 +188,8 @@ class ControllerProcess:
         self._cancel_timer()
         for line in list(self._sessions):
             line.close(1)
+        for wire in self._sessions.values():
+            wire.session = None
         self._sessions.clear()
         if restart:
             self.world.timeline.after(0.3 + 1.5 * self.world.rng.random(), self.start)
@@ -408,87 +428,28 @@ class ControllerProcess:
         """A node connects; None while this is not the leader."""
         if not self.alive or not self.leading:
             return None
-        self._sessions[line] = _Session(line)
+        wire: Any = _Wire(line, self.world.timeline)
+        identity = Identity(role=TokenRole.AGENT, subject=line.names[0])
+        gate: Any = _Gate()
+        wire.session = Session(self._desk, gate, identity, wire, lambda _session: None)
+        self._sessions[line] = wire
         return self
 
     def closed(self, line: Line) -> None:
         self._do(self.life, lambda: self._closed(line))
 
     def _closed(self, line: Line) -> None:
-        session = self._sessions.pop(line, None)
-        if session is None or not session.attached or not self.leading:
-            return
-        session.attached = False
-        self.outbox.detach(session.node, session)
-        if not self.outbox.has_receiver(session.node):
-            self._desk.disconnected(session.node, session.incarnation)
+        wire = self._sessions.pop(line, None)
+        if wire is not None:
+            wire.lost()
 
-    def received(self, line: Line, frame: Any) -> None:
+    def received(self, line: Line, frame: bytes) -> None:
         self._do(self.life, lambda: self._received(line, frame))
 
-    def _received(self, line: Line, frame: Any) -> None:
-        session = self._sessions.get(line)
-        if session is None or line.over or not self.leading:
-            return
-        try:
-            match frame:
-                case Register():
-                    self._register(session, frame)
-                case Heartbeat():
-                    self._heartbeat(session, frame)
-                case Reports():
-                    self._reports(session, frame)
-                case Acknowledge():
-                    self._acknowledge(session, frame)
-        except EverstepError as error:
-            line.send(1, Refusing(type(frame), error))
-
-    def _register(self, session: _Session, frame: Register) -> None:
-        def answer(done: Any) -> None:
-            if self._refused(session, Register, done):
-                return
-            session.line.send(1, done.result())
-            if not session.attached:
-                session.push(self._attach(session, frame.incarnation))
-
-        self._desk.register(session.node, frame).add_done_callback(answer)
-
-    def _attach(self, session: _Session, incarnation: int) -> tuple[Outgoing, ...]:
-        if session.line.over:
-            return ()
-        session.incarnation, session.attached = incarnation, True
-        return self.outbox.attach(session.node, session)
-
-    def _refused(self, session: _Session, of: type, done: Any) -> bool:
-        error = done.exception()
-        if error is not None:
-            session.line.send(1, Refusing(of, error))
-        return error is not None
-
-    def _heartbeat(self, session: _Session, beat: Heartbeat) -> None:
-        def answer(resend: bool) -> None:
-            session.line.send(1, HeartbeatAnswer(server_at=self.clock.wall(), resend=resend))
-            if not session.attached:
-                session.push(self._attach(session, beat.incarnation))
-
-        outcome = self._desk.beat(session.node, beat)
-        if isinstance(outcome, bool):
-            answer(outcome)
-            return
-        outcome.add_done_callback(
-            lambda done: None if self._refused(session, Heartbeat, done) else answer(done.result())
-        )
-
-    def _reports(self, session: _Session, reports: Reports) -> None:
-        def answer(done: Any) -> None:
-            if not self._refused(session, Reports, done):
-                session.line.send(1, ReportsAnswer(through=done.result()))
-
-        self._desk.reports(session.node, reports).add_done_callback(answer)
-
-    def _acknowledge(self, session: _Session, frame: Acknowledge) -> None:
-        if session.attached:
-            self.outbox.acknowledge(session.node, frame.through)
+    def _received(self, line: Line, frame: bytes) -> None:
+        wire = self._sessions.get(line)
+        if wire is not None and wire.session is not None and not line.over:
+            wire.session.data_received(frame)
 
     # --- operators ---------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ class Evidence:
     name = "evidence"
 
     def __init__(self) -> None:
+        self._epoch = 0
         self._told: dict[str, set[str]] = defaultdict(set)
         self._lied: set[str] = set()
         self._states: dict[str, NodeState] = {}
@@ -67,9 +68,12 @@ class Evidence:
             self._stored[node] = msgspec.json.decode(doc, type=_NodeDoc)
 
     def _took_over(self, fact: facts.TookOver) -> None:
+        self._epoch = fact.epoch
         self._states = {node: doc.state for node, doc in self._stored.items()}
 
     def _handled(self, fact: facts.Handled) -> None:
+        if fact.epoch != self._epoch:
+            return  # decided by one whose time is over: nothing of it can be written
         self._note_findings(fact)
         for effect in fact.effects:
             if isinstance(effect, PutNode) and effect.doc.state is NodeState.PROBATION:

@@ -21,6 +21,7 @@ class Fencing:
     name = "fencing"
 
     def __init__(self) -> None:
+        self._epoch = 0
         self._entered: dict[int, int] = {}
         self._at: dict[int, tuple[int, int]] = {}
         self._stepped: dict[tuple[str, Version], set[int]] = defaultdict(set)
@@ -58,6 +59,7 @@ class Fencing:
         self._stepped[fact.job, Version(fact.generation, fact.step)].add(fact.rank)
 
     def _took_over(self, fact: facts.TookOver) -> None:
+        self._epoch = fact.epoch
         self._kept.clear()
         self._specs = dict(self._stored)
 
@@ -66,6 +68,8 @@ class Fencing:
             self._stored[row.job] = self._decided[row.job, row.number]
 
     def _handled(self, fact: facts.Handled) -> None:
+        if fact.epoch != self._epoch:
+            return  # decided by one whose time is over: nothing of it can be written
         event = fact.event
         if isinstance(event, ReportArrived) and isinstance(event.body, Sealed) and event.body.kept and event.body.safe:
             self._kept[event.body.job, event.body.version].add(event.body.rank)

@@ -28,6 +28,7 @@ class Suspicion:
     name = "suspicion"
 
     def __init__(self) -> None:
+        self._epoch = 0
         self._states: dict[str, NodeState] = {}
         self._stored: dict[str, str] = {}
         self._seats: dict[str, set[str]] = {}
@@ -44,6 +45,7 @@ class Suspicion:
         self._stored_jobs |= fact.batch.jobs
 
     def _took_over(self, fact: facts.TookOver) -> None:
+        self._epoch = fact.epoch
         self._states = {n: msgspec.json.decode(doc, type=_NodeDoc).state for n, doc in self._stored.items()}
         self._seats = {}
         for name, doc in self._stored_jobs.items():
@@ -51,6 +53,8 @@ class Suspicion:
             self._seats[name] = {member.node for member in spec.roster} if spec is not None else set()
 
     def _handled(self, fact: facts.Handled) -> None:
+        if fact.epoch != self._epoch:
+            return  # decided by one whose time is over: nothing of it can be written
         for effect in fact.effects:
             if isinstance(effect, PutNode):
                 self._states[effect.node] = effect.doc.state
