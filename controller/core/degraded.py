@@ -40,7 +40,7 @@ def store_changed(turn: Turn, event: StoreChanged) -> None:
         for job in event.unsent:
             _decide_again(turn, job)
     elif state.store_away:
-        turn.audit("store.back", f"the database is back ({state.store_away})")
+        turn.audit("store.back", f"the database is back (it was away: {state.store_away})")
         state.store_away = ""
         look_again(turn)
         turn.freed[STORE] = None

@@ -14,6 +14,9 @@ from controller.core.wording import named
 from everstep.vocabulary import Decision, Finding, FindingKind, GenerationReason, JobState, Severity
 from everstep.wire.v1.training import CollectiveFailed, GenerationSpec, LauncherLeft, RankLost
 
+UNHEARD = "has not been heard since this controller began"
+CLOSED = "closed its connection"
+
 
 def running_spec(job: JobRecord) -> GenerationSpec | None:
     """The generation whose ranks compute: the one before an announced boundary, else the current one."""
@@ -165,9 +168,9 @@ def doubtful(turn: Turn, node: str) -> str:
     """Why a node may be taken for lost once its job has a witness; empty for one that answers."""
     state = turn.state
     if node in state.unmet:
-        return "has not been heard since this controller began" if turn.now >= state.reunion_at else ""
+        return UNHEARD if turn.now >= state.reunion_at else ""
     if state.live_nodes[node].gone_at is not None:
-        return "closed its connection"
+        return CLOSED
     return "is silent" if node in state.silent else ""
 
 
@@ -182,12 +185,27 @@ def lose_doubtful(turn: Turn, job: JobRecord, witness: str) -> bool:
     pending = state.live_jobs[job.job].pending
     cause = Cause(
         reason=GenerationReason.NODE_LOST,
-        sentence=f"{named([f'{node} {words}' for node, words in doubts.items()])}, and {witness}",
+        sentence=f"{_doubts_in_words(doubts)}, and {witness}",
         trace=pending.trace if pending else turn.trace,
         without=frozenset(doubts),
     )
     regroup(turn, job, cause)
     return True
+
+
+_OF_SEVERAL = {UNHEARD: "have not been heard since this controller began", CLOSED: "closed their connections"}
+
+
+def _doubts_in_words(doubts: dict[str, str]) -> str:
+    """``n1 is silent``, ``n1, n2 are silent, n3 closed its connection``."""
+    alike: dict[str, list[str]] = {}
+    for node, words in doubts.items():
+        alike.setdefault(words, []).append(node)
+    several = (
+        f"{named(who)} {words if len(who) == 1 else _OF_SEVERAL.get(words, 'are silent')}"
+        for words, who in alike.items()
+    )
+    return ", ".join(several)
 
 
 # --- launchers and nodes -----------------------------------------------------------------------------------------
@@ -220,7 +238,8 @@ def regroup_departed(turn: Turn) -> None:
     for name, lost in turn.departed.items():
         job = turn.state.jobs[name]
         if job.state is JobState.RUNNING and any(is_seated(job, node) for node in lost):
-            sentence = named(list(lost.values()))
+            first = next(iter(lost.values()))
+            sentence = first if len(lost) == 1 else f"{named(list(lost))} are lost ({first})"
             regroup(turn, job, Cause(reason=GenerationReason.NODE_LOST, sentence=sentence, trace=turn.trace))
 
 

@@ -83,7 +83,8 @@ class _Shares:
         if without:
             touched |= dict.fromkeys(node for node in self._gone if node in self._homes)
         others = len(gone & self._homes.keys()) - 1
-        return [node for node in touched if node in gone and self._is_lost(node, gone, others)]
+        lost = (node for node in touched if node in gone and self._is_lost(node, gone, others))
+        return sorted(lost, key=self._first.__getitem__)
 
     def _is_lost(self, node: str, gone: set[str], others_gone: int) -> bool:
         """Of a node that is gone, as ``others_gone`` of those that stored shares are.

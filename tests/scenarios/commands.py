@@ -19,7 +19,7 @@ from controller.core.policy import CorePolicy
 from controller.core.restorability import restorability_of
 from everstep.ids import Version
 from everstep.vocabulary import Action, Finding, FindingKind, Severity
-from everstep.wire.v1.agent import Domain
+from everstep.wire.v1.agent import Domain, Gpu
 from everstep.wire.v1.training import ProbeFinished
 from tests.support.core_fleet import CoreFleet, xid
 
@@ -38,12 +38,14 @@ def _numbers(options: Options) -> dict[str, Any]:
 
 
 def _register(fleet: CoreFleet, words: Words, options: Options) -> None:
-    """``register n1..n4 rack=A switch=s driver=550 boot=2``: agents begin a life."""
-    more: dict[str, str] = {}
+    """``register n1..n4 rack=A switch=s driver=550 boot=2 gpu=GPU-new``: agents begin a life."""
+    more: dict[str, Any] = {}
     if "boot" in options:
         more["boot_id"] = f"boot-{options['boot']}"
     if "driver" in options:
         more["driver_version"] = options["driver"]
+    if "gpu" in options:
+        more["gpus"] = (Gpu(index=0, uuid=options["gpu"], name="virtual", pci_bus_id="0", memory_bytes=1 << 30),)
     for node in words:
         record = fleet.state.nodes.get(node)
         known = {} if record is None else msgspec.structs.asdict(record.domain)
@@ -153,7 +155,7 @@ def _fail_collective(fleet: CoreFleet, words: Words, options: Options) -> None:
 def _seal(fleet: CoreFleet, words: Words, options: Options) -> None:
     """``seal 5 digests=a,a,b``: the version after step 5 by all ranks, with a digest for each."""
     digests = dict(enumerate(options.pop("digests").split(","))) if "digests" in options else None
-    fleet.seal(int(words[0]), *map(int, words[1:]), digests=digests, **_numbers(options))
+    fleet.seal(int(words[0]), *map(int, words[1:]), digests=digests, copied=True, **_numbers(options))
 
 
 def _resume(fleet: CoreFleet, words: Words, options: Options) -> None:
@@ -168,8 +170,10 @@ def _resume(fleet: CoreFleet, words: Words, options: Options) -> None:
 def _train(fleet: CoreFleet, words: Words, options: Options) -> None:
     """``train 20 slow=2 by=4``: twenty seconds of steps, in which the others wait for rank 2, four times as long busy.
 
-    ``slow=all``: everybody is.
+    ``slow=all``: everybody is. ``from=41``: the step before, where a new controller has not heard of any.
     """
+    if "from" in options:
+        fleet.progress(int(options["from"]), **({"job": options["job"]} if "job" in options else {}))
     slow, by = options.get("slow", ""), float(options.get("by", "1"))
     busy = {rank: by for rank in range(64) if slow == "all" or slow == str(rank)}
     fleet.train(int(words[0]), busy, **({"job": options["job"]} if "job" in options else {}))

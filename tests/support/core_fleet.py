@@ -259,11 +259,15 @@ class CoreFleet:
         self.progress(step, job=job)
 
     def progress(self, step: int, job: str = "job", step_s: float = STEP_S) -> None:
-        for member in self.running(job).roster:
-            self.progress_of(member.rank, step, job, step_s)
-
-    def progress_of(self, rank: int, step: int, job: str = "job", step_s: float = STEP_S) -> None:
         spec = self.running(job)
+        for member in spec.roster:
+            self.progress_of(member.rank, step, job, step_s, spec)
+
+    def progress_of(
+        self, rank: int, step: int, job: str = "job", step_s: float = STEP_S, spec: GenerationSpec | None = None
+    ) -> None:
+        """``spec``: the generation that the rank is in; the running one, unless a beat before has changed that."""
+        spec = spec or self.running(job)
         word = RankProgress(job=job, generation=spec.number, rank=rank, step=step, step_s=step_s)
         self.touch(spec.roster[rank].node, word)
 
@@ -290,8 +294,12 @@ class CoreFleet:
         kept: bool = True,
         digests: dict[int, str] | None = None,
         generation: int | None = None,
+        copied: bool = False,
     ) -> list[Effect]:
-        """``ranks`` (default: all) seal the version after ``step``; digests by rank in one group, alike by default."""
+        """``ranks`` (default: all) seal the version after ``step``; digests by rank in one group, alike by default.
+
+        ``copied``: each says that its share lies where the generation placed its copies.
+        """
         spec, before = self.running(job), len(self.effects)
         number = spec.number if generation is None else generation
         for member in spec.roster:
@@ -308,6 +316,7 @@ class CoreFleet:
                 safe=safe,
                 kept=kept,
                 digests={"world": digest} if digest else {},
+                replicas=tuple(spec.replica_nodes.get(member.node, ())) if copied else (),
             )
             self.report(member.node, words)
         return self.effects[before:]

@@ -231,3 +231,11 @@ def _whole(
         if any(some <= lost for some in holders):
             return False
     return True
+
+
+def test_what_is_missing_is_named_in_the_order_of_ranks() -> None:
+    fleet = _fleet("abcdef")
+    _commit(fleet, {f"n{at}": ((f"n{at % 6 + 1}",), ()) for at in range(1, 7)})
+    fleet.disconnect("n1")
+    fleet.advance(30.0)
+    assert "what the ranks on n1, n2, n3, n4, n5, n6 stored" in _ask(fleet).sentence
