@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from controller.core.checkpoints import resume_commits
-from controller.core.clocks import come_to_terms
 from controller.core.correlation import FLEET, expect, mind
 from controller.core.events import ControllerStarted
 from controller.core.eviction import look_again, rehold
@@ -69,7 +68,6 @@ def started(turn: Turn, event: ControllerStarted) -> None:
     """Nobody could reach us while we were away: all deadlines begin now."""
     state = turn.state
     state.epoch = event.epoch or state.epoch
-    come_to_terms(turn)
     state.hearing.since = state.hearing.last_at = turn.now
     state.reunion_at = turn.now + turn.policy.reunion_s
     if state.unmet:

@@ -17,6 +17,8 @@ from controller.core.events import ActionReported, NodeObserved, OperatorAction,
 from controller.core.membership import why_not
 from controller.core.policy import CorePolicy
 from controller.core.restorability import restorability_of
+from controller.steady_time import SteadyTime
+from everstep.clock import ManualClock
 from everstep.ids import Version
 from everstep.vocabulary import Action, Finding, FindingKind, Severity
 from everstep.wire.v1.agent import Domain, Gpu
@@ -255,8 +257,12 @@ def _store(fleet: CoreFleet, words: Words, _options: Options) -> None:
 
 
 def _restart(fleet: CoreFleet, _words: Words, options: Options) -> None:
-    """``restart clock=+3600``: the next life of the controller, with a clock that is so much later."""
-    fleet.now += float(options.get("clock", "0"))
+    """``restart clock=+3600``: the next life of the controller, with a clock that is so much later, or earlier.
+
+    Its time begins as the shell lets it: by the clock, and never before what was recorded.
+    """
+    machine = ManualClock(wall=fleet.now + float(options.get("clock", "0")))
+    fleet.now = SteadyTime(machine, not_before=fleet.now).now()
     fleet.epoch = (fleet.epoch or EPOCH) + 1
     fleet.restart()
 

@@ -6,13 +6,15 @@ EVERSTEP_REWRITE=1 writes them as they are today; the difference is for review.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.scenarios.transcript import rewritten
+from tests.scenarios.transcript import parsed, rewritten
 
 TRANSCRIPTS = sorted(Path(__file__).parent.glob("*.txt"))
+DOCUMENT = Path(__file__).parents[2] / "docs" / "scenarios.md"
 
 
 @pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
@@ -25,5 +27,15 @@ def test_decisions_are_as_recorded(path: Path) -> None:
     assert today == recorded
 
 
-def test_there_are_transcripts() -> None:
-    assert len(TRANSCRIPTS) >= 10
+@pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
+def test_a_transcript_says_first_what_happened_and_what_is_proved(path: Path) -> None:
+    prose, commands = parsed(path.read_text())
+    lines = prose.strip().splitlines()
+    assert 3 <= len(lines) <= 8
+    assert all(len(line) <= 128 for line in lines)
+    assert commands
+
+
+def test_every_transcript_is_named_in_the_documents() -> None:
+    named = re.findall(r"\(\.\./tests/scenarios/(\w+)\.txt\)", DOCUMENT.read_text())
+    assert sorted(set(named)) == [path.stem for path in TRANSCRIPTS]
