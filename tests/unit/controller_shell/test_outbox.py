@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
-from controller.push import SPAN, Body, Outbox, Outgoing
+from controller.push import HINTS_AT_ONCE, SPAN, Body, Outbox, Outgoing
 from controller.store.records import OutboxRow
 
 
@@ -111,3 +112,25 @@ def test_an_acknowledgement_of_what_was_never_sent_takes_only_what_was() -> None
     assert outbox.take_pruned() == {"a": 1}
     outbox.deliver([outgoing(outbox, "a")])
     assert seqs(outbox, "a") == [2]
+
+
+def test_hints_to_many_nodes_are_sent_a_few_at_a_time_and_in_order_with_what_comes_after() -> None:
+    async def scenario() -> None:
+        outbox, nodes = Outbox(0), [f"n{number}" for number in range(3 * HINTS_AT_ONCE)]
+        sessions = {node: Session() for node in nodes}
+        for node, session in sessions.items():
+            outbox.attach(node, session)
+        outbox.deliver([outgoing(outbox, node, topic="versions/j") for node in nodes])
+        assert not any(session.pushed for session in sessions.values())
+        outbox.deliver([outgoing(outbox, nodes[-1])])
+        assert sessions[nodes[-1]].pushed == [1, 2]
+        newer = Session()
+        assert [one.seq for one in outbox.attach(nodes[-2], newer)] == [1]
+        await asyncio.sleep(0)
+        assert sum(bool(session.pushed) for session in sessions.values()) == HINTS_AT_ONCE + 1
+        while not all(sessions[node].pushed for node in nodes[:-2]):
+            await asyncio.sleep(0)
+        assert all(sessions[node].pushed == [1] for node in nodes[:-2])
+        assert newer.pushed == []
+
+    asyncio.run(scenario())
