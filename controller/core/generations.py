@@ -188,7 +188,7 @@ def _begin(turn: Turn, job: JobRecord, live: JobLive, spec: GenerationSpec) -> N
     live.inherited, live.first_step = False, None
     live.witnesses, live.stalls, live.pending = set(), {}, None
     patience = min(turn.policy.resume_deadline_max_s, turn.policy.resume_deadline_s * 2.0**live.resume_attempts)
-    live.resume_due = turn.now + patience
+    live.resume_due, live.gather_due = turn.now + patience, 0.0
     if job.leaving is None:
         forget_running(live)
     else:
@@ -313,7 +313,7 @@ def consider_growth(turn: Turn, job: JobRecord) -> None:
         return
     if job.state is JobState.PAUSED:
         seats = next_seats(state, job)
-        if len(seats) >= least_nodes(job):
+        if len(seats) >= least_nodes(job) and not _gathers(turn, job, seats):
             sentence = f"enough nodes are able again ({named(seats)})"
             regroup(turn, job, Cause(reason=GenerationReason.GROWTH, sentence=sentence, trace=turn.trace))
         return
@@ -327,7 +327,20 @@ def consider_growth(turn: Turn, job: JobRecord) -> None:
     if turn.now < due:
         turn.wake(due, "job", job.job)
         return
+    if _gathers(turn, job, seats):
+        return
     if boundary_step(turn, job, state.live_jobs[job.job]) is not None:
         sentence = f"a spare is ready and the job has {len(before)} of {most_nodes(job)} nodes"
         cause = Cause(reason=GenerationReason.GROWTH, sentence=sentence, trace=turn.trace, boundary=True)
         regroup(turn, job, cause)
+
+
+def _gathers(turn: Turn, job: JobRecord, seats: Sequence[str]) -> bool:
+    """Whether others that come back in the same moment are waited for: each growth costs a regrouping."""
+    live = turn.state.live_jobs[job.job]
+    if len(seats) >= min(most_nodes(job), len(job.launchers)):
+        return False
+    if not live.gather_due:
+        live.gather_due = turn.now + turn.policy.growth_gather_s
+        turn.wake(live.gather_due, "job", job.job)
+    return turn.now < live.gather_due

@@ -75,6 +75,9 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The same in step times; the longer of both holds."""
     growth_interval_s: float = 30.0
     """Least seconds between a generation and growth: each costs a regrouping, spares arrive in groups."""
+    growth_gather_s: float = 1.0
+    """Seconds that growth, or the end of a pause, waits for more of the job's nodes once there is one. Longer gathers
+    more of those that come back together, shorter lets a paused job go on sooner."""
     take_after_s: float = 120.0
     """Seconds a job is below its minimum before it takes a node of a job of lower priority, and the least seconds
     between two such losses of one job. Longer spares running jobs a regrouping for a node that only blinked, shorter
@@ -215,6 +218,7 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             resume_deadline_s=30.0,
             resume_deadline_max_s=240.0,
             growth_interval_s=1.0,
+            growth_gather_s=0.2,
             take_after_s=2.0,
             straggler_factor=3.0,
             straggler_window_s=2.0,

@@ -346,7 +346,8 @@ class JobLive(msgspec.Struct):
     of regroupings that named nobody. ``committed_at``: when ``committed`` was. ``slow``: for each node of which a rank
     was slow lately, numbers of the windows in which one was; ``window`` is the newest, looked at again at
     ``window_due`` (0.0: not awaited). ``inherited``: its generation had not resumed when this controller began;
-    ``first_step`` is the furthest step then.
+    ``first_step`` is the furthest step then. ``gather_due``: until when others
+    that come back are waited for before the job grows (0.0: nobody came yet).
     """
 
     pace: Pace = msgspec.field(default_factory=Pace)
@@ -367,6 +368,7 @@ class JobLive(msgspec.Struct):
     candidate_due: float = 0.0
     fallback_at: float = 0.0
     resume_due: float = 0.0
+    gather_due: float = 0.0
     resume_attempts: int = 0
     inherited: bool = False
     first_step: int | None = None
