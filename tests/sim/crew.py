@@ -31,7 +31,7 @@ class Crew:
             controller.resume()
             controller.start()
         for machine in world.machines.values():
-            machine.slowness, machine.probes_fail = 1.0, False
+            machine.slowness, machine.probes_fail, machine.vault.full = 1.0, False, False
             machine.thaw()
             machine.boot()
             machine.clear_findings()

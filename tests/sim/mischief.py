@@ -91,6 +91,12 @@ class Mischief:
     def compute_wrongly(self, fault: Fault) -> None:
         self._machine(fault).lying = True
 
+    def fill_memory(self, fault: Fault) -> None:
+        """Its vault has no room for other nodes' copies."""
+        machine = self._machine(fault)
+        machine.vault.full = True
+        self._later(fault, lambda: setattr(machine.vault, "full", False))
+
     def fail_probes(self, fault: Fault) -> None:
         machine = self._machine(fault)
         machine.probes_fail = True

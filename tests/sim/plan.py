@@ -124,7 +124,7 @@ def _machines(rng: random.Random) -> tuple[MachinePlan, ...]:
 
 
 def _jobs(rng: random.Random, names: list[str]) -> tuple[JobPlan, ...]:
-    first = _job(rng, "a", names, rng.randint(2, len(names)))
+    first = _job(rng, "a", names, rng.choice((2, rng.randint(2, len(names)), rng.randint(2, len(names)))))
     if len(names) < 5 or rng.random() < 0.7:
         return (first,)
     return (first, _job(rng, "b", names[::-1][: rng.randint(2, 4)], 2))
@@ -212,6 +212,11 @@ class _Draw:
     def node(self) -> str:
         return self.rng.choices(self.nodes, weights=self._frailty)[0]
 
+    def seat(self) -> str:
+        """A node that computes, as a rule: one of those that a job takes first."""
+        job = self.rng.choice(self.plan.jobs)
+        return self.rng.choice(job.nodes[: job.spec.max_nodes])
+
     def controller(self) -> str:
         return self.rng.choice(self.plan.controllers).name
 
@@ -264,10 +269,11 @@ _KINDS: tuple[tuple[float, Callable[[_Draw], Fault]], ...] = (
     (2.0, lambda d: d.fault("kill_agent", d.node())),
     (0.4, lambda d: d.fault("fail_disk", d.node())),
     (1.0, lambda d: d.fault("freeze", d.node(), 0.5, 25.0)),
-    (1.0, lambda d: d.fault("lose_power", d.node(), 2.0, 20.0)),
+    (2.0, lambda d: d.fault("lose_power", d.seat(), 2.0, 20.0)),
     (0.5, lambda d: d.fault("lose_rack", d.node(), 4.0, 15.0)),
     (1.0, lambda d: d.fault("slow_down", d.node(), 3.0, 20.0, value=d.rng.uniform(1.5, 6.0))),
-    (0.7, lambda d: d.fault("compute_wrongly", d.node())),
+    (2.0, lambda d: d.fault("compute_wrongly", d.seat())),
+    (1.0, lambda d: d.fault("fill_memory", d.node(), 5.0, 30.0)),
     (0.7, lambda d: d.fault("fail_probes", d.node(), 5.0, 30.0)),
     (1.0, lambda d: d.fault("rot_slots", d.node())),
     (2.0, lambda d: d.fault("reset_connections", d.node())),

@@ -22,13 +22,15 @@ MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Outcome:
-    """``checker`` is empty where all promises held; ``crash`` for an error that no checker names."""
+    """``checker`` is empty where all promises held; ``crash`` for an error that no checker names. ``seen``: kinds of
+    audit lines that controllers wrote."""
 
     seed: int
     checker: str
     sentence: str
     virtual_s: float
     calls: int
+    seen: frozenset[str]
 
 
 @contextmanager
@@ -61,4 +63,6 @@ def play(plan: Plan, on_trace: Callable[[float, str, str], None] | None = None) 
                 on_trace(world.timeline.now, "crash", traceback.format_exc())
         finally:
             world.end()
-        return Outcome(plan.seed, checker_name, sentence, world.timeline.now, world.timeline.played)
+        return Outcome(
+            plan.seed, checker_name, sentence, world.timeline.now, world.timeline.played, frozenset(world.seen)
+        )

@@ -46,11 +46,15 @@ class Segment:
 
 
 class VaultMemory:
-    """All segments of one machine, and the generation up to which each job's transfers are refused."""
+    """All segments of one machine, and the generation up to which each job's transfers are refused.
+
+    ``full``: there is no room for copies of other nodes' slots.
+    """
 
     def __init__(self) -> None:
         self._segments: dict[tuple[str, str, int], Segment] = {}
         self.generations: dict[str, int] = {}
+        self.full = False
 
     def segment(self, job: str, node: str, place: int, *, replica: bool) -> Segment:
         """``place``: the local rank of an own segment, the rank of a copied one."""

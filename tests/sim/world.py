@@ -64,6 +64,7 @@ class World:
         self.wires.delay_s, self.wires.loss = plan.delay_s, plan.loss
         self.jobs = {job.name: job for job in plan.jobs}
         self.finished: set[str] = set()
+        self.seen: set[str] = set()
         self._on_trace = on_trace
         self._checkers = checkers
         self._watchers: dict[type, list[Callable[[Any], None]]] = defaultdict(list)
@@ -140,6 +141,7 @@ class World:
             raise Violation("core", str(error)) from error
 
     def _applied(self, epoch: int, batch: Any) -> None:
+        self.seen.update(row.kind for row in batch.audit)
         self.see(facts.Durable(epoch, batch))
 
     def _note_ends(self, fact: facts.Handled) -> None:
@@ -235,7 +237,8 @@ class World:
         source, target = self.machines[member.node], self.machines[node]
         if not source.power or not target.power or target.frozen or not self.wires.connected(member.node, node):
             return False
-        if target.vault.generations.get(spec.job, 0) > spec.number or not slot.sealed or slot.rotten:
+        over = target.vault.generations.get(spec.job, 0) > spec.number
+        if over or target.vault.full or not slot.sealed or slot.rotten:
             return False
         segment = target.vault.segment(spec.job, member.node, member.rank, replica=True)
         copy = Slot(slot.version, slot.layout, slot.state, sealed=True)

@@ -31,6 +31,7 @@ class Durability:
         self._heard: dict[str, set[str]] = defaultdict(set)
         self._forgot: dict[tuple[str, str], int] = {}
         self._generations: set[tuple[str, int]] = set()
+        self._run_again: set[str] = set()
 
     def watches(self) -> dict[type, Callable[[Any], None]]:
         return {
@@ -44,12 +45,16 @@ class Durability:
     def complaint(self) -> str:
         """Directives whose rows went although their nodes never had them, in this life of theirs."""
         for (node, name), seq in self._forgot.items():
-            if name.startswith("@"):
-                job, _, number = name[1:].partition("/")
-                if any(other == job and newer > int(number) for other, newer in self._generations):
-                    continue  # nobody could enter it any more
-            return f"directive {seq} for {node} ({name}) is forgotten, and {node} never had it"
+            if not self._is_moot(name):
+                return f"directive {seq} for {node} ({name}) is forgotten, and {node} never had it"
         return ""
+
+    def _is_moot(self, name: str) -> bool:
+        """A generation that is over, a rank of one, or the end of a run after which the job was run once more."""
+        what, job, number = name.split("/")
+        if what == "stop":
+            return job in self._run_again
+        return what in ("generation", "kill") and any(j == job and n > int(number) for j, n in self._generations)
 
     # --- reports -----------------------------------------------------------------------------------------------------
 
@@ -84,6 +89,7 @@ class Durability:
             self._marks[node, life] = max(through, self._marks.get((node, life), 0))
         for row in fact.batch.generations:
             self._generations.add((row.job, row.number))
+        self._run_again.update(row.job for row in fact.batch.audit if "once more" in row.sentence)
         for row in fact.batch.outbox:
             self._written[row.node][row.seq] = row.body
         for node, through in fact.batch.pruned.items():
@@ -113,7 +119,7 @@ class Durability:
 def _name(stored: str) -> str:
     """What a directive is about, by what is stored of it."""
     if stored.startswith("@"):
-        return stored
+        return f"generation/{stored[1:]}"
     body: AnyDirective = msgspec.json.decode(stored, type=AnyDirective)
     return _name_of(body)
 
@@ -121,12 +127,12 @@ def _name(stored: str) -> str:
 def _name_of(body: AnyDirective) -> str:
     match body:
         case NewGeneration(spec=spec):
-            return f"@{spec.job}/{spec.number}"
+            return f"generation/{spec.job}/{spec.number}"
         case KillRank():
-            return f"kill {body.job} {body.generation} {body.rank}"
+            return f"kill/{body.job}/{body.generation}"
         case StopJob():
-            return f"stop {body.job}"
+            return f"stop/{body.job}/0"
         case RunProbe():
-            return f"probe {body.probe}"
+            return f"probe/{body.probe}/0"
         case _:
-            return "versions"
+            return "versions//0"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from controller.core.effects import PutGeneration
 from everstep.ids import Version
+from everstep.vocabulary import GenerationReason
 from tests.sim import facts
 from tests.sim.facts import Violation
 
@@ -70,7 +71,7 @@ class Restores:
         if rule.ceiling is not None and version is not None and version > rule.ceiling:
             raise Violation(self.name, f"{what}, above the ceiling {rule.ceiling}")
         known = self._expected.get((spec.job, spec.number))
-        after_corruption = rule.ceiling is not None or rule.scratch
+        after_corruption = rule.ceiling is not None or rule.scratch or spec.reason is GenerationReason.CORRUPTION
         if known is not None and not after_corruption and (version is None or version < known):
             raise Violation(self.name, f"{what}, although {known} was committed before")
         self._taint(fact, after_corruption)

@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
-from controller.core.effects import PutGeneration, PutNode
-from everstep.vocabulary import NodeState
-from everstep.wire.v1.training import GenerationSpec
+from controller.core.effects import Audit, PutGeneration, PutNode
+from controller.core.events import ReportArrived
+from everstep.vocabulary import GenerationReason, NodeState
+from everstep.wire.v1.training import CollectiveFailed, GenerationSpec
 from tests.sim import facts
 from tests.sim.facts import Violation
 
@@ -23,7 +24,7 @@ class _JobDoc(msgspec.Struct):
 
 
 class Suspicion:
-    """Newcomers to a roster are healthy when it is decided."""
+    """Newcomers to a roster are healthy when it is decided; a failed collective leaves out whom it may be about."""
 
     name = "suspicion"
 
@@ -33,6 +34,8 @@ class Suspicion:
         self._stored: dict[str, str] = {}
         self._seats: dict[str, set[str]] = {}
         self._stored_jobs: dict[str, str] = {}
+        self._numbers: dict[str, int] = {}
+        self._witnessed: dict[str, int] = {}
 
     def watches(self) -> dict[type, Callable[[Any], None]]:
         return {facts.Handled: self._handled, facts.Durable: self._durable, facts.TookOver: self._took_over}
@@ -47,7 +50,7 @@ class Suspicion:
     def _took_over(self, fact: facts.TookOver) -> None:
         self._epoch = fact.epoch
         self._states = {n: msgspec.json.decode(doc, type=_NodeDoc).state for n, doc in self._stored.items()}
-        self._seats = {}
+        self._seats, self._numbers, self._witnessed = {}, {}, {}
         for name, doc in self._stored_jobs.items():
             spec = msgspec.json.decode(doc, type=_JobDoc).generation
             self._seats[name] = {member.node for member in spec.roster} if spec is not None else set()
@@ -55,6 +58,12 @@ class Suspicion:
     def _handled(self, fact: facts.Handled) -> None:
         if fact.epoch != self._epoch:
             return  # decided by one whose time is over: nothing of it can be written
+        event = fact.event
+        if isinstance(event, ReportArrived) and isinstance(event.body, CollectiveFailed):
+            self._witnessed[event.body.job] = event.body.generation
+        for effect in fact.effects:
+            if isinstance(effect, Audit):
+                self._told(effect.entry.kind, effect.entry.node or "", effect.entry.job or "")
         for effect in fact.effects:
             if isinstance(effect, PutNode):
                 self._states[effect.node] = effect.doc.state
@@ -62,10 +71,26 @@ class Suspicion:
             if isinstance(effect, PutGeneration):
                 self._opened(effect.spec)
 
+    def _told(self, kind: str, node: str, job: str) -> None:
+        if kind in ("job.paused", "job.failed", "job.finished"):
+            self._numbers.pop(job, None)
+        if kind != "node.lost" or self._states.get(node) is not NodeState.SUSPECT:
+            return
+        for name, number in self._numbers.items():
+            if node in self._seats.get(name, ()) and self._witnessed.get(name) == number:
+                raise Violation(self.name, f"{name} {number} waited until {node} was lost, with a witness against it")
+
     def _opened(self, spec: GenerationSpec) -> None:
         seats = {member.node for member in spec.roster}
+        doubted = [node for node in seats if self._states.get(node) is NodeState.SUSPECT]
+        if spec.reason is GenerationReason.COLLECTIVE_FAILED and doubted:
+            raise Violation(self.name, f"{spec.job} generation {spec.number} keeps {doubted}, against its witnesses")
         for node in seats - self._seats.get(spec.job, set()):
             state = self._states.get(node)
             if state is not NodeState.HEALTHY:
                 raise Violation(self.name, f"{spec.job} generation {spec.number} takes {node} in, which is {state}")
         self._seats[spec.job] = seats
+        if spec.after_step is None:
+            self._numbers[spec.job] = spec.number
+        else:
+            self._numbers.pop(spec.job, None)

@@ -1,0 +1,221 @@
+"""Deliberate mistakes. Each breaks a promise; a checker must see it within the default seeds.
+
+``seeds`` are worlds in which it was seen before: they are tried first, so that the suite stays quick. They are hints:
+where a change of the code makes a world go another way, the others are played as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from agent.uplink.spool import Spool
+from controller.api.desk import AgentDesk
+from controller.core import (
+    budget,
+    checkpoints,
+    eviction,
+    generations,
+    jobs,
+    liveness,
+    losses,
+    membership,
+    quarantine,
+    restart,
+)
+from controller.push import Outbox
+from controller.transaction import Transaction
+from tests.sim import training_state
+from tests.sim.mutants.surgery import method_mistaken, method_swapped, mistaken, swapped
+from trainer_hooks.data import ElasticSampler
+from trainer_hooks.orders import Orders
+from trainer_hooks.restore import choose
+
+Surgery = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``name`` says what is wrong; ``apply`` makes it so for as long as its context lasts."""
+
+    name: str
+    apply: Surgery
+    seeds: tuple[int, ...] = ()
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _no(*_: Any, **__: Any) -> bool:
+    return False
+
+
+def _no_words(*_: Any, **__: Any) -> str:
+    return ""
+
+
+# --- mistakes that take more than a line ---------------------------------------------------------------------------
+
+
+def _one_eviction_more() -> AbstractContextManager[None]:
+    real = budget._scope
+
+    def scope(*arguments: Any) -> Any:
+        found = real(*arguments)
+        return msgspec.structs.replace(found, limit=found.limit + 1)
+
+    return swapped(real, scope)
+
+
+def _numbers_from_before() -> AbstractContextManager[None]:
+    """What a job's record says of its newest generation is one too low after every restart."""
+    real = restart.restore
+
+    def restore(*arguments: Any, **more: Any) -> Any:
+        state = real(*arguments, **more)
+        for job in state.jobs.values():
+            job.last_number = max(0, job.last_number - 1)
+        return state
+
+    return swapped(real, restore)
+
+
+@contextmanager
+def _overlapping_shares() -> Iterator[None]:
+    """Neighbouring ranks share samples. What is remembered of the real sampler is forgotten before and after."""
+    mistake = method_mistaken(
+        ElasticSampler, "_share", "(self._rank + 1) * self._batch // self._world", "(self._rank + 1) * self._batch"
+    )
+    _forget_samples()
+    try:
+        with mistake:
+            yield
+    finally:
+        _forget_samples()
+
+
+def _forget_samples() -> None:
+    training_state.share_of.cache_clear()
+    training_state.seen_by_all.cache_clear()
+
+
+def _told_before_written() -> AbstractContextManager[None]:
+    """Directives reach sessions as they are decided."""
+    real = Transaction._send
+
+    def send(self: Transaction, node: str, body: Any) -> None:
+        real(self, node, body)
+        self._outbox.deliver([self.outgoing[-1]])
+
+    return method_swapped(Transaction, "_send", send)
+
+
+def _waiting_directives_lost() -> AbstractContextManager[None]:
+    """Whoever connects anew is not told what waited for it."""
+    real = Outbox.attach
+
+    def attach(self: Outbox, node: str, receiver: Any) -> tuple[Any, ...]:
+        for one in real(self, node, receiver):
+            self.acknowledge(node, one.seq)
+        return ()
+
+    return method_swapped(Outbox, "attach", attach)
+
+
+def _rule_without_floor() -> AbstractContextManager[None]:
+    real = checkpoints.restore_rule
+
+    def rule(turn: Any, job: Any) -> Any:
+        return msgspec.structs.replace(real(turn, job), floor=None)
+
+    return swapped(real, rule)
+
+
+def _suspects_taken_in() -> AbstractContextManager[None]:
+    """Nodes that are doubted are chosen for new rosters."""
+    return mistaken(
+        membership.unfit,
+        "not (running and record.state is NodeState.SUSPECT)",
+        "record.state is not NodeState.SUSPECT",
+    )
+
+
+def _healthy_at_once() -> AbstractContextManager[None]:
+    """Probation without any diagnostic."""
+    real = quarantine.next_check
+
+    def next_check(turn: Any, node: str) -> None:
+        turn.state.nodes[node].probe = quarantine.PROBE_PASSED
+
+    return swapped(real, next_check)
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    # budget and evictions
+    Mutant("the budget allows one eviction more", _one_eviction_more, seeds=(9,)),
+    Mutant(
+        "the breaker does not latch",
+        lambda: mistaken(eviction.what_holds, "if state.fleet.breaker:", "if False:"),
+        seeds=(76,),
+    ),
+    Mutant("an eviction may take a job below its minimum", lambda: swapped(eviction._shortage, _no_words), seeds=(9,)),
+    Mutant(
+        "a tie of digests names a liar",
+        lambda: mistaken(checkpoints.count_votes, "2 * most > len(votes)", "most"),
+        seeds=(7,),
+    ),
+    # the way back
+    Mutant("nodes come back without a probe", _healthy_at_once),
+    Mutant("quarantine never ends", lambda: swapped(quarantine.check_quarantine, _nothing)),
+    Mutant("probation never ends", lambda: swapped(quarantine.check_probation, _nothing)),
+    # generations and membership
+    Mutant("numbers are used again after a restart", _numbers_from_before, seeds=(1,)),
+    Mutant("ranks ignore that their generation is over", lambda: method_swapped(Orders, "is_over", _no)),
+    Mutant("rosters take suspects in", _suspects_taken_in),
+    Mutant("a witness is ignored", lambda: swapped(losses.lose_doubtful, _no), seeds=(141,)),
+    Mutant("jobs never grow back", lambda: swapped(generations.consider_growth, _nothing)),
+    Mutant("a return is not heard", lambda: mistaken(liveness.heard, "_returned(turn, node)", "pass"), seeds=(1,)),
+    # checkpoints
+    Mutant(
+        "a version is committed before every rank keeps it",
+        lambda: mistaken(checkpoints._settle, "ballot.safe == ballot.said and", ""),
+    ),
+    Mutant(
+        "a seal that is not safe counts",
+        lambda: mistaken(checkpoints.take_seal, "report.safe and report.kept", "report.kept"),
+        seeds=(100,),
+    ),
+    Mutant("the floor of a restore is forgotten", _rule_without_floor, seeds=(7,)),
+    Mutant(
+        "after corruption anything may be restored",
+        lambda: mistaken(checkpoints.roll_back, "job.ceiling = clean or NOTHING", "pass"),
+        seeds=(7,),
+    ),
+    Mutant(
+        "a version above the ceiling is admitted",
+        lambda: mistaken(choose.admitted, "rule.ceiling is None or version <= rule.ceiling", "True"),
+        seeds=(6,),
+    ),
+    # what was acknowledged
+    Mutant("reports are acknowledged before they are written", lambda: method_swapped(Transaction, "mark", _nothing)),
+    Mutant(
+        "a report that comes again is taken again",
+        lambda: method_mistaken(AgentDesk, "_take_reports", "report.number > through", "True"),
+    ),
+    Mutant("directives are told before they are written", _told_before_written),
+    Mutant("directives that waited are lost", _waiting_directives_lost, seeds=(19,)),
+    Mutant(
+        "an acknowledgement loses the report after it",
+        lambda: method_mistaken(Spool, "acknowledged", "number > through", "number > through + 1"),
+    ),
+    # samples
+    Mutant("ranks share samples", _overlapping_shares),
+    # after a takeover
+    Mutant("a new controller forgets its deadlines", lambda: swapped(restart.started, _nothing)),
+    Mutant("a resumed generation is not noticed", lambda: swapped(jobs.rank_resumed, _nothing)),
+)

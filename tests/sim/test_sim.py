@@ -1,0 +1,103 @@
+"""Whole worlds from their seeds, and the tools that find out why one of them fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from tests.sim.campaign import outcomes, shorten
+from tests.sim.minimize import shortest
+from tests.sim.mutants.hunt import DEFAULT_SEEDS
+from tests.sim.plan import make
+from tests.sim.run import Outcome, play
+
+SEEN_IN_DEFAULT_WORLDS = {
+    "fleet.breaker",
+    "fleet.correlated_silence",
+    "generation.overdue",
+    "job.failed",
+    "job.paused",
+    "job.records_behind",
+    "launcher.left",
+    "node.lost",
+    "node.refuted",
+    "rank.hung",
+    "rank.lost",
+    "resumed",
+    "store.away",
+    "store.back",
+    "verdict.evict",
+    "verdict.hold_by_budget",
+    "verdict.quarantine",
+    "verdict.readmit",
+    "verdict.repair",
+}
+
+
+@pytest.fixture(scope="module")
+def played() -> list[Outcome]:
+    return list(outcomes(range(DEFAULT_SEEDS), jobs=2))
+
+
+@pytest.mark.slow
+def test_every_promise_holds_in_the_default_worlds(played: list[Outcome]) -> None:
+    broken = sorted((outcome for outcome in played if outcome.checker), key=lambda outcome: outcome.seed)
+    assert not broken, "\n\n".join(str(shorten(outcome.seed, outcome.checker)) for outcome in broken[:3])
+
+
+@pytest.mark.slow
+def test_the_default_worlds_see_what_can_happen(played: list[Outcome]) -> None:
+    seen = frozenset().union(*(outcome.seen for outcome in played))
+    assert seen >= SEEN_IN_DEFAULT_WORLDS, sorted(SEEN_IN_DEFAULT_WORLDS - seen)
+
+
+def test_a_world_repeats_itself_to_the_letter() -> None:
+    script = (
+        "import hashlib, logging; logging.disable(50)\n"
+        "from tests.sim.plan import make\nfrom tests.sim.run import play\n"
+        "digest = hashlib.sha256()\n"
+        "play(make(2), lambda *words: digest.update(repr(words).encode()))\n"
+        "print(digest.hexdigest())"
+    )
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", script], env={"PYTHONHASHSEED": seed, "PATH": ""}, capture_output=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert told[0] == told[1]
+
+
+def test_a_plan_keeps_the_faults_it_is_asked_to_keep() -> None:
+    plan = make(3)
+    kept = [plan.faults[1][0], plan.faults[2][0]]
+    assert [place for place, _ in plan.only(kept).faults] == kept
+    assert plan.only(kept).machines == plan.machines
+
+
+@pytest.mark.parametrize("needed", [{0}, {1, 4}, set()])
+def test_a_failure_is_shortened_to_the_faults_it_needs(needed: set[int]) -> None:
+    plan = make(1)
+    assert len(plan.faults) > 4
+
+    def fails(candidate: object) -> bool:
+        return needed <= {place for place, _ in candidate.faults}  # type: ignore[attr-defined]
+
+    assert {place for place, _ in shortest(plan, fails).faults} == needed
+
+
+def test_a_world_without_faults_keeps_every_promise() -> None:
+    outcome = play(make(5).only([]))
+    assert outcome.sentence == ""
+    assert "resumed" in outcome.seen
+
+
+def test_a_trace_tells_what_was_broken_and_what_was_decided() -> None:
+    lines: list[str] = []
+    tell: Callable[[float, str, str], None] = lambda at, who, words: lines.append(f"{who}: {words}")  # noqa: E731
+    play(make(2), tell)
+    assert any(line.startswith("fault: ") for line in lines)
+    assert any("generation: " in line for line in lines)

@@ -1,0 +1,40 @@
+"""Every deliberate mistake is seen by a checker: what the checkers say is worth something."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from controller.core import budget
+from tests.sim.mutants.hunt import hunt
+from tests.sim.mutants.listed import MUTANTS, Mutant
+from tests.sim.mutants.surgery import mistaken
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    logging.disable(logging.CRITICAL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "_"))
+def test_a_mistake_is_seen(mutant: Mutant) -> None:
+    sighting = hunt(mutant)
+    assert sighting.outcome is not None, f"{mutant.name}: nobody saw it in {sighting.worlds} worlds"
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len({mutant.name for mutant in MUTANTS}) >= 15
+
+
+def test_surgery_leaves_nothing_behind() -> None:
+    before = budget.recent_evictions
+    with mistaken(budget.recent_evictions, "eviction.at >", "eviction.at <"):
+        assert budget.recent_evictions is not before
+    assert budget.recent_evictions is before
+
+
+def test_surgery_refuses_what_is_not_there() -> None:
+    with pytest.raises(AssertionError, match="0 times"), mistaken(budget.recent_evictions, "no such text", ""):
+        pass
