@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import functools
 import gc
 import logging
@@ -35,6 +36,7 @@ COLLECT_AFTER = (20_000, 50, 10)
 """New objects to a collection of the young, such collections to one of the middle-aged, and those to one of all: all
 is then looked at after ten million objects more, at most."""
 SWITCH_S = 0.001
+TRIM_EVERY_S = 10
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 4))
 """A node that lost its power closes nothing: after two minutes without a sign the kernel ends its connection."""
 
@@ -65,17 +67,31 @@ def address_of(listener: socket.socket) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def _trimmer() -> Callable[[], object]:
+    """Returns to the system what malloc holds and nobody uses: documents of half a megabyte come and go, and leave
+    20 MiB behind. Takes 0.1 ms where there is nothing to return; a C library other than glibc does so by itself."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return (lambda: trim(0)) if trim is not None else (lambda: None)
+
+
 class Server(uvicorn.Server):
     """uvicorn, told how to end held requests, and whose signals do not kill the process after an orderly end."""
 
     def __init__(self, config: uvicorn.Config, release: Callable[[], None]) -> None:
         super().__init__(config)
         self._release = release
+        self._give_back = _trimmer()
 
     def end(self) -> None:
         """Asks for an orderly end."""
         self._release()
         self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times a second."""
+        if counter % (10 * TRIM_EVERY_S) == 0:
+            self._give_back()
+        return await super().on_tick(counter)
 
     def hang_up(self) -> None:
         """Ends every connection, once what is being answered on it has been."""
