@@ -46,6 +46,8 @@ _Waiting = Waiting[Stimulus[Any]]
 
 UNSURE_S = 0.05
 """Seconds between two looks whether this controller may be sure again that it leads."""
+LONGEST_STRETCH_S = 0.002
+"""Seconds of decisions after which beats are read and answered, in the middle of a transaction's events too."""
 TICKS_APART_S = 0.01
 """Least seconds between two Ticks. A fleet of 12,500 nodes has 2,500 deadlines a second at which all is well:
 twenty-five to a Tick, they cost a tenth. Nothing that is counted in deadlines is shorter than five times this."""
@@ -243,7 +245,7 @@ class FleetLoop:
         transaction = Transaction(self.state, self.outbox, self._numbers, self._metrics, self.boards, self._decide)
         try:
             self._tell_of_store(transaction)
-            results = [self._apply(waiting, transaction) for waiting in taken]
+            results = await self._apply_all(taken, transaction)
             self._tick(transaction, taken)
         except Exception:
             await self._note_poison(transaction.handling)
@@ -252,6 +254,17 @@ class FleetLoop:
         for result in results:
             result.tell(self._keeper.away if not durable else None)
         self._in_flight = []
+
+    async def _apply_all(self, taken: list[_Waiting], transaction: Transaction) -> list[_Result]:
+        """Beats are answered in between: what they touch is no part of a transaction."""
+        results: list[_Result] = []
+        until = time.perf_counter() + LONGEST_STRETCH_S
+        for waiting in taken:
+            results.append(self._apply(waiting, transaction))
+            if time.perf_counter() > until:
+                await asyncio.sleep(0)
+                until = time.perf_counter() + LONGEST_STRETCH_S
+        return results
 
     def _apply(self, waiting: _Waiting, transaction: Transaction) -> _Result:
         transaction.forgettable = False
