@@ -19,7 +19,7 @@ def load(connection: Connection) -> list[RemedyRow]:
     """What has not ended, oldest first."""
     table = tables.remedies
     rows = connection.execute(select(table).where(table.c.state.in_(OPEN)).order_by(table.c.requested_at, table.c.id))
-    return [msgspec.convert(dict(row), RemedyRow) for row in rows.mappings()]
+    return [RemedyRow(**{**row, "state": RemedyState(row["state"])}) for row in rows.mappings()]
 
 
 def write(connection: Connection, rows: Collection[RemedyRow]) -> None:

@@ -14,9 +14,12 @@ from controller.store.reader import Reader
 from controller.store.records import (
     AuditRow,
     Batch,
+    FindingRow,
     GenerationRow,
     OutboxRow,
     RecoveryRow,
+    RemedyRow,
+    RemedyState,
     VerdictRow,
     VersionRow,
 )
@@ -63,6 +66,32 @@ def version(step: int, *, verified: bool = False) -> VersionRow:
 
 def by_place(*rows: VersionRow) -> dict[tuple[str, int, int], VersionRow]:
     return {(row.job, row.generation, row.step): row for row in rows}
+
+
+def test_remedies_that_have_not_ended_are_loaded_with_how_far_they_came(engine: Engine, writer: Writer) -> None:
+    rows = [
+        RemedyRow(id=f"remedy-1-{number}", node="n1", kind="cordon", state=state, requested_at=float(number), doc="{}")
+        for number, state in enumerate(RemedyState)
+    ]
+    commit(writer, Batch(remedies={row.id: row for row in rows}))
+    loaded = Writer(engine).take_over()
+    assert [(row.id, row.state) for row in loaded.remedies] == [
+        ("remedy-1-0", RemedyState.WANTED),
+        ("remedy-1-1", RemedyState.BEGUN),
+    ]
+
+
+def test_findings_are_kept_from_when_they_were_seen_to_when_they_cleared(engine: Engine, writer: Writer) -> None:
+    def seen(at: float, doc: str = "") -> FindingRow:
+        return FindingRow(node="n1", key="gpu.xid/0/79", kind="gpu.xid", at=at, doc=doc)
+
+    commit(writer, Batch(findings=[seen(1.0, '{"a":1}'), seen(2.0, '{"a":2}'), seen(3.0), seen(4.0, '{"a":3}')]))
+    wanted = {"node": "n1", "kind": "", "standing": None, "cursor": "", "limit": 10}
+    rows, _ = Reader(engine).page(lambda connection: history.findings(connection, **wanted))
+    assert [(row["at"], row["cleared_at"], row["doc"]) for row in rows] == [
+        (4.0, None, '{"a":3}'),
+        (1.0, 3.0, '{"a":2}'),
+    ]
 
 
 def test_everything_that_was_committed_is_loaded_by_the_next_controller(engine: Engine, writer: Writer) -> None:
