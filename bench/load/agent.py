@@ -194,7 +194,7 @@ class Agent:
 
     def _frames(self, data: bytes, now: float) -> bytes:
         at = 0
-        while len(data) - at > PREFIX_BYTES:
+        while len(data) - at > PREFIX_BYTES and self.sock is not None:  # what comes after it hung up comes again
             end = at + PREFIX_BYTES + int.from_bytes(data[at : at + PREFIX_BYTES], "big")
             if end > len(data):
                 break

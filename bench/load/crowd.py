@@ -22,7 +22,7 @@ from bench.load.statistics import summary
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.tokens import TokenRole, mint
 from everstep.vocabulary import Severity
-from everstep.wire.v1.training import FindingRaised
+from everstep.wire.v1.training import AnyReport, FindingRaised
 
 LONGEST_POLL_S = 0.002
 """How late a beat may be for want of looking at the clock."""
@@ -118,6 +118,12 @@ class Crowd:
         self._by_fd[descriptor] = agent
         self._epoll.register(descriptor, select.EPOLLIN)
 
+    def _report(self, agent: Agent, report: AnyReport) -> None:
+        """Something urgent, which does not wait for the next beat of an agent that has hung up."""
+        if agent.sock is None:
+            self._connect(agent)
+        agent.report(report)
+
     def _forget(self, agent: Agent) -> None:
         if agent.sock is not None:
             del self._by_fd[agent.sock.fileno()]
@@ -210,7 +216,7 @@ class Crowd:
         """Launchers of all nodes that have a job offer them. Returns how many."""
         joining = [agent for agent in self.agents if agent.job]
         for agent in joining:
-            agent.report(messages.launcher_joined(agent.job, nodes_of_a_job, 29500))
+            self._report(agent, messages.launcher_joined(agent.job, nodes_of_a_job, 29500))
         return len(joining)
 
     def do_beat(self, interval_s: float, loss: float = 0.0, jitter_s: float = 0.0) -> None:
@@ -248,7 +254,7 @@ class Crowd:
         if agent is None or agent.first_rank is None:
             return None
         generation, at = agent.generation, time.perf_counter()
-        agent.report(messages.rank_lost(job, generation, agent.first_rank))
+        self._report(agent, messages.rank_lost(job, generation, agent.first_rank))
         return {"at": at, "generation": generation}
 
     def do_entered(self, job: str, generation: int) -> dict[str, Any]:
@@ -263,9 +269,7 @@ class Crowd:
         told = {}
         for agent in failing:
             told[agent.name] = SYSTEM_CLOCK.wall()
-            if agent.sock is None:
-                self._connect(agent)
-            agent.report(FindingRaised(finding=finding, job=agent.job or None))
+            self._report(agent, FindingRaised(finding=finding, job=agent.job or None))
         return told
 
     def do_storm(self, nodes: int, per_s: float, seconds: float) -> None:
