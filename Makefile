@@ -44,6 +44,19 @@ bench: $(STAMP) ## every bench in its quick size
 	$(BIN)/python -m bench.failover --quick
 	$(BIN)/python -m bench.recovery --quick --no-peers
 	$(BIN)/python -m bench.fleet_load --quick
+	$(BIN)/python -m bench.goodput --quick
+
+.PHONY: sim
+sim: $(STAMP) ## worlds from seeds, with checkers (SEEDS=2000, FIRST=0)
+	$(BIN)/python -m tests.sim --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0)
+
+.PHONY: sim-mutants
+sim-mutants: $(STAMP) ## deliberate mistakes in those worlds: each must be seen
+	$(BIN)/python -m tests.sim.mutants.hunt
+
+.PHONY: sim-month
+sim-month: $(STAMP) ## 30 days of 1,250 nodes
+	$(BIN)/python -m tests.sim.month
 
 .PHONY: secrets
 secrets: $(STAMP) ## write the compose fleet's secrets to deploy/secrets

@@ -22,6 +22,7 @@ from controller.core import events as ev
 from controller.core import fleet
 from controller.core.effects import Audit, Effect, PutGeneration, PutVerdict, RemedyKind, RequestRemedy, Send
 from controller.core.policy import CorePolicy
+from controller.core.suspicion import FORGET_S
 from everstep.errors import EverstepError
 from everstep.ids import Version
 from everstep.vocabulary import Decision, Finding, JobState, NodeState
@@ -45,6 +46,8 @@ JOB = "run"
 START = 1_700_000_000.0
 ENTROPY = "5e" * 32
 BEAT_S = 1.0
+TICKS_APART_S = 0.01
+"""As ``controller.loop`` keeps them."""
 PROBE_S = 10.0
 TRANSIENTS_S = {"agent_restart": 2.0, "network_blip": 8.0}
 """How long a node is away for nothing."""
@@ -90,8 +93,8 @@ class _Node:
         "lies",
         "life",
         "name",
-        "rejoining",
         "sleeps",
+        "slept_at",
     )
 
     def __init__(self, name: str) -> None:
@@ -104,7 +107,7 @@ class _Node:
         self.lies = False
         self.findings: tuple[Finding, ...] = ()
         self.sleeps = False
-        self.rejoining = False
+        self.slept_at = 0.0
 
 
 class FleetDays:
@@ -138,6 +141,8 @@ class FleetDays:
         self._order = 0
         self._numbers: Counter[str] = Counter()
         self._traces = 0
+        self._ticked_at = 0.0
+        self._beat_at = START + BEAT_S
         self._spec: GenerationSpec | None = None
         self._resumes = 0
         self._stepping: GenerationSpec | None = None
@@ -149,9 +154,9 @@ class FleetDays:
         self.nodes = [_Node(f"n{index:05d}") for index in range(plan.nodes + plan.spares)]
         self._by_name = {node.name: node for node in self.nodes}
         for failure in failures:
-            self._at(START + failure.at_h * HOUR_S, lambda f=failure: self._strike(f))  # type: ignore[misc]
+            self._expect(START + failure.at_h * HOUR_S, failure)
         for at, index, cause in self._transients():
-            self._at(at, lambda i=index, c=cause: self._strike(Failure(0.0, c, (i,))))  # type: ignore[misc]
+            self._expect(at, Failure(0.0, cause, (index,)))
 
     def run(self, on_progress: Callable[[float], None] | None = None) -> FleetDays:
         """Plays it to its end. ``on_progress`` hears the share that is done."""
@@ -179,9 +184,18 @@ class FleetDays:
     def _after(self, seconds: float, call: Callable[[], None]) -> None:
         self._at(self.now + seconds, call)
 
+    def _expect(self, at: float, failure: Failure) -> None:
+        """The failure, and before a silence the last beat."""
+        if SYMPTOMS[failure.cause].sign is Sign.SILENCE:
+            last_beat = START + (at - START) // BEAT_S * BEAT_S
+            for index in failure.nodes:
+                self._at(last_beat, lambda i=index: self._wake(self.nodes[i]))  # type: ignore[misc]
+        self._at(at, lambda: self._strike(failure))
+
     def _next(self, end: float) -> None:
         """The next event of the world, or of the core."""
         due = fleet.next_deadline(self.state)
+        due = None if due is None else max(due, self._ticked_at + TICKS_APART_S)
         if self._heap and (due is None or self._heap[0][0] <= due):
             at, _, call = heapq.heappop(self._heap)
             self._pass(min(max(at, self.now), end))
@@ -193,14 +207,14 @@ class FleetDays:
             self._pass(max(due, self.now))
             if self._stepping is not None:
                 self._beat(self._by_name[self._stepping.roster[0].node])
+            self._ticked_at = self.now
             self._handle(ev.Tick(trace=self._trace()))
 
     def _pass(self, now: float) -> None:
         """Time goes by, and everybody who is there beats."""
-        if self._eager:
-            while self.now + BEAT_S <= now:
-                self.now += BEAT_S
-                self._beat_all()
+        while self._eager and self._beat_at <= now:
+            self.now, self._beat_at = self._beat_at, self._beat_at + BEAT_S
+            self._beat_all()
         self.now = now
         self._hear_lazily()
 
@@ -219,7 +233,8 @@ class FleetDays:
         """From now on the node's beats are known without being played. ``heard_at`` lies where no silence can begin."""
         if self._eager:
             return
-        node.sleeps = True
+        if not node.sleeps:
+            node.sleeps, node.slept_at = True, self.now
         pulse = self.state.live_nodes[node.name].pulse
         pulse.heard_at = START + 2 * self.plan.hours * HOUR_S
         pulse.longest_s = max(pulse.longest_s, BEAT_S)
@@ -228,13 +243,16 @@ class FleetDays:
         """Its beats count one by one again, beginning with the last of those that were not played."""
         if node.sleeps:
             node.sleeps = False
-            self.state.live_nodes[node.name].pulse.heard_at = self.now - BEAT_S / 2
-            self.state.live_nodes[node.name].watched = False
+            live = self.state.live_nodes[node.name]
+            beats = int((self.now - node.slept_at) / BEAT_S)
+            faded_s = live.pulse.longest_s * (1.0 - BEAT_S / FORGET_S) ** beats
+            live.pulse.heard_at, live.pulse.longest_s = self.now - BEAT_S, max(BEAT_S, faded_s)
+            live.watched = False
             self._handle(ev.NodeHeard(node=node.name, incarnation=node.life, trace=self._trace()))
 
     def _beat_all(self) -> None:
         for node in self.nodes:
-            if node.away_until is None and node.life and not node.rejoining:
+            if node.away_until is None and node.life:
                 self._beat(node)
 
     def _beat(self, node: _Node) -> None:
@@ -418,6 +436,9 @@ class FleetDays:
         """A cause meets its nodes. What is broken or away already is not broken twice."""
         symptom = SYMPTOMS[failure.cause]
         struck = [node for node in (self.nodes[i] for i in failure.nodes) if not node.ill and node.away_until is None]
+        for node in (self.nodes[i] for i in failure.nodes):
+            if node not in struck and node.away_until is None:
+                self._beat_until_well(node, node.life)  # it was woken for nothing
         if not struck:
             return
         self.counts[failure.cause] += 1

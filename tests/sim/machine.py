@@ -111,6 +111,9 @@ class Machine:
     # --- processes ---------------------------------------------------------------------------------------------------
 
     def start_agent(self) -> None:
+        if self.frozen:
+            self.when_thawed(self.start_agent)
+            return
         if not self.power or self.agent is not None:
             return
         self._incarnation = max(int(self.clock.wall() * 1000), self._incarnation + 1)
@@ -130,6 +133,9 @@ class Machine:
             self.world.timeline.after(0.2 + 1.3 * self.world.rng.random(), self.start_agent)
 
     def start_launcher(self, job: JobPlan) -> None:
+        if self.frozen:
+            self.when_thawed(lambda: self.start_launcher(job))
+            return
         if self.power and job.name not in self.launchers and job.name not in self.world.finished:
             self.launchers[job.name] = Launcher(self, job)
 
@@ -227,12 +233,18 @@ class Launcher:
             self.world.timeline.after(again_s, lambda: self.machine.start_launcher(self.job))
 
     def _end_of_file(self) -> None:
+        if self.machine.frozen:
+            self.machine.when_thawed(self._end_of_file)
+            return
         if self.machine.agent is not None and self.connected:
             self.machine.agent.jobs.gone(self, "end of file")
         self.connected = False
 
     def rank_exited(self, process: RankProcess, signal: int) -> None:
         """Tells the agent, and puts the warm standby in its place."""
+        if self.machine.frozen:
+            self.machine.when_thawed(lambda: self.rank_exited(process, signal))
+            return
         if not self.alive or self.ranks.get(process.local_rank) is not process:
             return
         over = self._over or signal == 0

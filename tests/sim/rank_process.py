@@ -133,6 +133,9 @@ class RankProcess:
             self.world.timeline.after(2 * LOCAL_S, lambda: self.launcher.rank_exited(self, signal))
 
     def _end_of_file(self) -> None:
+        if self.machine.frozen:
+            self.machine.when_thawed(self._end_of_file)
+            return
         agent = self.machine.agent
         if agent is not None and self.connected:
             agent.jobs.gone(self, "end of file")

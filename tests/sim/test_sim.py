@@ -17,7 +17,6 @@ from tests.sim.run import Outcome, play
 SEEN_IN_DEFAULT_WORLDS = {
     "fleet.breaker",
     "fleet.correlated_silence",
-    "generation.overdue",
     "job.failed",
     "job.paused",
     "job.records_behind",
