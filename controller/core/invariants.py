@@ -71,7 +71,9 @@ def _check_job(state: FleetState, job: JobRecord) -> None:
     live = state.live_jobs[job.job]
     if job.generation is not None:
         _check_generation(job, job.generation)
-        assert job.last_number == job.generation.number, f"{job.job}: the current generation is not the last one"
+        assert job.last_number >= job.generation.number, f"{job.job}: its number is behind its generation"
+        is_last = job.state is not JobState.RUNNING or job.last_number == job.generation.number
+        assert is_last, f"{job.job}: the current generation is not the last one"
     if job.leaving is not None:
         assert job.generation is not None, f"{job.job}: leaves a generation for none"
         assert job.leaving.number < job.generation.number, f"{job.job}: generations must increase"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from controller.core import ladder, offenders, second_pass
 from controller.core.jobs import offer_to_jobs
+from controller.core.membership import jobs_seated_on
 from controller.core.own_findings import raise_own
 from controller.core.probes import Outcome, partner_for, start_probe
 from controller.core.rules import RUNGS, SecondPass, next_rung, remember_step
 from controller.core.standing import kept_out, set_state
 from controller.core.state import Course, NodeRecord
 from controller.core.turn import Turn
-from everstep.vocabulary import Action, Decision, Finding, FindingKind, NodeState, ProbeKind, Severity
+from everstep.vocabulary import Action, Decision, Finding, FindingKind, JobState, NodeState, ProbeKind, Severity
 
 __all__ = ["begin_probation", "begin_quarantine", "check_probation", "check_quarantine", "set_state"]
 
@@ -217,6 +218,7 @@ def failed(turn: Turn, node: str, failure: str, offence: float = offenders.FAILE
     sentence = f"{failure}; {node} stays out, the next probe is in {wait_s:g} s or more"
     course = record.course
     begin_quarantine(turn, node, sentence, (), action=Action.DRAIN, wait_s=wait_s, offence=offence)
+    _leave_jobs(turn, node, sentence)
     if course is not None and record.course is not None:
         record.course.checks, record.course.passes = course.checks, course.passes
     turn.verdict(node, Decision.QUARANTINE, sentence, action=Action.DRAIN, evidence=(finding,))
@@ -242,9 +244,16 @@ def _found_wrong(turn: Turn, node: str, outcome: Outcome) -> None:
 
 
 def relapse(turn: Turn, node: str, finding: Finding, sentence: str) -> None:
-    """Ill again on its way back."""
+    """Ill again on its way back. One that was only held still computes: its jobs go on without it."""
     begin_quarantine(turn, node, sentence, (finding,), action=finding.action, offence=offenders.RELAPSED)
+    _leave_jobs(turn, node, sentence)
     turn.verdict(node, Decision.QUARANTINE, sentence, action=turn.state.nodes[node].action, evidence=(finding,))
+
+
+def _leave_jobs(turn: Turn, node: str, sentence: str) -> None:
+    for job in jobs_seated_on(turn.state, node):
+        if job.state is JobState.RUNNING:
+            turn.departed.setdefault(job.job, {})[node] = sentence
 
 
 def check_probation(turn: Turn, node: str) -> None:

@@ -1,8 +1,10 @@
-"""What a controller that takes over in the middle of things must find out by itself."""
+"""What simulated worlds have found: take-overs in the middle of things, and nodes that come back while they compute."""
 
 from __future__ import annotations
 
-from tests.support.core_fleet import CoreFleet
+from controller.core.events import NodeObserved
+from everstep.vocabulary import NodeState
+from tests.support.core_fleet import CoreFleet, xid
 
 
 def test_a_generation_whose_acknowledgements_an_earlier_controller_took_is_seen_to_step() -> None:
@@ -29,3 +31,15 @@ def test_a_generation_of_its_own_counts_as_resumed_by_acknowledgements_alone() -
         fleet.progress(step)
         fleet.advance(1.5, "n1", "n2", "n3")
     assert fleet.job().resumed_at is None
+
+
+def test_a_node_that_was_only_held_and_falls_ill_on_its_way_back_leaves_its_job() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.feed(NodeObserved(node="n2", cordoned_by="somebody", reason="a disk"))
+    fleet.feed(NodeObserved(node="n2"))
+    assert fleet.node_state("n2") is NodeState.PROBATION
+    assert "n2" in fleet.seats()
+    fleet.raise_finding("n2", xid())
+    assert fleet.node_state("n2") is NodeState.QUARANTINED
+    assert fleet.seats() == ["n1", "n3"]
