@@ -88,7 +88,7 @@ class Crowd:
         seen = self.entered_by.setdefault((seats.job, seats.number), [])
         seen.append(at)
         first = seats.first_rank.get(agent.name)
-        if seats.number == 1 and first is not None:
+        if first is not None:
             agent.report(*messages.resumed(seats.job, seats.number, first))
 
     def refused(self, refusal: str) -> None:

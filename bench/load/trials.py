@@ -84,7 +84,8 @@ def _lose_a_rank(fleet: Fleet, job: str) -> float:
             raise SystemExit(f"{job} never heard of generation {generation}: {heard}\n{fleet.controller.log()}")
         time.sleep(POLL_S)
         heard = fleet.all("entered", job=job, generation=generation)
-    time.sleep(0.2)  # whatever the failure brought with it has passed before the next
+    fleet.until("resuming", lambda status: status["unreported"] == 0, 60)
+    time.sleep(0.5)  # whatever the failure brought with it has passed before the next
     return float(max(one["last"] for one in heard)) - float(told["at"])
 
 
