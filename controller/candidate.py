@@ -120,6 +120,8 @@ class Candidate:
         epoch = seen.newest + 1
         if not await self._lane.call(lambda: self._session.hold(epoch), self._lease_s):
             return None
+        if not seen.free and seen.holder != self._name:
+            await self._lane.call(lambda: self._session.end_sessions_of(seen.holder), self._lease_s)
         tenure = Tenure(self._clock, self._lease_s)
         asked_at, first_s = self._clock.monotonic(), self._lease_s + STARTING_S
         try:

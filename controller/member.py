@@ -91,7 +91,7 @@ class Member:
         return seen.address if seen is not None else ""
 
     def _engine(self) -> Engine:
-        return engine_of(self._url, most_idle_s=self._settings.lease_s)
+        return engine_of(self._url, most_idle_s=self._settings.lease_s, name=self._settings.name)
 
     async def _term(self) -> None:
         """From standing by to the end of one leadership."""

@@ -86,7 +86,12 @@ def _sqlite_engine(url: URL) -> Engine:
     return engine
 
 
-def _postgresql_engine(url: URL, most_idle_s: float) -> Engine:
+def application_of(name: str) -> str:
+    """How the sessions of the controller ``name`` call themselves; PostgreSQL cuts longer ones off."""
+    return f"everstep-controller {name}".strip().encode("ascii", "replace").decode()[:63]
+
+
+def _postgresql_engine(url: URL, most_idle_s: float, name: str) -> Engine:
     options = {
         "statement_timeout": STATEMENT_TIMEOUT_MS,
         "synchronous_commit": "on",
@@ -98,21 +103,22 @@ def _postgresql_engine(url: URL, most_idle_s: float) -> Engine:
         pool_pre_ping=True,
         connect_args={
             "connect_timeout": CONNECT_TIMEOUT_S,
-            "application_name": "everstep-controller",
+            "application_name": application_of(name),
             "options": " ".join(f"-c {name}={value}" for name, value in options.items()),
             "tcp_user_timeout": STATEMENT_TIMEOUT_MS,
         },
     )
 
 
-def engine_of(url: URL, *, most_idle_s: float = 0.0) -> Engine:
+def engine_of(url: URL, *, most_idle_s: float = 0.0, name: str = "") -> Engine:
     """An engine whose connections are set up for us; nothing is connected yet.
 
     Args:
         most_idle_s: PostgreSQL ends a session that says nothing inside a transaction for longer, so that a controller
             that was stopped there holds no lock for ever; 0 is no limit.
+        name: of the controller whose sessions they are.
     """
-    return _sqlite_engine(url) if url.drivername == "sqlite" else _postgresql_engine(url, most_idle_s)
+    return _sqlite_engine(url) if url.drivername == "sqlite" else _postgresql_engine(url, most_idle_s, name)
 
 
 def _revision(connection: Connection) -> str | None:

@@ -13,6 +13,7 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DBAPIError
 
 from controller.lease import Seen
+from controller.store.database import application_of
 from controller.store.diagnose import diagnose
 from controller.store.trouble import StoreAway, Superseded, is_away
 from controller.store.writer import Claim, cut
@@ -34,6 +35,10 @@ _UNLOCK = text("SELECT pg_advisory_unlock(:locks, :key)")
 _RENEW = text(
     f"UPDATE lease SET renewed_at = {_NOW}, expires_at = {_NOW} + :lease_s "  # noqa: S608 - as above
     "WHERE id = 1 AND epoch = :epoch"
+)
+_END = text(
+    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = :application "
+    "AND datname = current_database() AND usename = current_user AND pid <> pg_backend_pid()"
 )
 _CLAIM = text(
     f"UPDATE lease SET epoch = :epoch, holder = :holder, address = :address, "  # noqa: S608 - as above
@@ -90,6 +95,11 @@ class LeaseSession:
         if epoch in self._held:
             self._held.discard(epoch)
             self._asked(lambda connection: connection.execute(_UNLOCK, _key(epoch)).scalar_one())
+
+    def end_sessions_of(self, holder: str) -> None:
+        """Ends the database sessions of a controller whose lease is over. One that was stopped inside a transaction
+        holds a lock that its successor needs; in the middle of a pipeline no time-out of the server's sees that."""
+        self._asked(lambda connection: connection.execute(_END, {"application": application_of(holder)}).all())
 
     def renew(self, epoch: int, lease_s: float) -> None:
         """Another ``lease_s`` from now on, by the database's clock. Raises Superseded where another one has it."""

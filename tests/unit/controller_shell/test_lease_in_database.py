@@ -108,3 +108,16 @@ def test_a_controller_that_was_stopped_inside_a_transaction_holds_nobody_up(post
         engine.dispose()
         connection.invalidate()
     stopped.dispose()
+
+
+def test_the_sessions_of_a_controller_whose_lease_is_over_can_be_ended_and_no_others(
+    postgres: str, session: Open
+) -> None:
+    stopped, other = (engine_of(parse_url(postgres), name=name) for name in ("c1", "c2"))
+    with stopped.connect() as held, other.connect() as kept:
+        held.execute(text("SELECT * FROM meta FOR UPDATE"))
+        session().end_sessions_of("c1")
+        assert kept.execute(text("SELECT key FROM meta WHERE key = 'epoch' FOR UPDATE")).scalar() == "epoch"
+        held.invalidate()
+    stopped.dispose()
+    other.dispose()
