@@ -1,14 +1,10 @@
 """Days of a fleet's life: the real core decides about failures, nodes fail and come back, one job regroups.
 
-Time jumps from one event to the next. Heartbeats on which nothing can depend are not played: a node that is well and
-out of probation beats once a second, and all that its beats change (``controller.core.state.Pulse``) is known without
-playing them, until the moment it falls silent. ``eager`` plays every one of them; a test holds that both decide alike.
 To the core each node is one rank: what it decides, it decides about nodes.
 """
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -16,20 +12,18 @@ from dataclasses import dataclass
 
 from bench.failures import Failure, load
 from bench.goodput.accounts import HOUR_S, Accounts
+from bench.goodput.fleet_time import BEAT_S, START, FleetInTime, Node, Observer
 from bench.goodput.recovery_model import RecoveryModel
 from bench.goodput.symptoms import SYMPTOMS, Sign, Symptom
 from controller.core import events as ev
-from controller.core import fleet
 from controller.core.effects import Audit, Effect, PutGeneration, PutVerdict, RemedyKind, RequestRemedy, Send
 from controller.core.policy import CorePolicy
-from controller.core.suspicion import FORGET_S
 from everstep.errors import EverstepError
 from everstep.ids import Version
-from everstep.vocabulary import Decision, Finding, JobState, NodeState
+from everstep.vocabulary import Decision, JobState, NodeState
 from everstep.wire.v1.agent import Domain, Gpu, Register
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import (
-    AnyReport,
     CollectiveFailed,
     FindingRaised,
     GenerationSpec,
@@ -43,17 +37,10 @@ from everstep.wire.v1.training import (
 )
 
 JOB = "run"
-START = 1_700_000_000.0
-ENTROPY = "5e" * 32
-BEAT_S = 1.0
-TICKS_APART_S = 0.01
-"""As ``controller.loop`` keeps them."""
 PROBE_S = 10.0
 TRANSIENTS_S = {"agent_restart": 2.0, "network_blip": 8.0}
 """How long a node is away for nothing."""
 REBOOT_S = 300.0
-
-Observer = Callable[[ev.Event, list[Effect], float], None]
 
 
 @dataclass(frozen=True)
@@ -79,38 +66,7 @@ class Regrouped:
     at_boundary: bool
 
 
-class _Node:
-    """``away_until``: it is silent until then (None: it is there). ``ill``: what is broken, and until when.
-    ``sleeps``: its beats are not played."""
-
-    __slots__ = (
-        "away_until",
-        "boots",
-        "findings",
-        "gpus",
-        "ill",
-        "ill_until",
-        "lies",
-        "life",
-        "name",
-        "sleeps",
-        "slept_at",
-    )
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.life = self.boots = 0
-        self.gpus = 0
-        self.away_until: float | None = None
-        self.ill = ""
-        self.ill_until = 0.0
-        self.lies = False
-        self.findings: tuple[Finding, ...] = ()
-        self.sleeps = False
-        self.slept_at = 0.0
-
-
-class FleetDays:
+class FleetDays(FleetInTime):
     """One run. ``accounts`` hold the outcome; ``decisions`` are (second, words) of what was decided."""
 
     def __init__(
@@ -124,6 +80,7 @@ class FleetDays:
         eager: bool = False,
         observe: Observer | None = None,
     ) -> None:
+        super().__init__(policy, plan.nodes + plan.spares, plan.hours, eager=eager, observe=observe)
         self.plan = plan
         self.model = model
         self.accounts = Accounts(plan.nodes)
@@ -131,18 +88,8 @@ class FleetDays:
         self.counts: Counter[str] = Counter()
         self.false_evictions: list[str] = []
         self.least_spares = plan.spares
-        self.state = fleet.restore(policy)
-        self.now = START
         self._rng = random.Random(seed)
-        self._eager = eager
-        self._observe = observe
         self._repair_h = {cause.name: cause.repair_h for cause in load()}
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = 0
-        self._numbers: Counter[str] = Counter()
-        self._traces = 0
-        self._ticked_at = 0.0
-        self._beat_at = START + BEAT_S
         self._spec: GenerationSpec | None = None
         self._resumes = 0
         self._stepping: GenerationSpec | None = None
@@ -151,8 +98,6 @@ class FleetDays:
         self._cause = "forming"
         self.regroups: list[Regrouped] = []
         self._price: Regrouped | None = None
-        self.nodes = [_Node(f"n{index:05d}") for index in range(plan.nodes + plan.spares)]
-        self._by_name = {node.name: node for node in self.nodes}
         for failure in failures:
             self._expect(START + failure.at_h * HOUR_S, failure)
         for at, index, cause in self._transients():
@@ -175,125 +120,9 @@ class FleetDays:
         self.accounts.close(end - START)
         return self
 
-    # --- time --------------------------------------------------------------------------------------------------------
+    # --- what was decided ---------------------------------------------------------------------------------------
 
-    def _at(self, due: float, call: Callable[[], None]) -> None:
-        self._order += 1
-        heapq.heappush(self._heap, (due, self._order, call))
-
-    def _after(self, seconds: float, call: Callable[[], None]) -> None:
-        self._at(self.now + seconds, call)
-
-    def _expect(self, at: float, failure: Failure) -> None:
-        """The failure, and before a silence the last beat."""
-        if SYMPTOMS[failure.cause].sign is Sign.SILENCE:
-            last_beat = START + (at - START) // BEAT_S * BEAT_S
-            for index in failure.nodes:
-                self._at(last_beat, lambda i=index: self._wake(self.nodes[i]))  # type: ignore[misc]
-        self._at(at, lambda: self._strike(failure))
-
-    def _next(self, end: float) -> None:
-        """The next event of the world, or of the core."""
-        due = fleet.next_deadline(self.state)
-        due = None if due is None else max(due, self._ticked_at + TICKS_APART_S)
-        if self._heap and (due is None or self._heap[0][0] <= due):
-            at, _, call = heapq.heappop(self._heap)
-            self._pass(min(max(at, self.now), end))
-            if at < end:
-                call()
-        elif due is None or due >= end:
-            self._pass(end)
-        else:
-            self._pass(max(due, self.now))
-            if self._stepping is not None:
-                self._beat(self._by_name[self._stepping.roster[0].node])
-            self._ticked_at = self.now
-            self._handle(ev.Tick(trace=self._trace()))
-
-    def _pass(self, now: float) -> None:
-        """Time goes by, and everybody who is there beats."""
-        while self._eager and self._beat_at <= now:
-            self.now, self._beat_at = self._beat_at, self._beat_at + BEAT_S
-            self._beat_all()
-        self.now = now
-        self._hear_lazily()
-
-    def _trace(self) -> str:
-        self._traces += 1
-        return f"{self._traces:x}"
-
-    # --- beats -------------------------------------------------------------------------------------------------------
-
-    def _hear_lazily(self) -> None:
-        """Somebody was heard within the last second: the core is not deaf."""
-        if not self._eager:
-            self.state.hearing.last_at = self.now - BEAT_S / 2
-
-    def _sleep(self, node: _Node) -> None:
-        """From now on the node's beats are known without being played. ``heard_at`` lies where no silence can begin."""
-        if self._eager:
-            return
-        if not node.sleeps:
-            node.sleeps, node.slept_at = True, self.now
-        pulse = self.state.live_nodes[node.name].pulse
-        pulse.heard_at = START + 2 * self.plan.hours * HOUR_S
-        pulse.longest_s = max(pulse.longest_s, BEAT_S)
-
-    def _wake(self, node: _Node) -> None:
-        """Its beats count one by one again, beginning with the last of those that were not played."""
-        if node.sleeps:
-            node.sleeps = False
-            live = self.state.live_nodes[node.name]
-            beats = int((self.now - node.slept_at) / BEAT_S)
-            faded_s = live.pulse.longest_s * (1.0 - BEAT_S / FORGET_S) ** beats
-            live.pulse.heard_at, live.pulse.longest_s = self.now - BEAT_S, max(BEAT_S, faded_s)
-            live.watched = False
-            self._handle(ev.NodeHeard(node=node.name, incarnation=node.life, trace=self._trace()))
-
-    def _beat_all(self) -> None:
-        for node in self.nodes:
-            if node.away_until is None and node.life:
-                self._beat(node)
-
-    def _beat(self, node: _Node) -> None:
-        heard = fleet.touch(self.state, node.name, node.life, self.now, self._progress(node))
-        if heard is fleet.Heard.NEWS:
-            self._handle(
-                ev.HeartbeatChanged(
-                    node=node.name, incarnation=node.life, ranks=self._progress(node), trace=self._trace()
-                )
-            )
-        if node.sleeps:
-            self._sleep(node)
-
-    def _beat_until_well(self, node: _Node, life: int) -> None:
-        """On probation every beat counts."""
-        if node.life != life or node.away_until is not None or self._eager:
-            return
-        record = self.state.nodes[node.name]
-        if record.state is NodeState.PROBATION:
-            self._beat(node)
-            self._after(BEAT_S, lambda: self._beat_until_well(node, life))
-        else:
-            self._sleep(node)
-
-    def _progress(self, node: _Node) -> tuple[RankProgress, ...]:
-        """One rank tells how far the job is: all are as far."""
-        spec = self._stepping
-        if spec is None or spec.roster[0].node != node.name:
-            return ()
-        step = self._step_now()
-        return (RankProgress(job=JOB, generation=spec.number, rank=0, step=step, step_s=self.model.step_s),)
-
-    def _step_now(self) -> int:
-        return self._step_at + int((self.now - self._step_from) / self.model.step_s)
-
-    # --- the core ----------------------------------------------------------------------------------------------------
-
-    def _handle(self, event: ev.Event) -> None:
-        effects = fleet.handle(self.state, event, self.now)
-        if self._observe is not None:
-            self._observe(event, effects, self.now)
+    def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
                 case PutGeneration(spec=spec):
@@ -309,22 +138,16 @@ class FleetDays:
                 case _:
                     pass
 
-    def _report(self, node: _Node, body: AnyReport) -> None:
-        """A node's report, if the node is there to give it."""
-        if node.away_until is not None or not node.life:
-            return
-        self._numbers[node.name] += 1
-        event = ev.ReportArrived(
-            node=node.name,
-            incarnation=node.life,
-            number=self._numbers[node.name],
-            body=body,
-            entropy=ENTROPY,
-            trace=self._trace(),
-        )
-        self._handle(event)
-        if node.sleeps:
-            self._sleep(node)  # a report is a word as well: it was heard now, and its beats go on
+    def _progress(self, node: Node) -> tuple[RankProgress, ...]:
+        """One rank tells how far the job is: all are as far."""
+        spec = self._stepping
+        if spec is None or spec.roster[0].node != node.name:
+            return ()
+        step = self._step_now()
+        return (RankProgress(job=JOB, generation=spec.number, rank=0, step=step, step_s=self.model.step_s),)
+
+    def _step_now(self) -> int:
+        return self._step_at + int((self.now - self._step_from) / self.model.step_s)
 
     def _told(self, kind: str, sentence: str) -> None:
         self.counts[kind] += 1
@@ -347,9 +170,20 @@ class FleetDays:
             self.counts["breaker resets"] += 1
             self._command(ev.OperatorAction.RESET_BREAKER)
 
+    def _expect(self, at: float, failure: Failure) -> None:
+        """The failure, and before a silence the last beat."""
+        if SYMPTOMS[failure.cause].sign is Sign.SILENCE:
+            last_beat = START + (at - START) // BEAT_S * BEAT_S
+            for index in failure.nodes:
+                self._at(last_beat, lambda i=index: self._wake(self.nodes[i]))  # type: ignore[misc]
+        self._at(at, lambda: self._strike(failure))
+
+    def _spokesman(self) -> Node | None:
+        return self.by_name[self._stepping.roster[0].node] if self._stepping is not None else None
+
     # --- nodes come --------------------------------------------------------------------------------------------------
 
-    def _register(self, node: _Node) -> None:
+    def _register(self, node: Node) -> None:
         node.life += 1
         self._numbers[node.name] = 0
         index = int(node.name[1:])
@@ -370,7 +204,7 @@ class FleetDays:
         self._handle(ev.AgentRegistered(register=words, trace=self._trace()))
         self._beat_until_well(node, node.life)
 
-    def _join(self, node: _Node) -> None:
+    def _join(self, node: Node) -> None:
         plan = self.plan
         spec = JobSpec(job=JOB, min_nodes=int(plan.least_share * plan.nodes), max_nodes=plan.nodes, digest_interval=10)
         words = LauncherJoined(
@@ -378,7 +212,7 @@ class FleetDays:
         )
         self._report(node, words)
 
-    def _back(self, node: _Node) -> None:
+    def _back(self, node: Node) -> None:
         """It is there again: its agent registers, its launcher joins."""
         if node.away_until is None or node.away_until > self.now + 1e-6:
             return
@@ -386,7 +220,7 @@ class FleetDays:
         self._register(node)
         self._join(node)
 
-    def _repaired(self, node: _Node, cause: str) -> None:
+    def _repaired(self, node: Node, cause: str) -> None:
         """What was broken is whole again; somebody gives the node back where that needs a word."""
         if node.ill != cause or node.ill_until > self.now + 1e-6:
             return
@@ -414,10 +248,10 @@ class FleetDays:
         self._after(wait_s, lambda: self._handle(event))
 
     def _probe(self, name: str, body: RunProbe) -> None:
-        well = all(self._by_name[n].away_until is None and not self._by_name[n].ill for n in body.nodes)
+        well = all(self.by_name[n].away_until is None and not self.by_name[n].ill for n in body.nodes)
         rows = ((8, 1e-5, 1e11),) if well else ()
         self._report(
-            self._by_name[name], ProbeFinished(probe=body.probe, ok=well, detail="" if well else "failed", rows=rows)
+            self.by_name[name], ProbeFinished(probe=body.probe, ok=well, detail="" if well else "failed", rows=rows)
         )
 
     # --- nodes fail --------------------------------------------------------------------------------------------------
@@ -448,10 +282,10 @@ class FleetDays:
             for node in struck:
                 self._break(node, failure.cause, symptom)
 
-    def _seated(self, node: _Node) -> bool:
+    def _seated(self, node: Node) -> bool:
         return self._spec is not None and node.name in self._spec.seated
 
-    def _fall_silent(self, struck: Sequence[_Node], cause: str) -> None:
+    def _fall_silent(self, struck: Sequence[Node], cause: str) -> None:
         transient = TRANSIENTS_S.get(cause)
         away_s = transient if transient is not None else self._repair_h[cause] * HOUR_S
         seated = [node for node in struck if self._seated(node)]
@@ -471,7 +305,7 @@ class FleetDays:
             self._interrupt(cause)
             self._after(self.model.peers_notice_s, self._peers_notice)
 
-    def _back_from_nothing(self, node: _Node, cause: str) -> None:
+    def _back_from_nothing(self, node: Node, cause: str) -> None:
         """An agent's restart begins a new life; after a network's blip the old one goes on."""
         if node.ill or node.away_until is None:
             return
@@ -491,7 +325,7 @@ class FleetDays:
         witness = next((m for m in spec.roster if self._able(m.node)), None)
         if witness is not None:
             self._report(
-                self._by_name[witness.node],
+                self.by_name[witness.node],
                 CollectiveFailed(
                     job=JOB,
                     at=self.now,
@@ -502,7 +336,7 @@ class FleetDays:
                 ),
             )
 
-    def _break(self, node: _Node, cause: str, symptom: Symptom) -> None:
+    def _break(self, node: Node, cause: str, symptom: Symptom) -> None:
         if symptom.sign is Sign.PROCESS:
             self._lose_rank(node, cause)
             return
@@ -517,18 +351,18 @@ class FleetDays:
         sensed_s = self.model.sensor_s * self._rng.random()
         self._after(sensed_s, lambda: self._sense(node, cause))
 
-    def _sense(self, node: _Node, cause: str) -> None:
+    def _sense(self, node: Node, cause: str) -> None:
         if node.ill == cause and node.findings:
             self._report(node, FindingRaised(finding=node.findings[0]))
 
-    def _lose_rank(self, node: _Node, cause: str) -> None:
+    def _lose_rank(self, node: Node, cause: str) -> None:
         """A process on the node ends; its launcher has another."""
         if not self._seated(node):
             return
         self._interrupt(cause)
         self._after(self.model.seen_s, lambda: self._rank_lost(node))
 
-    def _rank_lost(self, node: _Node) -> None:
+    def _rank_lost(self, node: Node) -> None:
         spec = self._spec
         member = spec.member(node.name, 0) if spec is not None else None
         if spec is None or member is None:
@@ -538,7 +372,7 @@ class FleetDays:
             RankLost(job=JOB, at=self.now, generation=spec.number, rank=member.rank, local_rank=0, detail="", signal=9),
         )
 
-    def _digests_differ(self, liar: _Node) -> None:
+    def _digests_differ(self, liar: Node) -> None:
         """The digests of this step: all agree but one. Those before the lie agreed, and say what is clean."""
         spec = self._stepping
         if not liar.lies or spec is None or liar.name not in spec.seated or not self.accounts.stepping:
@@ -551,7 +385,7 @@ class FleetDays:
             for member in spec.roster:
                 digest = "wrong" if member.node == wrong else f"d{at}"
                 self._report(
-                    self._by_name[member.node],
+                    self.by_name[member.node],
                     Sealed(
                         job=JOB,
                         at=self.now,
@@ -569,7 +403,7 @@ class FleetDays:
     # --- the job -----------------------------------------------------------------------------------------------------
 
     def _able(self, name: str) -> bool:
-        node = self._by_name[name]
+        node = self.by_name[name]
         return node.away_until is None and not node.findings
 
     def _interrupt(self, cause: str) -> None:
@@ -609,7 +443,7 @@ class FleetDays:
         healthy = (NodeState.HEALTHY, NodeState.SUSPECT)
         return sum(1 for n in self.nodes if n.name not in spec.seated and self._fit(n, healthy))
 
-    def _fit(self, node: _Node, states: tuple[NodeState, ...]) -> bool:
+    def _fit(self, node: Node, states: tuple[NodeState, ...]) -> bool:
         record = self.state.nodes.get(node.name)
         return record is not None and record.state in states and node.away_until is None and not node.ill
 
@@ -624,12 +458,12 @@ class FleetDays:
         spec = self._spec
         if attempt != self._resumes or spec is None or self.state.jobs[JOB].state is not JobState.RUNNING:
             return
-        broken = next((m.node for m in spec.roster if self._by_name[m.node].findings), None)
-        if any(self._by_name[m.node].away_until is not None for m in spec.roster):
+        broken = next((m.node for m in spec.roster if self.by_name[m.node].findings), None)
+        if any(self.by_name[m.node].away_until is not None for m in spec.roster):
             self._peers_notice()
             self._after(self.model.peers_notice_s, lambda: self._resume(attempt))
         elif broken is not None:
-            self._rank_lost(self._by_name[broken])
+            self._rank_lost(self.by_name[broken])
         else:
             self._step(spec)
 
@@ -649,13 +483,13 @@ class FleetDays:
                 restored=None,
                 phases_s={},
             )
-            self._report(self._by_name[member.node], words)
+            self._report(self.by_name[member.node], words)
             if self._spec is not spec:
                 return
-        self._beat(self._by_name[spec.roster[0].node])
+        self._beat(self.by_name[spec.roster[0].node])
 
     def _evicted(self, name: str) -> None:
-        if not self._by_name[name].ill:
+        if not self.by_name[name].ill:
             self.false_evictions.append(name)
 
 

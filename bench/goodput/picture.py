@@ -1,4 +1,4 @@
-"""The plot: effective training time against the size of the fleet's policies, and where the lost hours went."""
+"""The plot: effective training time by size and way of recovery, and where the lost hours went."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _ratios(axes: plt.Axes, outcomes: list[Outcome], restart: dict[int, float], 
     axes.set_xticks(list(places), [f"{outcome.nodes * GPUS_PER_NODE:,} GPUs" for outcome in outcomes])
     axes.set_ylabel("effective training time, %")
     axes.set_ylim(0, 112)
-    axes.legend(loc="lower left", fontsize=8, framealpha=0.95)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.09), ncol=2, fontsize=8, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
 
 

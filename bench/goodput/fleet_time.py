@@ -1,0 +1,216 @@
+"""The decision core in virtual time: events, deadlines, and heartbeats that need not be played.
+
+Time jumps from one event to the next. Heartbeats on which nothing can depend are not played: a node that is well and
+out of probation beats once a second, and all that its beats change (``controller.core.state.Pulse``) is known without
+playing them, until the moment it falls silent. ``eager`` plays every one of them; a test holds that both decide alike.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable
+
+from bench.goodput.accounts import HOUR_S
+from controller.core import events as ev
+from controller.core import fleet
+from controller.core.effects import Effect
+from controller.core.policy import CorePolicy
+from controller.core.suspicion import FORGET_S
+from everstep.vocabulary import Finding, NodeState
+from everstep.wire.v1.training import AnyReport, RankProgress
+
+START = 1_700_000_000.0
+ENTROPY = "5e" * 32
+BEAT_S = 1.0
+TICKS_APART_S = 0.01
+"""As ``controller.loop`` keeps them."""
+
+Observer = Callable[[ev.Event, list[Effect], float], None]
+
+
+class Node:
+    """``away_until``: it is silent until then (None: it is there). ``ill``: what is broken, and until when.
+    ``sleeps``: its beats are not played."""
+
+    __slots__ = (
+        "away_until",
+        "boots",
+        "findings",
+        "gpus",
+        "ill",
+        "ill_until",
+        "lies",
+        "life",
+        "name",
+        "sleeps",
+        "slept_at",
+    )
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.life = self.boots = 0
+        self.gpus = 0
+        self.away_until: float | None = None
+        self.ill = ""
+        self.ill_until = 0.0
+        self.lies = False
+        self.findings: tuple[Finding, ...] = ()
+        self.sleeps = False
+        self.slept_at = 0.0
+
+
+class FleetInTime:
+    """The core, its clock, and nodes that beat. What follows from its decisions is a subclass's.
+
+    Args:
+        hours: until its end; nodes that sleep are taken to beat until then.
+        eager: play every beat.
+        observe: told of every event, and of what was decided.
+    """
+
+    def __init__(self, policy: CorePolicy, nodes: int, hours: float, *, eager: bool, observe: Observer | None) -> None:
+        self.state = fleet.restore(policy)
+        self.now = START
+        self.nodes = [Node(f"n{index:05d}") for index in range(nodes)]
+        self.by_name = {node.name: node for node in self.nodes}
+        self._beyond = START + 2 * hours * HOUR_S
+        self._eager = eager
+        self._observe = observe
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = 0
+        self._numbers: Counter[str] = Counter()
+        self._traces = 0
+        self._ticked_at = 0.0
+        self._beat_at = START + BEAT_S
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        """What is to be done about decisions."""
+        raise NotImplementedError
+
+    def _progress(self, node: Node) -> tuple[RankProgress, ...]:
+        """What a beat of the node tells of its ranks."""
+        raise NotImplementedError
+
+    def _spokesman(self) -> Node | None:
+        """The node whose beats tell how far the job is; None while it stands still."""
+        raise NotImplementedError
+
+    # --- time --------------------------------------------------------------------------------------------------------
+
+    def _at(self, due: float, call: Callable[[], None]) -> None:
+        self._order += 1
+        heapq.heappush(self._heap, (due, self._order, call))
+
+    def _after(self, seconds: float, call: Callable[[], None]) -> None:
+        self._at(self.now + seconds, call)
+
+    def _next(self, end: float) -> None:
+        """The next event of the world, or of the core."""
+        due = fleet.next_deadline(self.state)
+        due = None if due is None else max(due, self._ticked_at + TICKS_APART_S)
+        if self._heap and (due is None or self._heap[0][0] <= due):
+            at, _, call = heapq.heappop(self._heap)
+            self._pass(min(max(at, self.now), end))
+            if at < end:
+                call()
+        elif due is None or due >= end:
+            self._pass(end)
+        else:
+            self._pass(max(due, self.now))
+            if (spokesman := self._spokesman()) is not None:
+                self._beat(spokesman)
+            self._ticked_at = self.now
+            self._handle(ev.Tick(trace=self._trace()))
+
+    def _pass(self, now: float) -> None:
+        """Time goes by, and everybody who is there beats."""
+        while self._eager and self._beat_at <= now:
+            self.now, self._beat_at = self._beat_at, self._beat_at + BEAT_S
+            self._beat_all()
+        self.now = now
+        self._hear_lazily()
+
+    def _trace(self) -> str:
+        self._traces += 1
+        return f"{self._traces:x}"
+
+    # --- beats -------------------------------------------------------------------------------------------------------
+
+    def _hear_lazily(self) -> None:
+        """Somebody was heard within the last second: the core is not deaf."""
+        if not self._eager:
+            self.state.hearing.last_at = self.now - BEAT_S / 2
+
+    def _sleep(self, node: Node) -> None:
+        """From now on the node's beats are known without being played. ``heard_at`` lies where no silence can begin."""
+        if self._eager:
+            return
+        if not node.sleeps:
+            node.sleeps, node.slept_at = True, self.now
+        pulse = self.state.live_nodes[node.name].pulse
+        pulse.heard_at = self._beyond
+        pulse.longest_s = max(pulse.longest_s, BEAT_S)
+
+    def _wake(self, node: Node) -> None:
+        """Its beats count one by one again, beginning with the last of those that were not played."""
+        if node.sleeps:
+            node.sleeps = False
+            live = self.state.live_nodes[node.name]
+            beats = int((self.now - node.slept_at) / BEAT_S)
+            faded_s = live.pulse.longest_s * (1.0 - BEAT_S / FORGET_S) ** beats
+            live.pulse.heard_at, live.pulse.longest_s = self.now - BEAT_S, max(BEAT_S, faded_s)
+            live.watched = False
+            self._handle(ev.NodeHeard(node=node.name, incarnation=node.life, trace=self._trace()))
+
+    def _beat_all(self) -> None:
+        for node in self.nodes:
+            if node.away_until is None and node.life:
+                self._beat(node)
+
+    def _beat(self, node: Node) -> None:
+        heard = fleet.touch(self.state, node.name, node.life, self.now, self._progress(node))
+        if heard is fleet.Heard.NEWS:
+            self._handle(
+                ev.HeartbeatChanged(
+                    node=node.name, incarnation=node.life, ranks=self._progress(node), trace=self._trace()
+                )
+            )
+        if node.sleeps:
+            self._sleep(node)
+
+    def _beat_until_well(self, node: Node, life: int) -> None:
+        """On probation every beat counts."""
+        if node.life != life or node.away_until is not None or self._eager:
+            return
+        record = self.state.nodes[node.name]
+        if record.state is NodeState.PROBATION:
+            self._beat(node)
+            self._after(BEAT_S, lambda: self._beat_until_well(node, life))
+        else:
+            self._sleep(node)
+
+    # --- the core ----------------------------------------------------------------------------------------------------
+
+    def _handle(self, event: ev.Event) -> None:
+        effects = fleet.handle(self.state, event, self.now)
+        if self._observe is not None:
+            self._observe(event, effects, self.now)
+        self._carry_out(effects)
+
+    def _report(self, node: Node, body: AnyReport) -> None:
+        """A node's report, if the node is there to give it."""
+        if node.away_until is not None or not node.life:
+            return
+        self._numbers[node.name] += 1
+        event = ev.ReportArrived(
+            node=node.name,
+            incarnation=node.life,
+            number=self._numbers[node.name],
+            body=body,
+            entropy=ENTROPY,
+            trace=self._trace(),
+        )
+        self._handle(event)
+        if node.sleeps:
+            self._sleep(node)  # a report is a word as well: it was heard now, and its beats go on
