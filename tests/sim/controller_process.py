@@ -8,7 +8,7 @@ nothing, and writes everything when it is back.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -31,7 +31,8 @@ from everstep.ids import Version
 from everstep.tokens import Identity, TokenRole
 from tests.sim import facts
 from tests.sim.database import LEASE_S, Fenced
-from tests.sim.timeline import MachineClock, Timeline, Timer
+from tests.sim.shell_parts import METRICS, Gate, Promise, Wire
+from tests.sim.timeline import MachineClock, Timer
 from tests.sim.wires import Line
 
 if TYPE_CHECKING:
@@ -41,86 +42,6 @@ GROUP = 64
 LEASE_INTERVAL_S = 0.5
 UNSURE_S = 0.05
 RETRY_S, LONGEST_RETRY_S = 0.1, 1.0
-
-
-class _NoMetrics:
-    """What the shell tells Prometheus goes nowhere."""
-
-    beats = 0
-
-    def handled(self, kind: str, seconds: float) -> None: ...
-    def recovered(self, job: str, reason: str, seconds: float) -> None: ...
-    def reports_taken(self, taken: int, repeated: int) -> None: ...
-    def refused(self, route: str, code: str) -> None: ...
-
-
-METRICS: Any = _NoMetrics()
-
-
-class Promise:
-    """What ``FleetLoop.enqueue`` returns, without an event loop: callbacks run when the outcome is there."""
-
-    def __init__(self) -> None:
-        self._outcome: tuple[Any, EverstepError | None] | None = None
-        self._callbacks: list[Callable[[Any], None]] = []
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        self._callbacks.append(callback)
-
-    def set(self, result: Any, error: EverstepError | None) -> None:
-        self._outcome = result, error
-        for callback in self._callbacks:
-            callback(self)
-
-    def exception(self) -> EverstepError | None:
-        assert self._outcome is not None
-        return self._outcome[1]
-
-    def result(self) -> Any:
-        assert self._outcome is not None
-        return self._outcome[0]
-
-    def cancelled(self) -> bool:
-        return False
-
-
-class _Gate:
-    """Every agent that connects is admitted: who may speak for whom is proved elsewhere (tests/unit/security)."""
-
-    def again(self, identity: Identity) -> None: ...
-
-
-class _Wire:
-    """The controller's end of a line, as asyncio's transport; behind it the real session."""
-
-    def __init__(self, line: Line, timeline: Timeline) -> None:
-        self._line = line
-        self._timeline = timeline
-        self.session: Session | None = None
-
-    def write(self, data: bytes) -> None:
-        self._line.send(1, data)
-
-    def writelines(self, parts: Sequence[bytes]) -> None:
-        self._line.send(1, b"".join(parts))
-
-    def close(self) -> None:
-        self._line.close(1)
-        self._timeline.after(0.0, self.lost)
-
-    abort = close
-
-    def lost(self) -> None:
-        """The connection has ended, from whichever side."""
-        session, self.session = self.session, None
-        if session is not None:
-            session.connection_lost(None)
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def pause_reading(self) -> None: ...
-    def resume_reading(self) -> None: ...
 
 
 Stimulus = Callable[[Transaction, float], Any]
@@ -164,7 +85,7 @@ class ControllerProcess:
         self.life = 0
         self.state: FleetState
         self._steady: SteadyTime
-        self._sessions: dict[Line, _Wire] = {}
+        self._sessions: dict[Line, Wire] = {}
         self._queue: deque[_Waiting] = deque()
         self._timer: Timer | None = None
         self._busy = False
@@ -428,9 +349,9 @@ class ControllerProcess:
         """A node connects; None while this is not the leader."""
         if not self.alive or not self.leading:
             return None
-        wire: Any = _Wire(line, self.world.timeline)
+        wire: Any = Wire(line, self.world.timeline)
         identity = Identity(role=TokenRole.AGENT, subject=line.names[0])
-        gate: Any = _Gate()
+        gate: Any = Gate()
         wire.session = Session(self._desk, gate, identity, wire, lambda _session: None)
         self._sessions[line] = wire
         return self

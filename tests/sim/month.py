@@ -27,7 +27,7 @@ from tests.sim import facts
 from tests.sim.checkers.budget import Budget
 from tests.sim.checkers.generations import Generations
 from tests.sim.checkers.suspicion import Suspicion
-from tests.sim.controller_process import METRICS
+from tests.sim.shell_parts import METRICS
 
 
 class Onlooker:
