@@ -24,12 +24,19 @@ def draw(path: Path, points: list[Point], interval_s: float) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), constrained_layout=True)
     nodes = [place for place, _ in points]
     for axis, (name, unit, floor, aim), colour in zip(axes, panels, COLOURS, strict=True):
-        axis.plot(nodes, [values[name] for _, values in points], marker="o", color=colour, linewidth=2)
+        found = [values[name] for _, values in points]
+        axis.plot(nodes, found, marker="o", color=colour, linewidth=2)
         axis.axhline(floor, color="#999999", linestyle=":", linewidth=1)
         axis.axhline(aim, color="#999999", linestyle="--", linewidth=1)
         axis.annotate("floor", (0.01, floor), xycoords=("axes fraction", "data"), va="bottom", color="#777777")
         axis.annotate("aim", (0.01, aim), xycoords=("axes fraction", "data"), va="bottom", color="#777777")
-        axis.set(title=name, xlabel="nodes (eight GPUs each)", ylabel=unit, ylim=(0, floor * 1.15), xlim=(0, None))
+        axis.set(
+            title=name,
+            xlabel="nodes (eight GPUs each)",
+            ylabel=unit,
+            ylim=(0, max(floor, *found) * 1.15),
+            xlim=(0, None),
+        )
         axis.grid(alpha=0.25)
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)

@@ -39,11 +39,12 @@ def steady(fleet: Fleet, seconds: float, interval_s: float) -> list[Row]:
     sample = fleet.sample()
     writes = controller.metric("everstep_controller_commit_seconds_count") - writes
     judged = (fleet.nodes, interval_s) == (FULL_NODES, FULL_INTERVAL_S)
+    large = interval_s <= 1.0 and fleet.nodes >= 5000  # what a controller does beside beats counts little from here on
     each = f"{fleet.nodes} nodes every {interval_s:g} s"
     late = f"the agents' own lateness: {_ms(sample['lateness'], 0.99):.1f} ms at the 99th percentile"
     return [
         Row(f"controller CPU, {each}", cpu_s / took_s, "cores", *_marks(judged, 0.6, 0.3)),
-        Row("controller CPU per heartbeat", cpu_s / max(1, beats) * 1e6, "us", *_marks(interval_s <= 1.0, 48.0, 24.0)),
+        Row("controller CPU per heartbeat", cpu_s / max(1, beats) * 1e6, "us", *_marks(large, 48.0, 24.0)),
         Row("ingest latency, median", _ms(sample["beats"], 0.5), "ms"),
         Row("ingest latency, 99th percentile", _ms(sample["beats"], 0.99), "ms", *_marks(judged, 50.0, 20.0), late),
         Row("ingest latency, largest", sample["beats"].largest * 1e3, "ms"),
