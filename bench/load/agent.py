@@ -52,7 +52,7 @@ class Host(Protocol):
     def answered(self, agent: Agent, latency_s: float) -> None: ...
     def progressed(self, agent: Agent, phase: str) -> None: ...
     def entered(self, agent: Agent, seats: Seats, at: float) -> None: ...
-    def refused(self, refusal: str) -> None: ...
+    def refused(self, agent: Agent, refusal: str) -> None: ...
     def ended(self, agent: Agent) -> None: ...
     def seats_of(self, body: bytes, deflated: bool) -> Seats | None: ...
 
@@ -187,8 +187,7 @@ class Agent:
                 self.buffer = data
                 return
             if not head.startswith(b"HTTP/1.1 101"):
-                self._host.refused(head.split(b"\r\n", 1)[0].decode())
-                raise ConnectionResetError("no session")
+                raise ConnectionResetError(head.split(b"\r\n", 1)[0].decode())
             data = rest
         self.buffer = self._frames(data, now)
 
@@ -220,14 +219,14 @@ class Agent:
         else:
             refusal = msgspec.json.decode(body, type=Refused)
             what = Frame(refusal.of).name if refusal.of else "session"
-            self._host.refused(f"{what}: {refusal.code}: {refusal.message}")
+            self._host.refused(self, f"{what}: {refusal.code}: {refusal.message}")
 
     def _beat_answered(self, body: bytes, now: float) -> None:
         self._host.answered(self, now - self.beat_sent_at)
         self.beat_sent_at = 0.0
         self.hold = b'"hold":false' not in body
         if b'"resend":true' in body:
-            self._host.refused("HEARTBEAT: asked to send its picture again")
+            self._host.refused(self, "HEARTBEAT: asked to send its picture again")
         if b'"directives"' in body:
             for directive in msgspec.json.decode(body, type=HeartbeatAnswer).directives:
                 self._directive(directive.seq, msgspec.json.encode(directive.body), now)
@@ -240,7 +239,7 @@ class Agent:
         assert self._asking is not None
         through = msgspec.json.decode(body, type=ReportsAnswer).through
         if through != self._asking[1]:
-            self._host.refused(f"REPORTS: {self._asking} answered with {through}")
+            self._host.refused(self, f"REPORTS: {self._asking} answered with {through}")
         self._asking = None
         self._host.progressed(self, "reported")
         if self._spool:

@@ -91,8 +91,13 @@ class Crowd:
         if first is not None:
             agent.report(*messages.resumed(seats.job, seats.number, first))
 
-    def refused(self, refusal: str) -> None:
+    def refused(self, agent: Agent, refusal: str) -> None:
         self.refusals[refusal] += 1
+        agent.beat_sent_at = 0.0
+        if not agent.seq:
+            agent.introduce()
+        elif agent.seq == 1:
+            agent.show()
 
     def ended(self, agent: Agent) -> None:
         """It was told not to hold its session, and waits for nothing."""
@@ -132,12 +137,18 @@ class Crowd:
     def _broken(self, agent: Agent, error: OSError) -> None:
         self.refusals[f"connection: {error}"] += 1
         self._forget(agent)
+        if not agent.seq:  # it tries again, after all others
+            self._opening.append(agent)
+            self._open_more()
 
     def _open_more(self) -> None:
         if self._opening:
             agent = self._opening.popleft()
-            self._connect(agent)
-            agent.introduce()
+            try:
+                self._connect(agent)
+                agent.introduce()
+            except OSError as error:
+                self._broken(agent, error)
 
     # --- time ----------------------------------------------------------------------------------------------------
 
