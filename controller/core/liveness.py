@@ -69,6 +69,7 @@ def _returned(turn: Turn, node: str) -> None:
         begin_probation(turn, node, f"{node} is back")
     else:
         turn.audit("node.returned", f"{node} is heard again and stays {record.state}", node=node)
+        turn.wake(turn.now, "node", node)  # its time may have been served while it was away
 
 
 def _tell(turn: Turn, kind: str, node: str, sentence: str) -> None:

@@ -67,9 +67,9 @@ class Suspicion:
         for effect in fact.effects:
             if isinstance(effect, PutNode):
                 self._states[effect.node] = effect.doc.state
-        for effect in fact.effects:
-            if isinstance(effect, PutGeneration):
-                self._opened(effect.spec)
+        opened = {effect.spec.job: effect.spec for effect in fact.effects if isinstance(effect, PutGeneration)}
+        for spec in opened.values():  # of several in one turn, the last
+            self._opened(spec)
 
     def _told(self, kind: str, node: str, job: str) -> None:
         if kind in ("job.paused", "job.failed", "job.finished"):

@@ -43,3 +43,16 @@ def test_a_node_that_was_only_held_and_falls_ill_on_its_way_back_leaves_its_job(
     fleet.raise_finding("n2", xid())
     assert fleet.node_state("n2") is NodeState.QUARANTINED
     assert fleet.seats() == ["n1", "n3"]
+
+
+def test_a_quarantine_that_was_served_while_its_node_was_away_ends_when_it_is_back() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.raise_finding("n2", xid())
+    fleet.clear_finding("n2", xid().key)
+    fleet.disconnect("n2")
+    fleet.advance(60.0, "n1", "n3")
+    assert fleet.node_state("n2") is NodeState.QUARANTINED
+    fleet.hear("n2")
+    fleet.advance(0.5, "n1", "n2", "n3")
+    assert fleet.node_state("n2") is NodeState.PROBATION
