@@ -28,7 +28,8 @@ from controller.boards import Boards
 from controller.config import ControllerSettings
 from controller.core import fleet
 from controller.core.policy import CorePolicy
-from controller.core.state import FleetRecord, FleetState, JobRecord, NodeRecord, VersionRecord
+from controller.core.records import FleetRecord, JobRecord, NodeRecord, VersionRecord
+from controller.core.state import FleetState
 from controller.credentials import Credentials
 from controller.journal import Journal
 from controller.lease import Tenure

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from controller.core.state import JobRecord
+from controller.core.records import JobRecord
 from everstep.errors import NotFound
 from everstep.ids import Version
 from everstep.wire.v1.directives import RunProbe

@@ -13,7 +13,8 @@ from controller.boards import Boards
 from controller.core import effects as fx
 from controller.core import events as ev
 from controller.core import fleet
-from controller.core.state import FleetState, JobRecord, VersionRecord
+from controller.core.records import JobRecord, VersionRecord
+from controller.core.state import FleetState
 from controller.metrics import Metrics
 from controller.push import Body, Outbox, Outgoing
 from controller.store.records import (

@@ -15,7 +15,8 @@ import msgspec
 from controller.core.budget import budget_left
 from controller.core.membership import able_nodes, jobs_seated_on, seats_of, spares, why_not
 from controller.core.offenders import offender_score
-from controller.core.state import FleetState, JobLive, JobRecord, NodeRecord
+from controller.core.records import JobRecord, NodeRecord
+from controller.core.state import FleetState, JobLive
 from controller.keeping import Absence
 from controller.push import Outbox
 from everstep import __version__

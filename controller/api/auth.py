@@ -11,7 +11,7 @@ from controller.api.limits import FailedAuthentications, RequestLimits
 from controller.api.peers import BY_CERTIFICATE, NOBODY, Peer
 from controller.api.routes import Access
 from controller.config import ControllerSettings
-from controller.core.state import JobRecord
+from controller.core.records import JobRecord
 from controller.credentials import Credentials
 from controller.secret_file import Keyring
 from everstep.clock import Clock

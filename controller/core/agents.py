@@ -7,7 +7,8 @@ from controller.core.holds import enter_maintenance, window_of
 from controller.core.liveness import drop_launchers, expect_launchers, heard, watch
 from controller.core.own_findings import clear_own
 from controller.core.quarantine import begin_quarantine
-from controller.core.state import FleetState, NodeLive, NodeRecord, Pulse
+from controller.core.records import NodeRecord
+from controller.core.state import FleetState, NodeLive, Pulse
 from controller.core.turn import Turn
 from controller.core.verdict import convicts, take_picture
 from everstep.errors import NotFound, StaleGeneration

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import msgspec
 
 from controller.core.membership import jobs_seated_on, seats_of
-from controller.core.state import Eviction, FleetState
+from controller.core.records import Eviction
+from controller.core.state import FleetState
 from everstep.vocabulary import JobState
 
 FLEET = "fleet"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from controller.core.state import NodeRecord, Note
+from controller.core.records import NodeRecord, Note
 
 MOST_NOTES = 48
 """Entries kept of a node; older ones are in the audit log."""

@@ -15,7 +15,8 @@ import msgspec
 
 from controller.core.effects import PutVersion
 from controller.core.membership import seats_of
-from controller.core.state import Ballot, Homes, JobLive, JobRecord, Share, VersionRecord
+from controller.core.records import Homes, JobRecord, Share, VersionRecord
+from controller.core.state import Ballot, JobLive
 from controller.core.turn import Turn
 from everstep.ids import Version
 from everstep.wire.v1.directives import VersionNotice

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from controller.core.state import Episode, FleetState, NodeRecord, Tally
+from controller.core.records import NodeRecord
+from controller.core.state import Episode, FleetState, Tally
 from controller.core.turn import Turn
 from controller.core.wording import nodes
 

@@ -9,9 +9,10 @@ from controller.core.generations import Cause, heard_beyond_boundary, is_member,
 from controller.core.losses import node_left_jobs, running_spec
 from controller.core.outbreaks import correlated
 from controller.core.own_findings import clear_own, raise_own
+from controller.core.records import JobRecord
 from controller.core.rules import SecondPass
 from controller.core.second_pass import open_case
-from controller.core.state import Case, JobRecord
+from controller.core.state import Case
 from controller.core.turn import Turn
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, GenerationReason, JobState, Mode, Severity
 from everstep.wire.v1.training import GenerationSpec, Sealed

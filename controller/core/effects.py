@@ -9,7 +9,7 @@ from enum import StrEnum
 
 import msgspec
 
-from controller.core.state import FleetRecord, JobRecord, NodeRecord, VersionRecord
+from controller.core.records import FleetRecord, JobRecord, NodeRecord, VersionRecord
 from everstep.ids import GenerationNumber, JobId, NodeId, TraceId
 from everstep.vocabulary import Finding, Verdict
 from everstep.wire.v1.directives import AnyDirective

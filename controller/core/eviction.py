@@ -11,7 +11,8 @@ from controller.core.budget import FLEET, fleet_scope, recent_evictions, scopes_
 from controller.core.degraded import STORE
 from controller.core.membership import jobs_seated_on, least_nodes, next_seats
 from controller.core.quarantine import begin_quarantine
-from controller.core.state import Eviction, FleetState, JobRecord
+from controller.core.records import Eviction, JobRecord
+from controller.core.state import FleetState
 from controller.core.turn import Turn
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, JobState, NodeState
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from controller.core.offenders import offender_score
-from controller.core.state import FleetState, NodeRecord
+from controller.core.records import NodeRecord
+from controller.core.state import FleetState
 from everstep.errors import NotFound
 from everstep.vocabulary import Finding, Verdict
 from everstep.wire.v1.agent import Gpu

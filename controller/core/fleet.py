@@ -44,8 +44,9 @@ from controller.core.generations import check_boundary, heard_beyond_boundary
 from controller.core.hangs import settle
 from controller.core.progress import is_beyond_boundary, left_in_order, take_progress
 from controller.core.quarantine import PROBE_PASSED, PROBE_SKIPPED
+from controller.core.records import JobRecord, NodeRecord
 from controller.core.restart import restore, started
-from controller.core.state import FleetState, JobRecord, NodeLive, NodeRecord
+from controller.core.state import FleetState, NodeLive
 from controller.core.suspicion import deaf_after_s, take_word
 from controller.core.turn import Looked, Read, Turn, pop_due
 from everstep.vocabulary import JobState, NodeState

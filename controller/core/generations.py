@@ -21,8 +21,9 @@ from controller.core.membership import (
     store_node,
 )
 from controller.core.placement import Site, place_replicas
+from controller.core.records import JobRecord
 from controller.core.signals import send_generation, send_kill
-from controller.core.state import FleetState, JobLive, JobRecord
+from controller.core.state import FleetState, JobLive
 from controller.core.turn import Turn
 from controller.core.wording import named, nodes
 from everstep.vocabulary import GenerationReason, JobState

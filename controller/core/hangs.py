@@ -6,8 +6,9 @@ from collections.abc import Collection, Mapping
 
 from controller.core.generations import Cause, heard_beyond_boundary, regroup
 from controller.core.losses import lose_doubtful, regroup_blind, replace_rank, running_spec, spoken_of
+from controller.core.records import JobRecord
 from controller.core.signals import send_kill
-from controller.core.state import JobRecord, Pending
+from controller.core.state import Pending
 from controller.core.turn import Turn
 from everstep.vocabulary import GenerationReason, JobState
 from everstep.wire.v1.training import GenerationSpec, Member, RankStalled, RankUnresponsive

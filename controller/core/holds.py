@@ -12,8 +12,9 @@ from controller.core.events import NodeObserved, OperatorCommand
 from controller.core.generations import Cause, regroup
 from controller.core.membership import jobs_seated_on, least_nodes, next_seats
 from controller.core.quarantine import begin_probation
+from controller.core.records import JobRecord, NodeRecord, Window
 from controller.core.standing import kept_out, set_state
-from controller.core.state import FleetState, JobRecord, NodeRecord, Window
+from controller.core.state import FleetState
 from controller.core.turn import Turn
 from everstep.errors import Conflict, NotFound
 from everstep.vocabulary import GenerationReason, JobState, NodeState

@@ -5,7 +5,8 @@ from __future__ import annotations
 from controller.core.blocks import least_seats, most_seats
 from controller.core.correlation import names
 from controller.core.membership import least_nodes, next_seats, seats_of
-from controller.core.state import FleetState, JobRecord, NodeRecord, Tally
+from controller.core.records import JobRecord, NodeRecord
+from controller.core.state import FleetState, Tally
 from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.training import GenerationSpec
 

@@ -15,8 +15,9 @@ from controller.core.generations import (
 )
 from controller.core.membership import ENDED, is_seated, least_nodes, most_nodes, next_seats, seats_of
 from controller.core.priorities import consider_taking
+from controller.core.records import JobRecord, LauncherRecord
 from controller.core.signals import send_generation, send_stop
-from controller.core.state import JobLive, JobRecord, LauncherRecord
+from controller.core.state import JobLive
 from controller.core.stragglers import check_pace, watch_pace
 from controller.core.turn import Turn
 from controller.core.wording import named, nodes

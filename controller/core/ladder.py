@@ -8,9 +8,9 @@ from controller.core import casebook, offenders, remedies
 from controller.core.events import ActionReported
 from controller.core.membership import jobs_seated_on
 from controller.core.own_findings import clear_own
+from controller.core.records import Course, NodeRecord
 from controller.core.rules import in_words
 from controller.core.standing import kept_out, set_state
-from controller.core.state import Course, NodeRecord
 from controller.core.turn import Turn
 from everstep.vocabulary import Action, Decision, FindingKind, Mode, NodeState, Severity
 

@@ -14,7 +14,7 @@ from controller.core.jobs import offer_to_jobs
 from controller.core.losses import lose_doubtful, remove_launcher, running_spec
 from controller.core.membership import jobs_seated_on, most_nodes, seats_of
 from controller.core.quarantine import begin_probation, check_probation, check_quarantine, set_state
-from controller.core.state import JobRecord
+from controller.core.records import JobRecord
 from controller.core.suspicion import Answer
 from controller.core.turn import Turn
 from controller.core.wording import named

@@ -8,7 +8,8 @@ from controller.core import jobs
 from controller.core.generations import Cause, heard_beyond_boundary, regroup
 from controller.core.membership import is_seated, jobs_seated_on, least_nodes, next_seats, seats_of
 from controller.core.own_findings import raise_own
-from controller.core.state import JobRecord, Pending
+from controller.core.records import JobRecord
+from controller.core.state import Pending
 from controller.core.turn import Turn
 from controller.core.wording import named
 from everstep.vocabulary import Decision, Finding, FindingKind, GenerationReason, JobState, Severity

@@ -6,7 +6,8 @@ import math
 from collections.abc import Collection, Sequence
 
 from controller.core.blocks import choose_seats, domain_of, least_seats, most_seats
-from controller.core.state import FleetState, JobRecord, NodeRecord
+from controller.core.records import JobRecord, NodeRecord
+from controller.core.state import FleetState
 from controller.core.wording import named, nodes
 from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.training import GenerationSpec, Member

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from controller.core.state import NodeRecord
+from controller.core.records import NodeRecord
 from controller.core.turn import Turn
 
 EVICTED = 1.0

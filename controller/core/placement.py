@@ -15,7 +15,7 @@ from functools import cached_property
 
 import msgspec
 
-from controller.core.state import NodeRecord
+from controller.core.records import NodeRecord
 
 Targets = dict[str, tuple[str, ...]]
 

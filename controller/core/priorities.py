@@ -23,7 +23,8 @@ from controller.core.membership import (
     seats_of,
     unfit,
 )
-from controller.core.state import FleetState, JobRecord
+from controller.core.records import JobRecord
+from controller.core.state import FleetState
 from controller.core.turn import Turn
 from controller.core.wording import named, nodes
 from everstep.vocabulary import GenerationReason, JobState

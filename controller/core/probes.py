@@ -9,7 +9,8 @@ import msgspec
 
 from controller.core import casebook
 from controller.core.membership import jobs_seated_on
-from controller.core.state import FleetState, NodeRecord, Probe
+from controller.core.records import NodeRecord
+from controller.core.state import FleetState, Probe
 from controller.core.turn import Turn
 from everstep.vocabulary import JobState, NodeState, ProbeKind, Severity
 from everstep.wire.v1.directives import RunProbe

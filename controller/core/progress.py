@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from controller.core.state import FleetState, JobRecord, Pace
+from controller.core.records import JobRecord
+from controller.core.state import FleetState, Pace
 from everstep.ids import JobId, Rank
 from everstep.vocabulary import JobState
 from everstep.wire.v1.training import GenerationSpec, RankProgress

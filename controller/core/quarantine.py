@@ -7,9 +7,9 @@ from controller.core.jobs import offer_to_jobs
 from controller.core.membership import jobs_seated_on
 from controller.core.own_findings import raise_own
 from controller.core.probes import Outcome, partner_for, start_probe
+from controller.core.records import Course, NodeRecord
 from controller.core.rules import RUNGS, SecondPass, next_rung, remember_step
 from controller.core.standing import kept_out, set_state
-from controller.core.state import Course, NodeRecord
 from controller.core.turn import Turn
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, JobState, NodeState, ProbeKind, Severity
 

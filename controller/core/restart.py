@@ -12,7 +12,8 @@ from controller.core.liveness import watch
 from controller.core.membership import seats_of
 from controller.core.policy import CorePolicy
 from controller.core.quarantine import PROBE_PASSED, PROBE_SKIPPED, begin_probation
-from controller.core.state import FleetRecord, FleetState, JobLive, JobRecord, NodeLive, NodeRecord, VersionRecord
+from controller.core.records import FleetRecord, JobRecord, NodeRecord, VersionRecord
+from controller.core.state import FleetState, JobLive, NodeLive
 from controller.core.turn import Turn
 from everstep.vocabulary import NodeState
 

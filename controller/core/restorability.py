@@ -14,7 +14,8 @@ from typing import Literal
 from controller.core.blocks import domain_of
 from controller.core.checkpoints import NOTHING
 from controller.core.membership import able_nodes, least_nodes, most_nodes, seats_of
-from controller.core.state import FleetState, JobLive, JobRecord, Share
+from controller.core.records import JobRecord, Share
+from controller.core.state import FleetState, JobLive
 from controller.core.wording import named, nodes
 from everstep.ids import Version
 from everstep.vocabulary import FindingKind

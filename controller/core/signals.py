@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from controller.core.membership import seats_of
-from controller.core.state import JobRecord
+from controller.core.records import JobRecord
 from controller.core.turn import Turn
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
 from everstep.wire.v1.training import Member

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from controller.core import remedies
-from controller.core.state import NodeRecord
+from controller.core.records import NodeRecord
 from controller.core.turn import Turn
 from everstep.vocabulary import NodeState
 

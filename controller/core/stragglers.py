@@ -10,7 +10,8 @@ from controller.core.generations import Cause, boundary_step, regroup
 from controller.core.membership import next_seats, seats_of
 from controller.core.own_findings import clear_own, raise_own
 from controller.core.progress import Laggards
-from controller.core.state import JobLive, JobRecord
+from controller.core.records import JobRecord
+from controller.core.state import JobLive
 from controller.core.turn import Turn
 from everstep.vocabulary import Decision, Finding, FindingKind, GenerationReason, JobState, Severity
 from everstep.wire.v1.training import GenerationSpec

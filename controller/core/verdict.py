@@ -12,6 +12,7 @@ from controller.core.generations import Cause
 from controller.core.losses import node_left_jobs
 from controller.core.outbreaks import correlated
 from controller.core.quarantine import add_cause, check_quarantine, relapse
+from controller.core.records import NodeRecord
 from controller.core.rules import (
     Rule,
     Scope,
@@ -24,7 +25,7 @@ from controller.core.rules import (
     remember_step,
 )
 from controller.core.standing import kept_out
-from controller.core.state import Burst, FleetState, NodeRecord
+from controller.core.state import Burst, FleetState
 from controller.core.turn import Turn
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, GenerationReason, Mode, NodeState, Severity
 

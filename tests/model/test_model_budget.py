@@ -79,9 +79,15 @@ class Budget(RuleBasedStateMachine):
         self.fleet.raise_finding(name, _ill(name))
         told = self._take_verdicts()
         if before:
-            assert told == [(name, expected)]
+            assert [one for one in told if one[0] == name] == [(name, expected)]
             if expected is Decision.EVICT:
                 self._count(name, seats)
+            self._hold_again([one for one in told if one[0] != name])
+
+    def _hold_again(self, told: list[tuple[str, Decision]]) -> None:
+        """Held nodes that are looked at again may be held by something else now, the fleet's budget included."""
+        assert {decision for _, decision in told} <= {Decision.HOLD_BY_BUDGET}
+        self.latched = self.latched or any(self._full(other) == "fleet" for other, _ in told)
 
     @rule(name=node)
     def gets_well(self, name: str) -> None:

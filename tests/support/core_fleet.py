@@ -21,7 +21,8 @@ from controller.core.events import (
 )
 from controller.core.fleet import Heard, check_invariants, handle, next_deadline, restore, touch
 from controller.core.policy import CorePolicy
-from controller.core.state import FleetRecord, FleetState, JobRecord, NodeRecord, VersionRecord
+from controller.core.records import FleetRecord, JobRecord, NodeRecord, VersionRecord
+from controller.core.state import FleetState
 from controller.rulebook import with_rules
 from everstep.ids import Version
 from everstep.vocabulary import Action, Finding, FindingKind, JobState, NodeState, Severity

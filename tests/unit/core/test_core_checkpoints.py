@@ -13,7 +13,7 @@ from controller.core.checkpoints import corroborated, count_votes
 from controller.core.effects import Effect, PutJob, PutVersion
 from controller.core.events import OperatorAction, StoreChanged
 from controller.core.policy import CorePolicy
-from controller.core.state import Homes, Share
+from controller.core.records import Homes, Share
 from everstep.ids import Version
 from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.directives import NewGeneration, StopJob, VersionNotice

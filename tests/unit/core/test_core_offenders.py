@@ -9,7 +9,7 @@ from controller.core.events import OperatorAction
 from controller.core.evidence import evidence_of
 from controller.core.offenders import offender_score
 from controller.core.policy import CorePolicy
-from controller.core.state import NodeRecord
+from controller.core.records import NodeRecord
 from everstep.errors import NotFound
 from everstep.vocabulary import NodeState
 from everstep.wire.v1.agent import Domain, Gpu

@@ -1,0 +1,240 @@
+"""What the core knows and stores: records that come back after a restart.
+
+A record changes only inside ``fleet.handle`` and comes out as a ``Put...`` effect whenever it did.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from controller.core.rules import Reports, Steps
+from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, TraceId, Version
+from everstep.vocabulary import Action, Finding, JobState, NodeState, ProbeKind
+from everstep.wire.v1.agent import Domain, Gpu
+from everstep.wire.v1.training import GenerationSpec, JobSpec
+
+
+class Window(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Maintenance until ``until`` (wall seconds) of a node, or of a rack's nodes but those in ``without``, which were
+    readmitted early; ``sentence`` says by whose order."""
+
+    until: float
+    sentence: str
+    node: NodeId = ""
+    rack: str = ""
+    without: tuple[NodeId, ...] = ()
+
+
+class Eviction(msgspec.Struct, frozen=True, kw_only=True):
+    """An automatic eviction, and whose budgets it uses: of ``rack`` (empty: none), of ``jobs`` with a seat there."""
+
+    at: float
+    node: NodeId
+    rack: str = ""
+    jobs: tuple[JobId, ...] = ()
+
+
+class FleetRecord(msgspec.Struct, kw_only=True):
+    """What belongs to no single node or job.
+
+    ``breaker``: the sentence of a latched eviction breaker, empty while evictions are allowed. ``evicted``: the
+    evictions inside the budget's window, oldest first. ``probes`` counts probes ever asked for, so that ids are new;
+    ``remedies`` the same. ``remedied``: wall seconds of automatic resets and reboots inside their window.
+    ``maintenance``: windows that are not over.
+    """
+
+    breaker: str = ""
+    breaker_at: float = 0.0
+    evicted: list[Eviction] = []
+    probes: int = 0
+    remedies: int = 0
+    remedied: list[float] = []
+    maintenance: list[Window] = []
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One entry of a node's case book: a finding, verdict, probe or action, and when."""
+
+    at: float
+    what: str
+    sentence: str
+    detail: dict[str, str] = {}
+
+
+class Course(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """How a node that is out is treated.
+
+    ``rule``: id of the rule that took it out. ``ladder`` and ``rung``: its cures, and which is due. ``checks``: what it
+    must pass on its way back, ``passes`` times in a row; ``left``: what is still to be passed, ``alone``: it had no
+    partner for what takes one. ``clear_s``: for how long its causes must be clear. ``remedy``: id of the action that
+    was asked for and not reported, ``remedy_due``: when it is given up. ``settles_at``: when the causes must have
+    cleared after a confirmed one. ``hindered``: why no action was asked for, as it was last said.
+    """
+
+    rule: str = ""
+    ladder: tuple[Action, ...] = ()
+    rung: int = 0
+    checks: tuple[ProbeKind, ...] = (ProbeKind.ALL_REDUCE,)
+    passes: int = 1
+    left: list[ProbeKind] = []
+    alone: bool = False
+    clear_s: float = 0.0
+    remedy: str = ""
+    remedy_due: float = 0.0
+    settles_at: float = 0.0
+    hindered: str = ""
+
+
+class NodeRecord(msgspec.Struct, kw_only=True):
+    """A node as stored.
+
+    ``since`` and ``sentence``: when and why it came into ``state``. ``reachable``: it was heard within its deadlines.
+    ``findings`` by key are the agent's picture, ``own`` the controller's. ``causes``: keys of findings that must
+    clear before a quarantined node may come back; ``needs_operator``: they never do by themselves. ``returns_at``:
+    not before this may it leave quarantine. ``evictions``: times of this node's evictions; repeat offenders wait
+    longer. ``verdicts`` counts verdicts ever given, for their ids. ``probe``: the one it must pass. ``against``: with
+    whom it was in an undecided digest vote. ``condemned``: UUIDs of GPUs (or its name, without any) that computed
+    wrongly; when none of them is left, the node is repaired. ``overruled``: key of the finding whose eviction is
+    held, ``held_by`` what holds it (a scope of ``eviction``).
+
+    ``booted_at``: when it was first seen after its last boot. ``reports`` of a finding are counted under its rule and
+    key, ``steps`` of ladders under the rule. ``undecided``: keys of findings that are looked at again, and what for.
+    ``cleared``: since when a cause has been clear. ``course``: its treatment while it is out. ``offences``: its score
+    as of ``offended_at``. ``remedied``: times of its automatic resets and reboots. ``cordoned``: id of the
+    remedy by which Everstep took it out of service with the scheduler; ``foreign``: who else has. ``hold``: a person's
+    order that keeps it out. ``maintenance_until``: the end of its maintenance window, 0.0 outside one. ``notes``: its
+    case book.
+    """
+
+    node: NodeId
+    incarnation: Incarnation
+    vault: Address
+    domain: Domain = Domain()
+    labels: dict[str, str] = {}
+    gpus: tuple[Gpu, ...] = ()
+    agent_version: str = ""
+    driver_version: str = ""
+    boot_id: str = ""
+    registered_at: float = 0.0
+    state: NodeState = NodeState.HEALTHY
+    since: float = 0.0
+    sentence: str = ""
+    trace: TraceId = ""
+    action: Action = Action.NONE
+    reachable: bool = True
+    findings: dict[str, Finding] = {}
+    own: dict[str, Finding] = {}
+    causes: list[str] = []
+    needs_operator: bool = False
+    returns_at: float = 0.0
+    evictions: list[float] = []
+    verdicts: int = 0
+    probe: str = ""
+    probe_passed: bool = False
+    probe_failures: int = 0
+    against: list[NodeId] = []
+    condemned: list[str] = []
+    overruled: str = ""
+    held_by: str = ""
+    booted_at: float = 0.0
+    reports: dict[str, Reports] = {}
+    steps: dict[str, Steps] = {}
+    undecided: dict[str, str] = {}
+    cleared: dict[str, float] = {}
+    course: Course | None = None
+    offences: float = 0.0
+    offended_at: float = 0.0
+    remedied: list[float] = []
+    cordoned: str = ""
+    foreign: str = ""
+    hold: str = ""
+    maintenance_until: float = 0.0
+    notes: list[Note] = []
+
+
+class LauncherRecord(msgspec.Struct, kw_only=True):
+    """A node's offer to a job.
+
+    ``able``: false once it could not replace a rank, or stayed silent, until it joins again; ``why_not`` says which.
+    ``confirmed``: false from its agent's new life until it joins again.
+    """
+
+    node: NodeId
+    incarnation: Incarnation
+    store: Address
+    generation: GenerationNumber = 0
+    able: bool = True
+    confirmed: bool = True
+    why_not: str = ""
+
+
+class Share(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where else the part of a version is that a node's ranks stored.
+
+    ``copies``: nodes that each hold all of what these ranks alone hold. ``alike``: nodes that store the rest again,
+    each of them a part of it.
+    """
+
+    copies: tuple[NodeId, ...] = ()
+    alike: tuple[NodeId, ...] = ()
+
+
+class Homes(msgspec.Struct, frozen=True):
+    """Which nodes hold the versions that were committed in ``generation``: a share for each node of its roster."""
+
+    generation: GenerationNumber
+    shares: dict[NodeId, Share]
+
+
+class JobRecord(msgspec.Struct, kw_only=True):
+    """A job as stored.
+
+    ``generation`` is the current one (None while forming). ``opened_at``: when it was decided; ``resumed_at``: when
+    its last rank had stepped, None until then. ``launchers`` in order of joining. ``size``: an operator's bound on
+    nodes below ``spec.max_nodes``. ``ceiling``: after corruption nothing newer may be restored, until a version is
+    committed after it. ``losses``: per node, wall seconds of rank losses
+    inside the flap window; ``leaving``: the running generation while a boundary to ``generation`` is announced and
+    not reached. ``excluded``: nodes that this job does without, and why. ``former``: nodes of earlier
+    rosters whose vaults may still hold slots. ``raised``: what the training function raised, and on which node first.
+    ``ties``: times of unsettled votes. ``finished``: ranks of the running
+    generation whose training function returned. ``slow``: nodes that were replaced as stragglers, and why. ``homes`` of
+    the newest committed version. ``gave_at``: when it last gave a node to a job of higher priority.
+    """
+
+    job: JobId
+    spec: JobSpec
+    secret: str
+    created_at: float
+    state: JobState = JobState.FORMING
+    since: float = 0.0
+    sentence: str = ""
+    trace: TraceId = ""
+    launchers: dict[NodeId, LauncherRecord] = {}
+    last_number: GenerationNumber = 0
+    generation: GenerationSpec | None = None
+    leaving: GenerationSpec | None = None
+    opened_at: float = 0.0
+    resumed_at: float | None = None
+    size: int | None = None
+    ceiling: Version | None = None
+    retries: int = 0
+    raised: dict[str, NodeId] = {}
+    losses: dict[NodeId, list[float]] = {}
+    excluded: dict[NodeId, str] = {}
+    former: list[NodeId] = []
+    ties: list[float] = []
+    finished: list[Rank] = []
+    slow: dict[NodeId, str] = {}
+    homes: Homes | None = None
+    gave_at: float = 0.0
+
+
+class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A committed version: durable from ``committed_at``, and, where digests agreed, clean (``verified_at``)."""
+
+    job: JobId
+    version: Version
+    committed_at: float
+    verified_at: float | None = None
+    bytes: int = 0
+    ranks: int = 0
