@@ -20,7 +20,8 @@ from controller.boards import Boards
 from controller.core import events as ev
 from controller.core import fleet
 from controller.core.effects import Effect
-from controller.core.state import FleetRecord, FleetState, JobRecord, NodeRecord, VersionRecord
+from controller.core.records import FleetRecord, JobRecord, NodeRecord, VersionRecord
+from controller.core.state import FleetState
 from controller.lease import Tenure
 from controller.push import Outbox, Outgoing
 from controller.steady_time import SteadyTime
