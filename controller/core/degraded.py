@@ -42,6 +42,8 @@ def store_changed(turn: Turn, event: StoreChanged) -> None:
     elif state.store_away:
         turn.audit("store.back", f"the database is back (it was away: {state.store_away})")
         state.store_away = ""
+        for live in state.live_jobs.values():
+            live.untold = 0
         look_again(turn)
         turn.freed[STORE] = None
 
@@ -55,6 +57,7 @@ def _decide_again(turn: Turn, name: str) -> None:
     if job is None or spec is None or job.state is not JobState.RUNNING:
         return
     if spec.reason is GenerationReason.FORMED or job.leaving is not None:
+        turn.state.live_jobs[name].untold = spec.number
         return
     sentence = f"generation {spec.number} was decided as the database went away, and nobody was told"
     others = frozenset(turn.state.nodes) - spec.seated

@@ -16,7 +16,7 @@ from controller.core.generations import (
 from controller.core.membership import ENDED, is_seated, least_nodes, most_nodes, next_seats, seats_of
 from controller.core.priorities import consider_taking
 from controller.core.records import JobRecord, LauncherRecord
-from controller.core.signals import send_generation, send_stop
+from controller.core.signals import is_untold, send_generation, send_stop
 from controller.core.state import JobLive
 from controller.core.stragglers import check_pace, watch_pace
 from controller.core.turn import Turn
@@ -162,8 +162,9 @@ def _catch_up(
         sentence = f"the launcher on {node} started anew"
         regroup(turn, job, Cause(reason=GenerationReason.RANK_LOST, sentence=sentence, trace=turn.trace))
         return
-    if job.state is JobState.RUNNING and (new_agent or report.generation < job.generation.number):
-        turn.send(node, NewGeneration(spec=job.generation))
+    spec = job.leaving if is_untold(turn, job) else job.generation
+    if job.state is JobState.RUNNING and spec is not None and (new_agent or report.generation < spec.number):
+        turn.send(node, NewGeneration(spec=spec))
     consider_growth(turn, job)
 
 

@@ -16,9 +16,15 @@ def audience(job: JobRecord, others: Iterable[str] = ()) -> list[str]:
     return list(dict.fromkeys([*seats_of(job.generation), *others, *job.launchers]))
 
 
+def is_untold(turn: Turn, job: JobRecord) -> bool:
+    """Whether the current generation is not written, and must be kept from everybody until it is."""
+    untold = turn.state.live_jobs[job.job].untold
+    return untold != 0 and job.generation is not None and job.generation.number == untold
+
+
 def send_generation(turn: Turn, job: JobRecord, before: Iterable[str]) -> None:
     """The current generation to its roster, to those who leave it, and to spares."""
-    if job.generation is None:
+    if job.generation is None or is_untold(turn, job):
         return
     body = NewGeneration(spec=job.generation)  # one object for all: it is encoded once
     for node in audience(job, before):

@@ -11,7 +11,7 @@ import msgspec
 from controller.core.policy import CorePolicy
 from controller.core.records import FleetRecord, JobRecord, NodeRecord
 from controller.core.rules import SecondPass
-from everstep.ids import JobId, NodeId, Rank, TraceId, Version
+from everstep.ids import GenerationNumber, JobId, NodeId, Rank, TraceId, Version
 from everstep.vocabulary import Finding, GenerationReason, ProbeKind
 from everstep.wire.v1.training import RankProgress
 
@@ -117,7 +117,8 @@ class JobLive(msgspec.Struct):
     was slow lately, numbers of the windows in which one was; ``window`` is the newest, looked at again at
     ``window_due`` (0.0: not awaited). ``inherited``: its generation had not resumed when this controller began;
     ``first_step`` is the furthest step then. ``gather_due``: until when others
-    that come back are waited for before the job grows (0.0: nobody came yet).
+    that come back are waited for before the job grows (0.0: nobody came yet). ``untold``: number of a generation that
+    is not written, so that nobody may hear of it before the database is back (0: none).
     """
 
     pace: Pace = msgspec.field(default_factory=Pace)
@@ -139,6 +140,7 @@ class JobLive(msgspec.Struct):
     fallback_at: float = 0.0
     resume_due: float = 0.0
     gather_due: float = 0.0
+    untold: GenerationNumber = 0
     resume_attempts: int = 0
     inherited: bool = False
     first_step: int | None = None

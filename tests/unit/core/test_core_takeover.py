@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from controller.core.events import NodeObserved
+from controller.core.events import NodeObserved, StoreChanged
 from everstep.vocabulary import NodeState
-from tests.support.core_fleet import CoreFleet, xid
+from everstep.wire.v1.directives import NewGeneration
+from tests.support.core_fleet import CoreFleet, sent, xid
 
 
 def test_a_generation_whose_acknowledgements_an_earlier_controller_took_is_seen_to_step() -> None:
@@ -56,3 +57,19 @@ def test_a_quarantine_that_was_served_while_its_node_was_away_ends_when_it_is_ba
     fleet.hear("n2")
     fleet.advance(0.5, "n1", "n2", "n3")
     assert fleet.node_state("n2") is NodeState.PROBATION
+
+
+def test_a_boundary_that_was_not_written_is_kept_from_everybody_until_the_database_is_back() -> None:
+    fleet = CoreFleet()
+    fleet.start(4, 1)
+    fleet.seal(5)
+    fleet.raise_finding("n2", xid())
+    assert (fleet.spec().number, fleet.running().number) == (2, 1)
+    fleet.feed(StoreChanged(away=True, reason="the disk is full", unsent=("job",)))
+    before = len(fleet.effects)
+    fleet.join("n1", again=True)
+    assert sent(fleet.effects[before:], NewGeneration)["n1"].spec.number == 1
+    fleet.feed(StoreChanged(away=False))
+    before = len(fleet.effects)
+    fleet.join("n1", again=True)
+    assert sent(fleet.effects[before:], NewGeneration)["n1"].spec.number == 2
