@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from controller.core import budget
 from tests.sim.mutants.hunt import hunt
 from tests.sim.mutants.listed import MUTANTS, Mutant
 from tests.sim.mutants.surgery import mistaken
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> None:
-    logging.disable(logging.CRITICAL)
 
 
 @pytest.mark.slow
