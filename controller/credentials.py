@@ -93,8 +93,8 @@ class Credentials:
         return row is not None and row.alive(now)
 
     def listed(self) -> list[CredentialRow]:
-        """All rows, oldest first."""
-        return list(self._rows.values())
+        """All rows, oldest first; those of one moment by id, so that the order outlives a controller."""
+        return sorted(self._rows.values(), key=lambda row: (row.created_at, row.id))
 
     # --- changing ------------------------------------------------------------------------------------------------
 
