@@ -27,9 +27,6 @@ from controller.api.stream import AuditFeed
 from controller.boards import Boards
 from controller.config import ControllerSettings
 from controller.core import fleet
-from controller.core.policy import CorePolicy
-from controller.core.records import FleetRecord, JobRecord, NodeRecord, VersionRecord
-from controller.core.state import FleetState
 from controller.credentials import Credentials
 from controller.journal import Journal
 from controller.lease import Tenure
@@ -38,6 +35,7 @@ from controller.metrics import FleetCollector, Metrics
 from controller.push import Outbox
 from controller.remediation.base import Remediator
 from controller.remediation.outside import Outside
+from controller.restored import restored
 from controller.retention import retaining
 from controller.rulebook import with_rules
 from controller.secret_file import Keyring
@@ -48,28 +46,6 @@ from controller.store.threads import Store
 from controller.transaction import AuditNumbers
 from everstep import __version__
 from everstep.clock import Clock
-from everstep.ids import Version
-
-
-def _restore(policy: CorePolicy, loaded: Loaded) -> FleetState:
-    """The state as it was stored."""
-    return fleet.restore(
-        policy,
-        msgspec.json.decode(loaded.fleet, type=FleetRecord) if loaded.fleet is not None else None,
-        [msgspec.json.decode(doc, type=NodeRecord) for doc in loaded.nodes.values()],
-        [msgspec.json.decode(doc, type=JobRecord) for doc in loaded.jobs.values()],
-        [
-            VersionRecord(
-                job=row.job,
-                version=Version(row.generation, row.step),
-                committed_at=row.committed_at,
-                verified_at=row.verified_at,
-                bytes=row.bytes,
-                ranks=row.ranks,
-            )
-            for row in loaded.versions
-        ],
-    )
 
 
 def _journal(settings: ControllerSettings) -> Journal | None:
@@ -104,7 +80,7 @@ class Controller:
         make_remediator: MakeRemediator,
         tenure: Tenure | None = None,
     ) -> None:
-        state = _restore(with_rules(settings.policy), loaded)
+        state = restored(with_rules(settings.policy), loaded)
         self._tenure = tenure
         self.metrics = Metrics()
         self.feed = AuditFeed(loaded.newest_audit)

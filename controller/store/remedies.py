@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 import msgspec
 from sqlalchemy import Connection, select
-from sqlalchemy.dialects import postgresql, sqlite
 
 from controller.store import tables
 from controller.store.records import RemedyRow, RemedyState
+from controller.store.upsert import upsert
 
 OPEN = (RemedyState.WANTED, RemedyState.BEGUN)
 
@@ -23,11 +22,5 @@ def load(connection: Connection) -> list[RemedyRow]:
 
 
 def write(connection: Connection, rows: Collection[RemedyRow]) -> None:
-    """Inserts rows, or replaces those of the same id."""
-    if not rows:
-        return
-    dialect: Any = postgresql if connection.dialect.name == "postgresql" else sqlite
-    insert = dialect.insert(tables.remedies)
-    changes = {column.name: insert.excluded[column.name] for column in tables.remedies.columns if column.name != "id"}
-    statement = insert.on_conflict_do_update(index_elements=["id"], set_=changes)
-    connection.execute(statement, [msgspec.structs.asdict(row) for row in rows])
+    """Inserts rows, or brings those of the same id up to date."""
+    upsert(connection, tables.remedies, [msgspec.structs.asdict(row) for row in rows])

@@ -6,14 +6,11 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
-from sqlalchemy import Connection, Engine, Table, and_, bindparam, delete, func, insert, select, update
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import Connection, Engine, Table, and_, bindparam, delete, insert, select, update
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.sql.dml import Insert
 
 from controller.store import credentials, findings, remedies, tables
 from controller.store.database import writing
@@ -21,6 +18,7 @@ from controller.store.diagnose import diagnose
 from controller.store.load import load
 from controller.store.records import Batch, Loaded
 from controller.store.trouble import StoreAway, Superseded, is_away
+from controller.store.upsert import upsert
 
 T = TypeVar("T")
 
@@ -193,27 +191,6 @@ def _write_delivery(connection: Connection, batch: Batch) -> None:
     if marks:
         upsert(connection, tables.report_marks, marks)
         connection.execute(_PRUNE_MARKS, [{"of": mark["node"], "last": mark["incarnation"]} for mark in marks])
-
-
-def upsert(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
-    """Inserts rows, or updates every other column where the primary key is there; None leaves a column as it is."""
-    if rows:
-        connection.execute(_upsert_statement(connection.dialect.name, table), rows)
-
-
-@cache
-def _upsert_statement(dialect_name: str, table: Table) -> Insert:
-    """Built once: putting it together takes SQLAlchemy several times as long as a transaction takes SQLite."""
-    dialect: Any = postgresql if dialect_name == "postgresql" else sqlite
-    statement = dialect.insert(table)
-    keys = [column.name for column in table.primary_key]
-    changes = {
-        column.name: func.coalesce(statement.excluded[column.name], column)
-        for column in table.columns
-        if column.name not in keys
-    }
-    upserting: Insert = statement.on_conflict_do_update(index_elements=keys, set_=changes)
-    return upserting
 
 
 def _insert(connection: Connection, table: Table, rows: Iterable[msgspec.Struct]) -> None:

@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
-
 from controller.api.descriptors import Descriptors
 from controller.api.desk import AgentDesk
 from controller.api.session import Session
@@ -20,15 +18,14 @@ from controller.boards import Boards
 from controller.core import events as ev
 from controller.core import fleet
 from controller.core.effects import Effect
-from controller.core.records import FleetRecord, JobRecord, NodeRecord, VersionRecord
 from controller.core.state import FleetState
 from controller.lease import Tenure
 from controller.push import Outbox, Outgoing
+from controller.restored import restored
 from controller.steady_time import SteadyTime
-from controller.store.records import Batch, Loaded
+from controller.store.records import Batch
 from controller.transaction import AuditNumbers, Transaction
 from everstep.errors import EverstepError, Unavailable
-from everstep.ids import Version
 from everstep.tokens import Identity, TokenRole
 from tests.sim import facts
 from tests.sim.database import LEASE_S, Fenced
@@ -165,7 +162,7 @@ class ControllerProcess:
         self._away, self._ready = "", False
         self._tenure = Tenure(self.clock, LEASE_S)
         self.check_leading = self._tenure.check
-        self.state = _restore(self.world.plan.policy, loaded)
+        self.state = restored(self.world.plan.policy, loaded)
         self._steady = SteadyTime(self.clock, loaded.newest_at)
         self.now = self._steady.now
         self.outbox = Outbox(loaded.epoch, loaded.outbox)
@@ -382,24 +379,3 @@ class ControllerProcess:
             return
         done = self.enqueue(lambda tx, now: tx.handle(command, now))
         done.add_done_callback(lambda promise: answer(promise.exception()))
-
-
-def _restore(policy: Any, loaded: Loaded) -> FleetState:
-    """The state as it was stored, through its wire form."""
-    return fleet.restore(
-        policy,
-        msgspec.json.decode(loaded.fleet, type=FleetRecord) if loaded.fleet is not None else None,
-        [msgspec.json.decode(doc, type=NodeRecord) for doc in loaded.nodes.values()],
-        [msgspec.json.decode(doc, type=JobRecord) for doc in loaded.jobs.values()],
-        [
-            VersionRecord(
-                job=row.job,
-                version=Version(row.generation, row.step),
-                committed_at=row.committed_at,
-                verified_at=row.verified_at,
-                bytes=row.bytes,
-                ranks=row.ranks,
-            )
-            for row in loaded.versions
-        ],
-    )
