@@ -193,12 +193,6 @@ class FleetLoop:
         """The database's absence, if it is away."""
         return self._keeper.away
 
-    def touched(self) -> None:
-        """Call after a ``touch``: it may have brought the next deadline nearer."""
-        deadline = fleet.next_deadline(self.state)
-        if deadline is not None and (self._armed is None or deadline < self._armed.deadline):
-            self._arm(deadline)
-
     async def run(self) -> None:
         """Runs until cancelled. Raises what made a transaction fail; nothing was answered after that."""
         self.lag.start()

@@ -130,7 +130,6 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     evictions: list[float] = []
     verdicts: int = 0
     probe: str = ""
-    probe_passed: bool = False
     probe_failures: int = 0
     against: list[NodeId] = []
     condemned: list[str] = []
