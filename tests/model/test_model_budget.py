@@ -75,17 +75,21 @@ class Budget(RuleBasedStateMachine):
     def falls_ill(self, name: str) -> None:
         before = self._serves(name) and _ill(name).key not in self.fleet.state.nodes[name].findings
         expected = self._expected(name) if before else None
-        seats = self._jobs_of(name)
+        seats, held = self._jobs_of(name), {node for node, record in self.fleet.state.nodes.items() if record.held_by}
         self.fleet.raise_finding(name, _ill(name))
         told = self._take_verdicts()
         if before:
             assert [one for one in told if one[0] == name] == [(name, expected)]
             if expected is Decision.EVICT:
                 self._count(name, seats)
-            self._hold_again([one for one in told if one[0] != name])
+            self._hold_again([one for one in told if one[0] != name], held)
 
-    def _hold_again(self, told: list[tuple[str, Decision]]) -> None:
-        """Held nodes that are looked at again may be held by something else now, the fleet's budget included."""
+    def _hold_again(self, told: list[tuple[str, Decision]], held: set[str]) -> None:
+        """Of others only those that were held are told, once: they may be held by something else now, by the fleet's
+        budget too."""
+        nodes = [other for other, _ in told]
+        assert len(nodes) == len(set(nodes))
+        assert set(nodes) <= held
         assert {decision for _, decision in told} <= {Decision.HOLD_BY_BUDGET}
         self.latched = self.latched or any(self._full(other) == "fleet" for other, _ in told)
 

@@ -15,24 +15,14 @@ from everstep.vocabulary import Action, Finding, FindingKind, Severity
 from everstep.wire.v1 import history as past
 from everstep.wire.v1.agent import Domain, Gpu, Heartbeat, Numbered, Reports
 from everstep.wire.v1.training import AnyReport, FindingRaised, RankLost, RankProgress, Resumed, Sealed
+from tests.support import spoken
 from tests.support.controllers import SECRET, bearer, joined, registration
 
 Ask = Callable[[str, str, Any, dict[str, str]], tuple[int, bytes]]
 """Method, path, body and headers of a request; its status and answer. As ``ControllerProcess.ask``."""
 
 RACKS = {"node-1": "r1", "node-2": "r1", "node-3": "r1", "node-4": "r2", "node-5": "r2", "node-6": "r3"}
-FELL_OFF = Finding(
-    kind=FindingKind.GPU_XID,
-    subject="GPU-node-1",
-    severity=Severity.CRITICAL,
-    message="XID 79: GPU has fallen off the bus",
-    action=Action.REPAIR,
-    rule="xid-79",
-    source="NVIDIA XID catalogue",
-    xid=79,
-    since=1.0,
-    trace="bus-79",
-)
+FELL_OFF = msgspec.structs.replace(spoken.FELL_OFF, subject="GPU-node-1", since=1.0)
 WORN_OUT = Finding(
     kind=FindingKind.GPU_ROW_REMAP_FAILURE,
     subject="GPU-node-5",

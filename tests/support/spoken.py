@@ -14,6 +14,8 @@ FELL_OFF = Finding(
     severity=Severity.CRITICAL,
     message="XID 79: GPU has fallen off the bus",
     action=Action.REPAIR,
+    rule="xid-79",
+    source="NVIDIA XID catalogue",
     xid=79,
     trace="bus-79",
 )

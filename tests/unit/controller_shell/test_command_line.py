@@ -19,7 +19,7 @@ from everstep.cli import tables, words
 from everstep.cli.main import app
 from everstep.ids import Version
 from everstep.tokens import TokenRole, mint
-from everstep.vocabulary import Action, Finding, FindingKind, JobState, NodeState, Severity, Verdict
+from everstep.vocabulary import JobState, NodeState, Verdict
 from everstep.wire.v1 import history as past
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.agent import Domain, Gpu, Heartbeat, Numbered, Reports
@@ -33,18 +33,7 @@ from tests.support.controllers import (
     joined,
     registration,
 )
-
-FELL_OFF = Finding(
-    kind=FindingKind.GPU_XID,
-    subject="gpu0",
-    severity=Severity.CRITICAL,
-    message="XID 79: GPU has fallen off the bus",
-    action=Action.REPAIR,
-    rule="xid-79",
-    source="NVIDIA XID catalogue",
-    xid=79,
-    trace="bus-79",
-)
+from tests.support.spoken import FELL_OFF
 
 
 class Fleet:
