@@ -26,6 +26,7 @@ from bench.load.fleet import Controller, Fleet
 from bench.table import Row, add_arguments, finish
 
 MOST_JOBS = 10
+STORMING = 100
 FAILING_NODES, FAILING = 1500, 750
 CURVE = (500, 2500, 5000, 7500, 10_000, 12_500)
 GIANT_NODES = 20_000
@@ -34,14 +35,14 @@ console = Console(stderr=True)
 
 
 @contextmanager
-def fleet_of(nodes: int, interval_s: float, database: str) -> Iterator[tuple[Fleet, Follower]]:
+def fleet_of(nodes: int, interval_s: float, database: str, apart: int = 0) -> Iterator[tuple[Fleet, Follower]]:
     """A new controller and its fleet, registered, with its jobs running."""
     jobs = min(MOST_JOBS, max(1, nodes // messages.NODES_OF_A_JOB))
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="everstep-load-")))
         controller = Controller(directory, database, _settings(interval_s))
         stack.callback(controller.end)
-        fleet = Fleet(controller, nodes, jobs=jobs, spread=nodes > GIANT_NODES)
+        fleet = Fleet(controller, nodes, jobs=jobs, apart=apart, spread=nodes > GIANT_NODES)
         stack.callback(fleet.end)
         console.log(f"{nodes} nodes register")
         fleet.all("beat", interval_s=interval_s)
@@ -66,7 +67,8 @@ def _settings(interval_s: float) -> str:
 
 def load(options: argparse.Namespace) -> list[Row]:
     """The fleet as the options have it."""
-    with fleet_of(options.nodes, options.interval, options.database) as (fleet, follower):
+    apart = min(STORMING, options.nodes // 10) if options.storm else 0
+    with fleet_of(options.nodes, options.interval, options.database, apart) as (fleet, follower):
         trials.begin(fleet, options.interval)
         console.log(f"{options.seconds:g} s of beats")
         rows = trials.steady(fleet, options.seconds, options.interval)
@@ -75,7 +77,7 @@ def load(options: argparse.Namespace) -> list[Row]:
         if options.nodes > GIANT_NODES:
             rows += trials.lateness(fleet, follower, options.seconds, options.interval)
         if options.storm:
-            rows += _storms(fleet, options.storm_seconds)
+            rows += _storms(fleet, apart, options.storm_seconds)
         if options.loss or options.jitter or options.pause:
             console.log(f"{options.chaos_seconds:g} s of trouble")
             chaos = {"loss": options.loss, "jitter_s": options.jitter, "pause_s": options.pause}
@@ -86,13 +88,13 @@ def load(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _storms(fleet: Fleet, seconds: float) -> list[Row]:
+def _storms(fleet: Fleet, apart: int, seconds: float) -> list[Row]:
     fleet.sample()
     console.log(f"{seconds:g} s of calm, then storms")
     trials.begin(fleet, 1.0)
     calm = trials.calm(fleet, min(seconds, 20.0))
     one = trials.storm(fleet, 1, 200.0, seconds, calm)
-    many = trials.storm(fleet, min(100, fleet.nodes // 10), 20.0, seconds, calm)
+    many = trials.storm(fleet, apart, 20.0, seconds, calm)
     return one + many
 
 

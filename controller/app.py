@@ -20,6 +20,7 @@ from controller.api.auth import Gate
 from controller.api.credentials import CredentialRoutes
 from controller.api.desk import AgentDesk
 from controller.api.history import HistoryRoutes
+from controller.api.one_by_one import OneByOne
 from controller.api.operators import OperatorRoutes
 from controller.api.policies import PolicyRoutes
 from controller.api.routes import AGENT, CREDENTIALS, HISTORY, OPERATOR, PLAIN, POLICY
@@ -136,6 +137,7 @@ class Controller:
             metrics=self.metrics,
             clock=clock,
             descriptors=descriptors.of_this_process(),
+            soon=OneByOne(),
             name=settings.name,
             heartbeat_interval_s=settings.heartbeat_interval_s,
             marks=loaded.marks,

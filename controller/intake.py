@@ -1,10 +1,14 @@
-"""What waits for a transaction: two classes, bounded together; where there is no room the routine one is shed first."""
+"""What waits for a transaction: two classes, bounded together; where there is no room the routine one is shed first.
+
+What is routine rests between transactions, so that one node whose log has gone mad costs a few of them a second and
+not hundreds, and everybody else's beats are answered as ever.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
@@ -18,23 +22,37 @@ ROUTINE_SHARE = 8
 read would make its node look silent."""
 
 
+REST_SHARE = 9.0
+"""A transaction with routine stimuli is followed by a rest of so many times its length: alone, they take a tenth of
+the controller's time."""
+LONGEST_REST_S = 0.25
+"""So long may a warning wait, at most, or a picture of a node that is well known."""
+
+
 class Urgency(StrEnum):
     """How soon a stimulus is wanted."""
 
     URGENT = "urgent"
-    """Reports, registrations, disconnections, operators: something happened, or somebody waits for it."""
+    """Registrations, disconnections, operators, most reports: something happened, or somebody waits for it."""
     ROUTINE = "routine"
-    """A heartbeat with a changed picture: what is bad in it was reported too, and the next beat says it again."""
+    """What ``core.fleet.can_wait`` holds for: mild findings, and those that stand already."""
 
 
 class Waiting(Generic[T]):
-    """A stimulus and who waits for it."""
+    """A stimulus and who waits for it.
 
-    __slots__ = ("arrived_at", "done", "stimulus")
+    Args:
+        source: the node that it is about; its stimuli are never reordered.
+        urgency: what is routine becomes urgent when something urgent of its source comes.
+    """
 
-    def __init__(self, stimulus: T, done: asyncio.Future[Any]) -> None:
+    __slots__ = ("arrived_at", "done", "source", "stimulus", "urgency")
+
+    def __init__(self, stimulus: T, done: asyncio.Future[Any], source: str, urgency: Urgency) -> None:
         self.stimulus = stimulus
         self.done = done
+        self.source = source
+        self.urgency = urgency
         self.arrived_at = time.perf_counter()
 
     def refuse(self, error: Exception) -> None:
@@ -49,49 +67,92 @@ class Intake(Generic[T]):
 
     Args:
         limit: stimuli that may wait, of both classes together.
+        group: routine stimuli that make a transaction of their own: so many do not rest.
         shed: told of each one that is not taken, or is dropped for a more urgent one.
     """
 
-    def __init__(self, limit: int, shed: Callable[[Urgency], None]) -> None:
+    def __init__(self, limit: int, group: int, shed: Callable[[Urgency], None]) -> None:
         self._limit = limit
+        self._group = group
         self._shed = shed
         self._urgent: deque[Waiting[T]] = deque()
         self._routine: deque[Waiting[T]] = deque()
+        self._resting: Counter[str] = Counter()
+        self._rests_until = 0.0
 
     def __len__(self) -> int:
         return len(self._urgent) + len(self._routine)
 
-    def put(self, waiting: Waiting[T], urgency: Urgency) -> None:
+    def put(self, waiting: Waiting[T]) -> None:
         """Queues ``waiting``. Raises Unavailable where there is no room for it.
 
         An urgent one takes the place of the oldest routine one: whoever sent that has waited longest already, and
-        will soon say the same again.
+        will say the same again.
         """
         if len(self) >= self._limit:
-            if urgency is Urgency.ROUTINE or not self._routine:
-                self._shed(urgency)
+            if waiting.urgency is Urgency.ROUTINE or not self._routine:
+                self._shed(waiting.urgency)
                 raise self._full()
             self._shed(Urgency.ROUTINE)
-            self._routine.popleft().refuse(self._full())
-        (self._urgent if urgency is Urgency.URGENT else self._routine).append(waiting)
+            self._pop_routine().refuse(self._full())
+        if waiting.urgency is Urgency.URGENT:
+            self.hurry(waiting.source)
+            self._urgent.append(waiting)
+        else:
+            waiting.arrived_at = max(waiting.arrived_at, self._rests_until)  # a rest is no lag
+            self._routine.append(waiting)
+            self._resting[waiting.source] += 1
 
-    def take(self, most: int) -> list[Waiting[T]]:
-        """The next ``most``: urgent ones first, but a share of the places is kept for routine ones."""
-        routine = min(len(self._routine), max(most // ROUTINE_SHARE, most - len(self._urgent)))
-        urgent = min(len(self._urgent), most - routine)
+    def hurry(self, source: str) -> None:
+        """Something urgent of ``source`` has come, or is behind what rests: that is urgent too, and goes before it."""
+        if source not in self._resting:
+            return
+        del self._resting[source]
+        for waiting in self._routine:
+            if waiting.source == source:
+                waiting.urgency = Urgency.URGENT
+                self._urgent.append(waiting)
+        self._routine = deque(waiting for waiting in self._routine if waiting.source != source)
+
+    def rest_after(self, taken: list[Waiting[T]], worked_s: float) -> None:
+        """A transaction is done, and took so long."""
+        if any(waiting.urgency is Urgency.ROUTINE for waiting in taken):
+            self._rests_until = time.perf_counter() + min(LONGEST_REST_S, REST_SHARE * worked_s)
+
+    def due_in_s(self) -> float | None:
+        """Seconds until something is to be taken, 0.0 where something is; None while nothing waits."""
+        if self._urgent or len(self._routine) >= self._group:
+            return 0.0
+        return max(0.0, self._rests_until - time.perf_counter()) if self._routine else None
+
+    def take(self) -> list[Waiting[T]]:
+        """The next group: urgent ones first, but a share of the places is kept for routine ones that do not rest."""
+        ready = len(self._routine)
+        if ready < self._group and time.perf_counter() < self._rests_until:
+            ready = 0
+        routine = min(ready, max(self._group // ROUTINE_SHARE, self._group - len(self._urgent)))
+        urgent = min(len(self._urgent), self._group - routine)
         taken = [self._urgent.popleft() for _ in range(urgent)]
-        return taken + [self._routine.popleft() for _ in range(routine)]
+        return taken + [self._pop_routine() for _ in range(routine)]
 
     def oldest_s(self) -> float:
-        """How long the one that waits longest has waited, seconds; 0.0 while none does."""
+        """How long the one that could have been taken longest ago has waited, seconds; 0.0 while none does."""
         heads = [queue[0].arrived_at for queue in (self._urgent, self._routine) if queue]
-        return time.perf_counter() - min(heads) if heads else 0.0
+        return max(0.0, time.perf_counter() - min(heads)) if heads else 0.0
 
     def refuse_all(self, error: Exception) -> None:
         """Empties the queue: everybody in it is answered with ``error``."""
+        self._resting.clear()
         for queue in (self._urgent, self._routine):
             while queue:
                 queue.popleft().refuse(error)
+
+    def _pop_routine(self) -> Waiting[T]:
+        waiting = self._routine.popleft()
+        self._resting[waiting.source] -= 1
+        if not self._resting[waiting.source]:
+            del self._resting[waiting.source]
+        return waiting
 
     def _full(self) -> Unavailable:
         return Unavailable(f"{len(self)} requests wait already: send this again in a second")

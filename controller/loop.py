@@ -29,6 +29,7 @@ from controller.keeping import Absence, Commit, Keeper
 from controller.lag import LagMeter
 from controller.metrics import Metrics
 from controller.push import Outbox, Outgoing
+from controller.standing import StandingFindings
 from controller.steady_time import SteadyTime
 from controller.store.records import AuditRow, Batch, PoisonedRow, RemedyRow
 from controller.transaction import AuditNumbers, Decide, Transaction, new_trace
@@ -136,6 +137,7 @@ class FleetLoop:
     ) -> None:
         self.state = state
         self.outbox = outbox
+        self._standing = StandingFindings(state.nodes.values())
         self.lag = LagMeter()
         self._keeper = Keeper(commit, now=self.now, wake=self._wake, limit_bytes=away_limit_bytes)
         self._check_leading = check_leading
@@ -150,10 +152,10 @@ class FleetLoop:
         self._on_audit = on_audit
         self._on_remedies = on_remedies
         self._decide = decide
-        self._group = group
-        self._queue: Intake[Stimulus[Any]] = Intake(queue_limit, metrics.shed)
+        self._queue: Intake[Stimulus[Any]] = Intake(queue_limit, group, metrics.shed)
         self._in_flight: list[_Waiting] = []
         self._work = asyncio.Event()
+        self._resting: asyncio.TimerHandle | None = None
         self._armed: _Timer | None = None
         self._ticked_at = 0.0
         self._over = False
@@ -167,23 +169,32 @@ class FleetLoop:
         """Stimuli that wait for their transaction."""
         return len(self._queue) + len(self._in_flight)
 
-    async def submit(self, stimulus: Stimulus[T], urgency: Urgency = Urgency.URGENT) -> T:
+    async def submit(self, stimulus: Stimulus[T]) -> T:
         """Runs ``stimulus`` in its turn; returns its result when everything it did is durable.
 
         Raises what the stimulus raises, and Unavailable while too much waits or after a transaction failed.
         """
-        return await self.enqueue(stimulus, urgency)
+        return await self.enqueue(stimulus)
 
-    def enqueue(self, stimulus: Stimulus[T], urgency: Urgency = Urgency.URGENT) -> asyncio.Future[T]:
-        """``submit`` for who does not wait: the future of its result. Raises Unavailable."""
+    def enqueue(self, stimulus: Stimulus[T], source: str = "", urgency: Urgency = Urgency.URGENT) -> asyncio.Future[T]:
+        """``submit`` for who does not wait: the future of its result. Raises Unavailable.
+
+        Args:
+            source: the node that it is about; its stimuli keep their order.
+        """
         if self._over:
             raise Unavailable("the controller is stopping: send this again to the one that follows", 0.2)
         self.check_leading()
         self._keeper.check_room()
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._queue.put(Waiting(stimulus, done), urgency)
-        self._work.set()
+        self._queue.put(Waiting(stimulus, done, source, urgency))
+        self._look()
         return done
+
+    def hurry(self, source: str) -> None:
+        """Something urgent of a node waits behind what was routine."""
+        self._queue.hurry(source)
+        self._look()
 
     def check_leading(self) -> None:
         """Raises NotLeading where this controller cannot be sure that it leads: then it must not say anything."""
@@ -202,7 +213,7 @@ class FleetLoop:
             while True:
                 await self._something_to_do()
                 if self._leads():
-                    await self._turn(self._take())
+                    await self._turn(self._queue.take())
                 else:
                     await asyncio.sleep(UNSURE_S)
         finally:
@@ -211,15 +222,28 @@ class FleetLoop:
     def _first(self) -> _Waiting:
         event = ev.ControllerStarted(epoch=self._epoch, trace=new_trace())
         done = asyncio.get_running_loop().create_future()
-        return Waiting(lambda tx, now: tx.handle(event, now), done)
+        return Waiting(lambda tx, now: tx.handle(event, now), done, "", Urgency.URGENT)
 
     async def _something_to_do(self) -> None:
-        if self._queue or self._news is not None or self._keeper.ready:
+        if self._queue.due_in_s() == 0.0 or self._news is not None or self._keeper.ready:
             await asyncio.sleep(0)  # let requests that have just arrived join the group
             return
         self._work.clear()
         self._arm(fleet.next_deadline(self.state))
+        self._look()
         await self._work.wait()
+
+    def _look(self) -> None:
+        """Wakes the loop for what waits in the queue, now or when it has rested."""
+        wait_s = self._queue.due_in_s()
+        if wait_s == 0.0:
+            self._work.set()
+        elif wait_s is not None and self._resting is None:
+            self._resting = asyncio.get_running_loop().call_later(wait_s, self._rested)
+
+    def _rested(self) -> None:
+        self._resting = None
+        self._work.set()
 
     def _arm(self, deadline: float | None) -> None:
         if self._armed is not None:
@@ -230,13 +254,13 @@ class FleetLoop:
             handle = asyncio.get_running_loop().call_later(due - self.now(), self._work.set)
             self._armed = _Timer(deadline, due, handle)
 
-    def _take(self) -> list[_Waiting]:
-        return self._queue.take(self._group)
-
     async def _turn(self, taken: list[_Waiting]) -> None:
         """Everything that waits, then the timer: what was heard counts before anybody is called late."""
+        started = time.perf_counter()
         self._in_flight = taken
-        transaction = Transaction(self.state, self.outbox, self._numbers, self._metrics, self.boards, self._decide)
+        transaction = Transaction(
+            self.state, self.outbox, self._numbers, self._metrics, self.boards, self._standing, self._decide
+        )
         try:
             self._tell_of_store(transaction)
             results = await self._apply_all(taken, transaction)
@@ -248,6 +272,7 @@ class FleetLoop:
         for result in results:
             result.tell(self._keeper.away if not durable else None)
         self._in_flight = []
+        self._queue.rest_after(taken, time.perf_counter() - started)
 
     async def _apply_all(self, taken: list[_Waiting], transaction: Transaction) -> list[_Result]:
         """Beats are answered in between: what they touch is no part of a transaction."""
@@ -309,6 +334,8 @@ class FleetLoop:
     async def _keep(self, transaction: Transaction, events: int) -> bool:
         """Whether it is durable, and everything before it."""
         was_away = self._keeper.away is not None
+        while transaction.encode(LONGEST_STRETCH_S):
+            await asyncio.sleep(0)
         batch = transaction.batch()
         unsent = tuple(dict.fromkeys(row.job for row in batch.generations))
         started, wrote = time.perf_counter(), bool(batch)
@@ -358,6 +385,8 @@ class FleetLoop:
         self._keeper.close()
         self.lag.stop()
         self._arm(None)
+        if self._resting is not None:
+            self._resting.cancel()
         stopping = Unavailable("the controller is stopping: send this again", 0.2)
         for waiting in self._in_flight:
             waiting.refuse(stopping)

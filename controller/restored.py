@@ -10,14 +10,18 @@ from controller.core.records import FleetRecord, JobRecord, NodeRecord, VersionR
 from controller.core.state import FleetState
 from controller.store.records import Loaded
 from everstep.ids import Version
+from everstep.vocabulary import Finding
 
 
 def restored(policy: CorePolicy, loaded: Loaded) -> FleetState:
     """The state as it was stored."""
+    nodes = {node: msgspec.json.decode(doc, type=NodeRecord) for node, doc in loaded.nodes.items()}
+    for (node, key), doc in loaded.standing.items():
+        nodes[node].findings[key] = msgspec.json.decode(doc, type=Finding)
     return fleet.restore(
         policy,
         msgspec.json.decode(loaded.fleet, type=FleetRecord) if loaded.fleet is not None else None,
-        [msgspec.json.decode(doc, type=NodeRecord) for doc in loaded.nodes.values()],
+        list(nodes.values()),
         [msgspec.json.decode(doc, type=JobRecord) for doc in loaded.jobs.values()],
         [
             VersionRecord(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterable
@@ -17,6 +18,7 @@ from controller.core.records import JobRecord, VersionRecord
 from controller.core.state import FleetState
 from controller.metrics import Metrics
 from controller.push import Body, Outbox, Outgoing
+from controller.standing import StandingFindings, without_findings
 from controller.store.records import (
     AuditRow,
     Batch,
@@ -65,7 +67,7 @@ class Transaction:
     """Runs events through the core and collects their effects. Build one per commit; never reuse it.
 
     ``handling`` is the event that the core is at, or that it could not survive: then nothing here may be written.
-    Documents are encoded by ``batch``, in the same turn of the event loop, when the core has finished with them.
+    Documents are encoded by ``batch``, when the core has finished with them: nothing else changes them.
     ``forgettable``: set by a stimulus whose answer promises nothing that must survive this controller (whoever is
     answered says it again to the next one); it is answered while the database is away too.
     """
@@ -77,6 +79,7 @@ class Transaction:
         numbers: AuditNumbers,
         metrics: Metrics,
         boards: Boards,
+        standing: StandingFindings,
         decide: Decide = fleet.handle,
     ) -> None:
         self.state = state
@@ -90,6 +93,7 @@ class Transaction:
         self._numbers = numbers
         self._metrics = metrics
         self._boards = boards
+        self._standing = standing
         self._decide = decide
         self._documents: dict[tuple[str, str], Any] = {}
         self._batch = Batch()
@@ -140,13 +144,24 @@ class Transaction:
             if one.durable:
                 self.outgoing.append(msgspec.structs.replace(one, seq=self._outbox.number(one.node)))
 
-    def batch(self) -> Batch:
-        """Everything to write."""
-        for (table, key), doc in self._documents.items():
+    def encode(self, stretch_s: float = math.inf) -> bool:
+        """Encodes changed documents for so many seconds; False when none is left. ``batch`` encodes the rest."""
+        until = time.perf_counter() + stretch_s
+        while self._documents and time.perf_counter() < until:
+            (table, key), doc = self._documents.popitem()
             if table == "fleet":
                 self._batch.fleet = _text(doc)
+            elif table == "jobs":
+                self._batch.jobs[key] = _text(doc)
             else:
-                (self._batch.nodes if table == "nodes" else self._batch.jobs)[key] = _text(doc)
+                self._batch.nodes[key] = _text(without_findings(doc))
+                for of, finding in self._standing.changes(doc):
+                    self._batch.standing[key, of] = _text(finding) if finding is not None else ""
+        return bool(self._documents)
+
+    def batch(self) -> Batch:
+        """Everything to write."""
+        self.encode()
         self._batch.audit = self.audit
         self._batch.outbox = [
             OutboxRow(node=out.node, seq=out.seq, body=out.body.stored) for out in self.outgoing if out.durable

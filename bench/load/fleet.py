@@ -128,16 +128,18 @@ class Fleet:
     """All crowds together: ``nodes`` agents, of which ``jobs`` jobs have 1,250 each (or all, in a smaller fleet).
 
     Args:
+        apart: so many of the last agents are in a process of their own, so that what they do delays no other agent.
         spread: whether every agent has an address of its own; for fleets that hang up between beats.
     """
 
-    def __init__(self, controller: Controller, nodes: int, *, jobs: int, spread: bool = False) -> None:
+    def __init__(self, controller: Controller, nodes: int, *, jobs: int, apart: int = 0, spread: bool = False) -> None:
         self.controller = controller
         self.nodes = nodes
         self.jobs = jobs
         self.nodes_of_a_job = min(nodes, messages.NODES_OF_A_JOB)
-        crowds = -(-nodes // AGENTS_PER_CROWD)
-        bounds = [nodes * place // crowds for place in range(crowds + 1)]
+        together = nodes - apart
+        crowds = -(-together // AGENTS_PER_CROWD)
+        bounds = [together * place // crowds for place in range(crowds + 1)] + ([nodes] if apart else [])
         self.crowds = [
             CrowdProcess(
                 {
@@ -192,9 +194,17 @@ class Fleet:
 
     def sample(self) -> dict[str, Distribution]:
         """What the crowds measured since the last sample."""
-        samples = self.all("sample")
-        return {name: Distribution([one[name] for one in samples]) for name in ("beats", "reports", "lateness")}
+        return _distributions(self.all("sample"))
+
+    def sample_apart(self) -> tuple[dict[str, Distribution], dict[str, Distribution]]:
+        """The same of those who are apart, and of all others."""
+        *others, apart = self.all("sample")
+        return _distributions([apart]), _distributions(others)
 
     def end(self) -> None:
         for crowd in self.crowds:
             crowd.end()
+
+
+def _distributions(samples: list[dict[str, Any]]) -> dict[str, Distribution]:
+    return {name: Distribution([one[name] for one in samples]) for name in ("beats", "reports", "lateness")}

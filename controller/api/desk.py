@@ -16,6 +16,7 @@ import msgspec
 
 from controller.api import asgi
 from controller.api.descriptors import Descriptors
+from controller.api.one_by_one import Soon
 from controller.core import events as ev
 from controller.core import fleet
 from controller.core.jobs import ENDED
@@ -57,6 +58,7 @@ class AgentDesk:
     """Takes what agents say. Every method raises what the agent is to be told.
 
     Args:
+        soon: runs something in a turn of its own, in order.
         name: how this controller calls itself to agents.
         heartbeat_interval_s: how often agents are told to beat.
         marks: (node, incarnation) to the newest report number that was taken, as stored.
@@ -70,6 +72,7 @@ class AgentDesk:
         metrics: Metrics,
         clock: Clock,
         descriptors: Descriptors,
+        soon: Soon,
         name: str,
         heartbeat_interval_s: float,
         marks: dict[tuple[str, int], int],
@@ -78,6 +81,7 @@ class AgentDesk:
         self.outbox = loop.outbox
         self.metrics = metrics
         self.descriptors = descriptors
+        self.soon = soon
         self.wall: Callable[[], float] = clock.wall
         self._loop = loop
         self._state = loop.state
@@ -118,7 +122,7 @@ class AgentDesk:
         if register.node != node:
             raise MalformedMessage(f"the body speaks of node {register.node}, the path of {node}")
         protocol = negotiate(register.protocols)
-        return self._loop.enqueue(lambda tx, now: self._begin_life(register, protocol, tx, now))
+        return self._loop.enqueue(lambda tx, now: self._begin_life(register, protocol, tx, now), node)
 
     def _begin_life(self, register: Register, protocol: int, tx: Transaction, now: float) -> Registered:
         """Answers with the number of the first directive of this life. In a new life older ones are void."""
@@ -161,8 +165,10 @@ class AgentDesk:
             self.outbox.acknowledge(node, beat.directives_through)
         if heard is not fleet.Heard.NEWS:
             return heard is fleet.Heard.UNKNOWN
+        picture = beat.findings is not None
+        urgency = Urgency.ROUTINE if picture and fleet.can_wait(self._state, node, beat.ranks) else Urgency.URGENT
         try:
-            return self._loop.enqueue(lambda tx, now: self._changed(node, beat, tx, now), Urgency.ROUTINE)
+            return self._loop.enqueue(lambda tx, now: self._changed(node, beat, tx, now), node, urgency)
         except Unavailable:
             fleet.touch(self._state, node, beat.incarnation, self._now())  # it was heard all the same
             raise
@@ -179,7 +185,13 @@ class AgentDesk:
 
     def reports(self, node: str, reports: Reports) -> asyncio.Future[int]:
         """Takes reports; the number of the newest that is durable."""
-        return self._loop.enqueue(lambda tx, now: self._take_reports(node, reports, tx, now))
+        bodies = [report.body for report in reports.reports]
+        urgency = Urgency.ROUTINE if fleet.can_wait(self._state, node, reports=bodies) else Urgency.URGENT
+        return self._loop.enqueue(lambda tx, now: self._take_reports(node, reports, tx, now), node, urgency)
+
+    def hurry(self, node: str) -> None:
+        """More reports of the node have come while earlier ones wait."""
+        self._loop.hurry(node)
 
     def _take_reports(self, node: str, reports: Reports, tx: Transaction, now: float) -> int:
         """Runs every report that was not taken before; returns the newest number taken."""
@@ -224,7 +236,7 @@ class AgentDesk:
         """The node's connection ended without our doing, and it has no other."""
         event = ev.NodeDisconnected(node=node, incarnation=incarnation, trace=new_trace())
         try:
-            told = self._loop.enqueue(lambda tx, now: tx.hear(event, now))
+            told = self._loop.enqueue(lambda tx, now: tx.hear(event, now), node)
         except EverstepError as error:  # nobody is left to tell
             log.info("the end of a connection of node %s was not taken up: %s", node, error, extra={"node": node})
         else:

@@ -136,11 +136,15 @@ class Session(asyncio.Protocol):
         self._forget_stall()
         self._on_end(self)
         attached, self._attached = self._attached, False
-        outbox = self._desk.outbox
         if attached:
-            outbox.detach(self._node, self)
-            if self._held and not outbox.closed and not outbox.has_receiver(self._node):
-                self._desk.disconnected(self._node, self.incarnation)
+            self._desk.outbox.detach(self._node, self)
+            if self._held:
+                self._desk.soon(self._gone)  # after its last reports
+
+    def _gone(self) -> None:
+        outbox = self._desk.outbox
+        if not outbox.closed and not outbox.has_receiver(self._node):
+            self._desk.disconnected(self._node, self.incarnation)
 
     def eof_received(self) -> None:
         """The agent has closed its end: so do we."""
@@ -210,6 +214,7 @@ class Session(asyncio.Protocol):
         if self._parked is None:
             self._parked = []
         self._parked.append((kind, body))
+        self._desk.hurry(self._node)
         if len(self._parked) >= MOST_PARKED or sum(len(one) for _, one in self._parked) > MOST_PARKED_BYTES:
             self._transport.pause_reading()
 
@@ -273,9 +278,18 @@ class Session(asyncio.Protocol):
         self._next(_BEATS_LANE)
 
     def _reports(self, body: bytes) -> None:
-        done = self._desk.reports(self._node, asgi.decode(_REPORTS, body))
         self._reports_busy = True
-        done.add_done_callback(self._reports_done)
+        self._desk.soon(lambda: self._read_reports(body))
+
+    def _read_reports(self, body: bytes) -> None:
+        try:
+            done = self._desk.reports(self._node, asgi.decode(_REPORTS, body))
+        except EverstepError as error:
+            self._reports_busy = False
+            self._refuse(Frame.REPORTS, error)
+            self._next(_REPORTS_LANE)
+        else:
+            done.add_done_callback(self._reports_done)
 
     def _reports_done(self, done: asyncio.Future[int]) -> None:
         self._reports_busy = False

@@ -49,8 +49,9 @@ from controller.core.restart import restore, started
 from controller.core.state import FleetState, NodeLive
 from controller.core.suspicion import deaf_after_s, take_word
 from controller.core.turn import Looked, Read, Turn, pop_due
-from everstep.vocabulary import JobState, NodeState
+from everstep.vocabulary import JobState, NodeState, Severity
 from everstep.wire.v1.training import (
+    AnyReport,
     CollectiveFailed,
     FindingCleared,
     FindingRaised,
@@ -68,7 +69,7 @@ from everstep.wire.v1.training import (
     UserError,
 )
 
-__all__ = ["Heard", "check_invariants", "handle", "next_deadline", "restore", "take", "touch"]
+__all__ = ["Heard", "can_wait", "check_invariants", "handle", "next_deadline", "restore", "take", "touch"]
 
 
 _OF_NO_ONE = ("probe", "case", "correlation", "reunion", "held")
@@ -126,6 +127,28 @@ def touch(state: FleetState, node: str, incarnation: int, now: float, ranks: tup
     live.pulse.beats += 1
     take_progress(state, node, ranks, now)
     return Heard.QUIET if live.picture else Heard.UNKNOWN
+
+
+def can_wait(
+    state: FleetState, node: str, ranks: tuple[RankProgress, ...] = (), reports: Sequence[AnyReport] = ()
+) -> bool:
+    """Whether a picture with ``ranks``, or ``reports``, may rest for a moment: nobody's recovery and no suspicion hangs
+    on it, and it tells of mild findings, or of those that stand already. Changes nothing."""
+    record, live = state.nodes.get(node), state.live_nodes.get(node)
+    if record is None or live is None or not live.picture:
+        return False
+    if _beat_matters(state, record, live) or left_in_order(state, ranks):
+        return False
+    return all(_is_mild(record, body) for body in reports)
+
+
+def _is_mild(record: NodeRecord, body: AnyReport) -> bool:
+    if not isinstance(body, FindingRaised):
+        return isinstance(body, FindingCleared)
+    finding, standing = body.finding, record.findings.get(body.finding.key)
+    return finding.severity is not Severity.CRITICAL or (
+        standing is not None and standing.severity is Severity.CRITICAL
+    )
 
 
 def next_deadline(state: FleetState) -> float | None:

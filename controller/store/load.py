@@ -25,6 +25,7 @@ def load(connection: Connection, epoch: int, batch: int) -> Loaded:
         batch=batch,
         fleet=connection.execute(select(tables.fleet.c.doc)).scalar(),
         nodes=_pairs(connection, tables.nodes.c.node, tables.nodes.c.doc),
+        standing=_standing(connection),
         jobs=jobs,
         versions=_versions(connection, jobs),
         credentials=credentials.load(connection),
@@ -44,6 +45,12 @@ def load(connection: Connection, epoch: int, batch: int) -> Loaded:
 
 def _pairs(connection: Connection, key: Column[Any], doc: Column[Any]) -> dict[str, str]:
     return {row[0]: row[1] for row in connection.execute(select(key, doc))}
+
+
+def _standing(connection: Connection) -> dict[tuple[str, str], str]:
+    standing = tables.standing_findings.c
+    query = select(standing.node, standing.key, standing.doc).order_by(standing.node, standing.key)
+    return {(node, key): doc for node, key, doc in connection.execute(query)}
 
 
 def _outbox(connection: Connection) -> list[OutboxRow]:

@@ -154,7 +154,8 @@ class RemedyRow(msgspec.Struct, frozen=True, kw_only=True):
 class Batch(msgspec.Struct, kw_only=True):
     """Everything one transaction writes: the outcome of one or more events, none of them in part.
 
-    ``nodes``, ``jobs`` and ``fleet`` are documents that replace what is there. ``pruned`` maps a node to the
+    ``nodes``, ``jobs`` and ``fleet`` are documents that replace what is there. ``standing`` maps (node, key) to a
+    finding's document, or to nothing where it stands no more. ``pruned`` maps a node to the
     directive number up to which it has everything; ``marks`` maps (node, incarnation) to its newest report number.
     ``number`` is the store's: one more than that of the batch before, so that none is applied twice.
     """
@@ -163,6 +164,7 @@ class Batch(msgspec.Struct, kw_only=True):
 
     fleet: str | None = None
     nodes: dict[str, str] = msgspec.field(default_factory=dict)
+    standing: dict[tuple[str, str], str] = msgspec.field(default_factory=dict)
     jobs: dict[str, str] = msgspec.field(default_factory=dict)
     generations: list[GenerationRow] = msgspec.field(default_factory=list)
     versions: dict[tuple[str, int, int], VersionRow] = msgspec.field(default_factory=dict)
@@ -190,13 +192,13 @@ class Batch(msgspec.Struct, kw_only=True):
             if before is not None and row.verified_at is None:
                 row = msgspec.structs.replace(row, verified_at=before.verified_at)
             self.versions[place] = row
-        for name in ("nodes", "jobs", "pruned", "marks", "credentials", "remedies"):
+        for name in _REPLACED:
             getattr(self, name).update(getattr(later, name))
         self.outbox = [row for row in self.outbox if row.seq > self.pruned.get(row.node, -1)]
 
     def size(self) -> int:
         """About how many bytes of memory it holds."""
-        texts = [self.fleet or "", *self.nodes.values(), *self.jobs.values()]
+        texts = [self.fleet or "", *self.nodes.values(), *self.standing.values(), *self.jobs.values()]
         texts += [row.body for row in self.outbox] + [row.doc for row in self.generations]
         texts += [row.doc for row in self.recoveries] + [row.doc for row in self.verdicts]
         texts += [text for row in self.audit for text in (row.sentence, row.detail)]
@@ -204,7 +206,8 @@ class Batch(msgspec.Struct, kw_only=True):
         return sum(len(text) for text in texts) + _ROW_BYTES * rows
 
 
-_KEYED = ("nodes", "jobs", "versions", "pruned", "marks", "credentials", "remedies")
+_REPLACED = ("nodes", "standing", "jobs", "pruned", "marks", "credentials", "remedies")
+_KEYED = (*_REPLACED, "versions")
 _LISTED = ("generations", "recoveries", "verdicts", "audit", "outbox", "poisoned", "findings")
 _ROW_BYTES = 400
 """Of an object's own in memory, beside its text."""
@@ -217,6 +220,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     batch: int
     fleet: str | None
     nodes: dict[str, str]
+    standing: dict[tuple[str, str], str]
     jobs: dict[str, str]
     outbox: list[OutboxRow]
     marks: dict[tuple[str, int], int]

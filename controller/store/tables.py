@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sqlalchemy import BigInteger, Column, Float, Index, Integer, MetaData, PrimaryKeyConstraint, Table, Text
 
-HEAD = "0002"
+HEAD = "0003"
 """The newest migration; a database at this revision needs no migration tool at start."""
 
 metadata = MetaData()
@@ -22,6 +22,16 @@ nodes = Table(
     Column("node", Text, primary_key=True),
     Column("doc", Text, nullable=False),
 )
+
+standing_findings = Table(
+    "standing_findings",
+    metadata,
+    Column("node", Text, nullable=False),
+    Column("key", Text, nullable=False),
+    Column("doc", Text, nullable=False),
+    PrimaryKeyConstraint("node", "key", name="one_finding_per_key"),
+)
+"""What stands now, as the core's node records have it; ``findings`` is the history."""
 
 jobs = Table(
     "jobs",

@@ -140,19 +140,24 @@ def cut(connection: Connection) -> None:
             wire.shutdown(socket.SHUT_RDWR)
 
 
+_META = tables.meta.c
+# Statements of every transaction are built once: putting one together takes longer than running it.
+_LOCK_META = select(_META.key, _META.value).where(_META.key.in_((BATCH, EPOCH))).order_by(_META.key).with_for_update()
+_SET_META = update(tables.meta).where(_META.key == bindparam("of")).values(value=bindparam("to"))
+
+
 def _lock_meta(connection: Connection) -> dict[str, int]:
     """``epoch`` and ``batch``, locked until the transaction's end: transactions that write come one after another."""
-    meta = tables.meta.c
-    statement = select(meta.key, meta.value).where(meta.key.in_((BATCH, EPOCH))).order_by(meta.key).with_for_update()
-    return {row.key: row.value for row in connection.execute(statement)}
+    return {row.key: row.value for row in connection.execute(_LOCK_META)}
 
 
 def _set_meta(connection: Connection, key: str, value: int) -> None:
-    connection.execute(update(tables.meta).where(tables.meta.c.key == key).values(value=value))
+    connection.execute(_SET_META, {"of": key, "to": value})
 
 
 def _write(connection: Connection, batch: Batch) -> None:
     upsert(connection, tables.nodes, [{"node": node, "doc": doc} for node, doc in batch.nodes.items()])
+    _write_standing(connection, batch.standing)
     upsert(connection, tables.jobs, [{"job": job, "doc": doc} for job, doc in batch.jobs.items()])
     if batch.fleet is not None:
         upsert(connection, tables.fleet, [{"id": _FLEET_ROW, "doc": batch.fleet}])
@@ -172,12 +177,23 @@ def _write(connection: Connection, batch: Batch) -> None:
     _write_delivery(connection, batch)
 
 
+_STANDS_NO_MORE = delete(tables.standing_findings).where(
+    and_(tables.standing_findings.c.node == bindparam("of"), tables.standing_findings.c.key == bindparam("is"))
+)
 _PRUNE_OUTBOX = delete(tables.outbox).where(
     and_(tables.outbox.c.node == bindparam("of"), tables.outbox.c.seq <= bindparam("last"))
 )
 _PRUNE_MARKS = delete(tables.report_marks).where(
     and_(tables.report_marks.c.node == bindparam("of"), tables.report_marks.c.incarnation < bindparam("last"))
 )
+
+
+def _write_standing(connection: Connection, standing: dict[tuple[str, str], str]) -> None:
+    gone = [{"of": node, "is": key} for (node, key), doc in standing.items() if not doc]
+    if gone:
+        connection.execute(_STANDS_NO_MORE, gone)
+    rows = [{"node": node, "key": key, "doc": doc} for (node, key), doc in standing.items() if doc]
+    upsert(connection, tables.standing_findings, rows)
 
 
 def _write_delivery(connection: Connection, batch: Batch) -> None:

@@ -22,6 +22,7 @@ from controller.core.state import FleetState
 from controller.lease import Tenure
 from controller.push import Outbox, Outgoing
 from controller.restored import restored
+from controller.standing import StandingFindings
 from controller.steady_time import SteadyTime
 from controller.store.records import Batch
 from controller.transaction import AuditNumbers, Transaction
@@ -163,6 +164,7 @@ class ControllerProcess:
         self._tenure = Tenure(self.clock, LEASE_S)
         self.check_leading = self._tenure.check
         self.state = restored(self.world.plan.policy, loaded)
+        self._standing = StandingFindings(self.state.nodes.values())
         self._steady = SteadyTime(self.clock, loaded.newest_at)
         self.now = self._steady.now
         self.outbox = Outbox(loaded.epoch, loaded.outbox)
@@ -173,6 +175,7 @@ class ControllerProcess:
             metrics=METRICS,
             clock=self.clock,
             descriptors=Descriptors(4096),
+            soon=lambda work: work(),
             name=self.name,
             heartbeat_interval_s=1.0,
             marks=loaded.marks,
@@ -184,12 +187,15 @@ class ControllerProcess:
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
-    def enqueue(self, stimulus: Stimulus, _urgency: Any = None) -> Promise:
-        """Runs ``stimulus`` in its turn; the promise is kept once all it did is durable."""
+    def enqueue(self, stimulus: Stimulus, _source: str = "", _urgency: Any = None) -> Promise:
+        """Runs ``stimulus`` in its turn; the promise is kept once all it did is durable. Nothing rests here."""
         waiting = _Waiting(stimulus, self.world.timeline.now)
         self._queue.append(waiting)
         self._begin_turn()
         return waiting.promise
+
+    def hurry(self, source: str) -> None:
+        """What is routine does not wait for company here."""
 
     def _begin_turn(self) -> None:
         if not self._busy:
@@ -209,7 +215,7 @@ class ControllerProcess:
             life = self.life
             self.world.timeline.after(UNSURE_S, lambda: self._do(life, self._turn))
             return
-        tx = Transaction(self.state, self.outbox, self._numbers, METRICS, self._boards, self._decide)
+        tx = Transaction(self.state, self.outbox, self._numbers, METRICS, self._boards, self._standing, self._decide)
         self._tell_of_store(tx)
         taken = [self._queue.popleft() for _ in range(min(GROUP, len(self._queue)))]
         results = [self._apply(waiting, tx) for waiting in taken]

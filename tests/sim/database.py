@@ -41,6 +41,7 @@ class Database:
         self._expires_at = 0.0
         self._fleet: str | None = None
         self._nodes: dict[str, str] = {}
+        self._standing: dict[tuple[str, str], str] = {}
         self._jobs: dict[str, str] = {}
         self.generations: dict[tuple[str, int], GenerationRow] = {}
         self._versions: dict[tuple[str, int, int], VersionRow] = {}
@@ -69,6 +70,7 @@ class Database:
             batch=self._batch,
             fleet=self._fleet,
             nodes=dict(self._nodes),
+            standing={place: doc for place, doc in sorted(self._standing.items()) if doc},
             jobs=dict(self._jobs),
             outbox=[
                 OutboxRow(node=node, seq=seq, body=self._text(rows[seq]))
@@ -119,6 +121,7 @@ class Database:
         if batch.fleet is not None:
             self._fleet = batch.fleet
         self._nodes |= batch.nodes
+        self._standing |= batch.standing
         self._jobs |= batch.jobs
         for row in batch.generations:
             if (row.job, row.number) in self.generations:

@@ -22,6 +22,7 @@ from controller.core.effects import Effect
 from controller.core.events import Event
 from controller.core.policy import CorePolicy
 from controller.push import Outbox
+from controller.standing import StandingFindings
 from controller.transaction import AuditNumbers, Transaction
 from tests.sim import facts
 from tests.sim.checkers.budget import Budget
@@ -48,7 +49,7 @@ class Onlooker:
         if not effects:
             return
         decide = lambda *_: effects  # noqa: E731 - it was decided already
-        written = Transaction(self.state, Outbox(1), self._numbers, METRICS, self._boards, decide)
+        written = Transaction(self.state, Outbox(1), self._numbers, METRICS, self._boards, StandingFindings([]), decide)
         written.handle(event, now)
         self._see(facts.Handled("c1", 1, event, effects, now))
         self._see(facts.Durable(1, written.batch()))

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from controller import loop as loop_module
+from controller.core import effects as fx
 from controller.core import events as ev
 from controller.core import fleet
+from controller.intake import Urgency
 from controller.lag import LagMeter
 from controller.steady_time import SteadyTime
 from everstep.clock import ManualClock
@@ -186,3 +188,64 @@ def test_a_blocked_event_loop_is_seen_as_lag(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_loop_module_names_no_database() -> None:
     assert not [name for name in vars(loop_module) if "sqlalchemy" in name.lower()]
+
+
+# --- what is routine ---------------------------------------------------------------------------------------------
+
+
+async def note(running: Running, line: str, **how: Any) -> str:
+    """Writes a line of audit log; returns it when it is durable."""
+    entry = fx.AuditEntry(at=0.0, kind="test", sentence=line)
+    await running.loop.enqueue(lambda tx, now: tx.note(entry), **how)
+    return line
+
+
+def lines(running: Running) -> list[str]:
+    return [row.sentence for batch in running.disk.written for row in batch.audit if row.kind == "test"]
+
+
+def test_routine_work_that_comes_often_shares_transactions_and_all_of_it_is_done() -> None:
+    async def body(running: Running) -> None:
+        before = len(running.disk.written)
+        noted = []
+        for number in range(60):
+            noted.append(asyncio.create_task(note(running, f"{number}", source="n1", urgency=Urgency.ROUTINE)))
+            await settle()
+        assert await asyncio.gather(*noted) == [str(number) for number in range(60)]
+        assert lines(running) == [str(number) for number in range(60)]
+        assert len(running.disk.written) - before < 30
+
+    scenario(body)
+
+
+def test_something_urgent_of_a_node_does_not_wait_for_what_rests_and_goes_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("controller.intake.LONGEST_REST_S", 1e9)
+    monkeypatch.setattr("controller.intake.REST_SHARE", 1e15)
+
+    async def body(running: Running) -> None:
+        await note(running, "warning 1", source="n1", urgency=Urgency.ROUTINE)
+        resting = asyncio.create_task(note(running, "warning 2", source="n1", urgency=Urgency.ROUTINE))
+        await note(running, "of another", source="n2")
+        assert not resting.done()
+        await note(running, "loss", source="n1")
+        await resting
+        assert lines(running) == ["warning 1", "of another", "warning 2", "loss"]
+
+    scenario(body)
+
+
+def test_a_loop_that_ends_refuses_what_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("controller.intake.LONGEST_REST_S", 1e9)
+    monkeypatch.setattr("controller.intake.REST_SHARE", 1e15)
+
+    async def body(running: Running) -> None:
+        await note(running, "warning 1", source="n1", urgency=Urgency.ROUTINE)
+        resting = asyncio.create_task(note(running, "warning 2", source="n1", urgency=Urgency.ROUTINE))
+        await settle()
+        running.task.cancel()
+        with pytest.raises(Unavailable, match="stopping"):
+            await resting
+
+    scenario(body)

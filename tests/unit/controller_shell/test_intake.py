@@ -7,24 +7,27 @@ from collections.abc import Callable
 
 import pytest
 
-from controller.intake import ROUTINE_SHARE, Intake, Urgency, Waiting
+from controller.intake import LONGEST_REST_S, ROUTINE_SHARE, Intake, Urgency, Waiting
 from everstep.errors import Unavailable
 
 
 class Queue:
     """An intake of names, and what it shed."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, group: int = 10) -> None:
         self.shed: list[Urgency] = []
-        self.intake: Intake[str] = Intake(limit, self.shed.append)
+        self.intake: Intake[str] = Intake(limit, group, self.shed.append)
 
-    def put(self, name: str, urgency: Urgency = Urgency.URGENT) -> Waiting[str]:
-        waiting = Waiting(name, asyncio.get_running_loop().create_future())
-        self.intake.put(waiting, urgency)
+    def put(self, name: str, urgency: Urgency = Urgency.URGENT, source: str = "") -> Waiting[str]:
+        waiting = Waiting(name, asyncio.get_running_loop().create_future(), source or name, urgency)
+        self.intake.put(waiting)
         return waiting
 
-    def take(self, most: int) -> list[str]:
-        return [waiting.stimulus for waiting in self.intake.take(most)]
+    def take(self, worked_s: float = 0.0) -> list[str]:
+        """The next group, of which the transaction took so long."""
+        taken = self.intake.take()
+        self.intake.rest_after(taken, worked_s)
+        return [waiting.stimulus for waiting in taken]
 
 
 def in_a_loop(test: Callable[[], None]) -> None:
@@ -41,19 +44,19 @@ def test_urgent_stimuli_go_before_routine_ones_and_each_class_in_order() -> None
         queue.put("report 1")
         queue.put("beat 2", Urgency.ROUTINE)
         queue.put("report 2")
-        assert queue.take(10) == ["report 1", "report 2", "beat 1", "beat 2"]
+        assert queue.take() == ["report 1", "report 2", "beat 1", "beat 2"]
 
     in_a_loop(test)
 
 
 def test_routine_stimuli_keep_a_share_of_each_transaction() -> None:
     def test() -> None:
-        queue = Queue(100)
+        queue = Queue(100, group=2 * ROUTINE_SHARE)
         for number in range(40):
             queue.put(f"report {number}")
         for number in range(10):
             queue.put(f"beat {number}", Urgency.ROUTINE)
-        taken = queue.take(2 * ROUTINE_SHARE)
+        taken = queue.take()
         assert [name for name in taken if name.startswith("beat")] == ["beat 0", "beat 1"]
         assert len(taken) == 2 * ROUTINE_SHARE
 
@@ -68,7 +71,7 @@ def test_a_full_queue_refuses_a_routine_stimulus_and_says_when_to_come_again() -
             queue.put("beat", Urgency.ROUTINE)
         assert refusal.value.retry_after_s > 0
         assert queue.shed == [Urgency.ROUTINE]
-        assert queue.take(5) == ["report"]
+        assert queue.take() == ["report"]
 
     in_a_loop(test)
 
@@ -81,7 +84,7 @@ def test_a_full_queue_sheds_its_oldest_routine_stimulus_for_an_urgent_one() -> N
         queue.put("report")
         assert isinstance(oldest.done.exception(), Unavailable)
         assert queue.shed == [Urgency.ROUTINE]
-        assert queue.take(5) == ["report", "beat 2"]
+        assert queue.take() == ["report", "beat 2"]
 
     in_a_loop(test)
 
@@ -115,5 +118,77 @@ def test_whoever_waits_is_refused_when_the_queue_ends() -> None:
         queue.intake.refuse_all(Unavailable("stopping"))
         assert all(isinstance(one.done.exception(), Unavailable) for one in waiting)
         assert len(queue.intake) == 0
+
+    in_a_loop(test)
+
+
+def test_after_routine_work_what_is_routine_rests_and_what_is_urgent_does_not() -> None:
+    def test() -> None:
+        queue = Queue(10)
+        queue.put("warning 1", Urgency.ROUTINE)
+        assert queue.intake.due_in_s() == 0.0
+        assert queue.take(worked_s=60.0) == ["warning 1"]
+        queue.put("warning 2", Urgency.ROUTINE)
+        assert 0.0 < (queue.intake.due_in_s() or 0.0) <= LONGEST_REST_S
+        assert queue.take() == []
+        assert queue.intake.oldest_s() == 0.0, "a rest is no lag"
+        queue.put("report")
+        assert queue.intake.due_in_s() == 0.0
+        assert queue.take(worked_s=60.0) == ["report"]
+
+    in_a_loop(test)
+
+
+def test_urgent_work_lets_nothing_rest() -> None:
+    def test() -> None:
+        queue = Queue(10)
+        queue.put("report")
+        queue.take(worked_s=60.0)
+        queue.put("warning", Urgency.ROUTINE)
+        assert queue.take() == ["warning"]
+
+    in_a_loop(test)
+
+
+def test_a_full_group_of_what_is_routine_does_not_rest() -> None:
+    def test() -> None:
+        queue = Queue(100, group=8)
+        queue.put("warning", Urgency.ROUTINE)
+        queue.take(worked_s=60.0)
+        for number in range(9):
+            queue.put(f"picture {number}", Urgency.ROUTINE)
+        assert queue.intake.due_in_s() == 0.0
+        assert len(queue.take(worked_s=60.0)) == 8
+        assert queue.take() == []
+
+    in_a_loop(test)
+
+
+@pytest.mark.parametrize("parked", [False, True], ids=["queued", "parked in its session"])
+def test_what_a_node_said_before_something_urgent_goes_before_it(parked: bool) -> None:
+    def test() -> None:
+        queue = Queue(10)
+        queue.put("warning", Urgency.ROUTINE, "a")
+        queue.take(worked_s=60.0)
+        queue.put("picture of a", Urgency.ROUTINE, "a")
+        queue.put("picture of b", Urgency.ROUTINE, "b")
+        if parked:
+            queue.intake.hurry("a")
+        else:
+            queue.put("loss on a", source="a")
+        assert queue.take() == ["picture of a"] + ["loss on a"] * (not parked)
+        queue.intake.hurry("b")
+        assert queue.take() == ["picture of b"]
+
+    in_a_loop(test)
+
+
+def test_what_was_shed_is_not_hurried() -> None:
+    def test() -> None:
+        queue = Queue(1)
+        queue.put("picture", Urgency.ROUTINE, "a")
+        queue.put("loss on b", source="b")
+        queue.intake.hurry("a")
+        assert queue.take() == ["loss on b"]
 
     in_a_loop(test)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -54,6 +55,21 @@ def test_the_audit_log_stays_append_only_through_the_upgrade(upgraded: Engine) -
     for change in ("UPDATE audit SET sentence = 'x'", "DELETE FROM audit WHERE id = 1"):
         with upgraded.connect() as connection, pytest.raises(DBAPIError, match="append-only"), connection.begin():
             connection.execute(text(change))
+
+
+def test_findings_in_the_documents_of_the_second_release_are_rows_after_the_upgrade(database: str) -> None:
+    finding = {"kind": "gpu_xid", "subject": "GPU-0", "severity": "warning", "message": "Xid 31"}
+    sick = {"node": "n1", "incarnation": 5, "vault": "", "findings": {"gpu_xid/GPU-0": finding}, "labels": {"a": "b"}}
+    nodes = [{"node": node, "doc": json.dumps(doc)} for node, doc in (("n1", sick), ("n2", {"node": "n2"}))]
+    released_database(database, "0002", {"nodes": nodes})
+    engine = open_database(database)
+    writer = Writer(engine)
+    loaded = writer.take_over()
+    writer.close()
+    engine.dispose()
+    assert {place: json.loads(doc) for place, doc in loaded.standing.items()} == {("n1", "gpu_xid/GPU-0"): finding}
+    del sick["findings"]
+    assert {node: json.loads(doc) for node, doc in loaded.nodes.items()} == {"n1": sick, "n2": {"node": "n2"}}
 
 
 def test_an_upgrade_that_is_repeated_changes_nothing(left_by_0001: str) -> None:
