@@ -90,8 +90,8 @@ class Losses:
         """Reports the places that the newest generation has here and nobody will take, each once."""
         if job.spec is None or job.stopped is not None:
             return
-        for member in job.spec.roster:
-            if member.node == self._node and job.is_vacant(member.local_rank):
+        for member in job.spec.on(self._node):
+            if job.is_vacant(member.local_rank):
                 self._vacancy(job, job.spec.number, member.rank, member.local_rank, detail)
 
     def _vacancy(self, job: LocalJob, generation: int, rank: int, local_rank: int, detail: str) -> None:

@@ -215,7 +215,6 @@ def job_detail(desk: Desk, job: str) -> op.JobDetail:
     """All but the recoveries, which are in the store. Raises NotFound."""
     record = desk.job(job)
     spec = record.generation
-    nodes = {member.rank: member.node for member in spec.roster} if spec else {}
     return op.JobDetail(
         summary=job_summary(desk.state, record),
         spec=record.spec,
@@ -223,9 +222,9 @@ def job_detail(desk: Desk, job: str) -> op.JobDetail:
         spares=tuple(spares(desk.state, record)),
         store=spec.store if spec else None,
         ranks=tuple(
-            op.RankStatus(rank=one.rank, node=nodes[one.rank], step=one.step, step_s=one.step_s, loss=one.loss)
+            op.RankStatus(rank=one.rank, node=spec.node_of(one.rank), step=one.step, step_s=one.step_s, loss=one.loss)
             for one in _progress(spec, desk.state.live_jobs.get(job))
-            if one.rank in nodes
+            if spec is not None and one.rank < spec.world_size
         ),
         unable=_unable(desk.state, record),
     )

@@ -126,8 +126,7 @@ def torchrun_environment(spec: GenerationSpec, member: Member) -> dict[str, str]
     The group rank of a node is its place among the roster's nodes, ordered by their first rank. ``init_method`` env://
     finds the generation's store under MASTER_ADDR and MASTER_PORT as a client, on rank 0 too.
     """
-    nodes = list(dict.fromkeys(other.node for other in spec.roster))
-    locals_here = sum(1 for other in spec.roster if other.node == member.node)
+    nodes, locals_here = list(spec.seats), spec.spec.nproc_per_node
     host, port = split_address(spec.store)
     group = str(nodes.index(member.node))
     return {

@@ -211,7 +211,7 @@ class Worker:
             rank=member.rank,
             world_size=spec.world_size,
             local_rank=member.local_rank,
-            local_world_size=sum(m.node == member.node for m in spec.roster),
+            local_world_size=spec.spec.nproc_per_node,
             generation=spec.number,
             device=group.device,
             restores=spec.restore.floor is not None,

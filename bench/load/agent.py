@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import time
 import zlib
@@ -18,7 +20,6 @@ from everstep.wire.v1.session import NUMBER_BYTES, PREFIX_BYTES, Frame, Refused
 from everstep.wire.v1.training import AnyReport
 
 MOST_IN_A_REQUEST = 1024
-CONNECT_TIMEOUT_S = 10.0
 IP_BIND_ADDRESS_NO_PORT = 24
 """Linux: ports are then counted per pair of addresses, not per source address."""
 
@@ -65,10 +66,11 @@ class Agent:
 
     __slots__ = (
         "_after",
-        "_asking",
+        "_asked",
         "_form",
         "_head",
         "_host",
+        "_later",
         "_spool",
         "_upgrade",
         "beat_sent_at",
@@ -80,9 +82,9 @@ class Agent:
         "job",
         "name",
         "number",
-        "registered",
         "report_sent_at",
         "seq",
+        "shown",
         "sock",
     )
 
@@ -91,7 +93,7 @@ class Agent:
         self.name = messages.node_name(index)
         self.job = job
         self.sock: socket.socket | None = None
-        self.registered = False
+        self.shown = False
         self.hold = True
         self.seq = 0
         self.number = 0
@@ -102,8 +104,9 @@ class Agent:
         self.buffer = b""
         self._upgrade = upgrade
         self._head = False
+        self._later: bytes | None = None
         self._after = 0
-        self._asking: tuple[int, int] | None = None
+        self._asked: list[AnyReport] = []
         self._spool: deque[AnyReport] = deque()
         self._form = _IDLE
         self._host = host
@@ -117,10 +120,30 @@ class Agent:
         if source:
             sock.setsockopt(socket.IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1)
             sock.bind((source, 0))
-        sock.settimeout(CONNECT_TIMEOUT_S)
-        sock.connect(address)  # takes 30 us on loopback
         sock.setblocking(False)
-        self.sock, self.buffer, self._head, self._asking = sock, b"", True, None
+        connected = sock.connect_ex(address)  # on loopback at once, unless the controller's backlog is full
+        if connected not in (0, errno.EINPROGRESS):
+            sock.close()
+            raise OSError(connected, os.strerror(connected))
+        self.sock, self.buffer, self._head = sock, b"", True
+        self._spool.extendleft(reversed(self._asked))  # what was not acknowledged is said again
+        self.number -= len(self._asked)
+        self._asked = []
+        self._later = b"" if connected else None
+
+    @property
+    def connecting(self) -> bool:
+        """Whether the crowd should call ``writable`` when the socket is."""
+        return self._later is not None
+
+    def writable(self) -> None:
+        """The connection is there, or broke: then OSError is raised."""
+        assert self.sock is not None
+        if error := self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise OSError(error, os.strerror(error))
+        said, self._later = self._later, None
+        if said:
+            self.send(said)
 
     def close(self) -> None:
         if self.sock is not None:
@@ -132,6 +155,9 @@ class Agent:
         assert self.sock is not None
         if self._head:
             data, self._head = self._upgrade + data, False
+        if self._later is not None:
+            self._later += data
+            return
         if self.sock.send(data) != len(data):
             raise OSError("a send buffer is full")
 
@@ -151,25 +177,25 @@ class Agent:
         frame = self._form.fill(self.seq, time.time(), self.number, self._after)
         self.beat_sent_at = time.perf_counter()
         self.send(frame)
+        if self._spool and not self._asked:
+            self._send_reports()
 
     def report(self, *bodies: AnyReport) -> None:
         """Sends reports at once, or with the next request where one is under way."""
         self._spool.extend(bodies)
-        if self._asking is None:
+        if not self._asked:
             self._send_reports()
 
     def unreported(self) -> int:
         """Reports that are not acknowledged."""
-        asked = self._asking[1] - self._asking[0] if self._asking else 0
-        return len(self._spool) + asked
+        return len(self._spool) + len(self._asked)
 
     def _send_reports(self) -> None:
-        taken = [self._spool.popleft() for _ in range(min(len(self._spool), MOST_IN_A_REQUEST))]
+        self._asked = [self._spool.popleft() for _ in range(min(len(self._spool), MOST_IN_A_REQUEST))]
         first = self.number + 1
-        self.number += len(taken)
-        self._asking = (first - 1, self.number)
+        self.number += len(self._asked)
         self.report_sent_at = time.perf_counter()
-        self.send(messages.reports(first, taken))
+        self.send(messages.reports(first, self._asked))
 
     # --- what it is told -----------------------------------------------------------------------------------------
 
@@ -214,7 +240,6 @@ class Agent:
             self._enter(self._host.seats_of(body[NUMBER_BYTES:], True), now)
         elif kind == Frame.REGISTERED:
             self.hold = msgspec.json.decode(body, type=Registered).hold
-            self.registered = True
             self._host.progressed(self, "registered")
         else:
             refusal = msgspec.json.decode(body, type=Refused)
@@ -230,17 +255,17 @@ class Agent:
         if b'"directives"' in body:
             for directive in msgspec.json.decode(body, type=HeartbeatAnswer).directives:
                 self._directive(directive.seq, msgspec.json.encode(directive.body), now)
-        if self.seq == 1:
+        if not self.shown:
+            self.shown = True
             self._host.progressed(self, "shown")
-        if not self.hold and self._asking is None:
+        if not self.hold and not self._asked:
             self._host.ended(self)
 
     def _reports_answered(self, body: bytes, now: float) -> None:
-        assert self._asking is not None
         through = msgspec.json.decode(body, type=ReportsAnswer).through
-        if through != self._asking[1]:
-            self._host.refused(self, f"REPORTS: {self._asking} answered with {through}")
-        self._asking = None
+        if through != self.number:
+            self._host.refused(self, f"REPORTS: up to {self.number}, answered with {through}")
+        self._asked = []
         self._host.progressed(self, "reported")
         if self._spool:
             self._send_reports()
@@ -267,7 +292,6 @@ def read_generation(body: bytes, deflated: bool) -> Seats | None:
     spec = msgspec.json.decode(b'{"seq":0,"body":' + text + b"}", type=Directive).body
     if not isinstance(spec, NewGeneration):
         return None
-    first: dict[str, int] = {}
-    for member in spec.spec.roster:
-        first.setdefault(member.node, member.rank)
-    return Seats(spec.spec.job, spec.spec.number, first)
+    generation = spec.spec
+    first = {node: place * generation.spec.nproc_per_node for node, place in generation.places.items()}
+    return Seats(generation.job, generation.number, first)

@@ -121,7 +121,7 @@ class Crowd:
         assert agent.sock is not None
         descriptor = agent.sock.fileno()
         self._by_fd[descriptor] = agent
-        self._epoll.register(descriptor, select.EPOLLIN)
+        self._epoll.register(descriptor, select.EPOLLIN | (select.EPOLLOUT if agent.connecting else 0))
 
     def _report(self, agent: Agent, report: AnyReport) -> None:
         """Something urgent, which does not wait for the next beat of an agent that has hung up."""
@@ -137,7 +137,9 @@ class Crowd:
     def _broken(self, agent: Agent, error: OSError) -> None:
         self.refusals[f"connection: {error}"] += 1
         self._forget(agent)
-        if not agent.seq:  # it tries again, after all others
+        agent.beat_sent_at = 0.0
+        if not agent.shown:  # it tries again, after all others
+            agent.seq = 0
             self._opening.append(agent)
             self._open_more()
 
@@ -156,18 +158,22 @@ class Crowd:
         """Until its standard input ends."""
         while True:
             timeout = self._do_what_is_due()
-            for descriptor, _ in self._epoll.poll(timeout, 4096):
+            for descriptor, events in self._epoll.poll(timeout, 4096):
                 if descriptor == sys.stdin.fileno():
                     line = sys.stdin.buffer.readline()
                     if not line:
                         return
                     self._obey(json.loads(line))
                 elif (agent := self._by_fd.get(descriptor)) is not None:
-                    self._read(agent)
+                    self._serve(agent, descriptor, events)
 
-    def _read(self, agent: Agent) -> None:
+    def _serve(self, agent: Agent, descriptor: int, events: int) -> None:
         try:
-            agent.readable()
+            if events & select.EPOLLOUT:
+                self._epoll.modify(descriptor, select.EPOLLIN)
+                agent.writable()
+            if events & ~select.EPOLLOUT:
+                agent.readable()
         except OSError as error:
             self._broken(agent, error)
 

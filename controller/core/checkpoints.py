@@ -71,7 +71,7 @@ def take_seal(turn: Turn, job: JobRecord, spec: GenerationSpec, report: Sealed) 
     if ballot is None:
         turn.ignore("sealed.old_version")
         return None
-    node = spec.roster[report.rank].node
+    node = spec.node_of(report.rank)
     ballot.said.add(report.rank)
     ballot.bytes[report.rank] = report.bytes
     ballot.copies.setdefault(node, {}).update(dict.fromkeys(report.replicas))

@@ -36,8 +36,8 @@ def seal_arrived(turn: Turn, job: JobRecord, node: str, report: Sealed) -> None:
 
 def _digests_differ(turn: Turn, job: JobRecord, spec: GenerationSpec, report: Sealed, vote: Vote) -> None:
     back = roll_back(turn, job)
-    liars = list(dict.fromkeys(spec.roster[rank].node for rank in sorted(vote.liars)))
-    tied = list(dict.fromkeys(spec.roster[rank].node for rank in sorted(vote.tied)))
+    liars = list(dict.fromkeys(spec.node_of(rank) for rank in sorted(vote.liars)))
+    tied = list(dict.fromkeys(spec.node_of(rank) for rank in sorted(vote.tied)))
     if liars:
         ranks = ", ".join(str(rank) for rank in sorted(vote.liars))
         what = f"the digest of rank {ranks} on {', '.join(liars)} differs from the majority at version {report.version}"

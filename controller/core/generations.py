@@ -16,7 +16,6 @@ from controller.core.membership import (
     most_nodes,
     moves,
     next_seats,
-    roster_of,
     seats_of,
     store_node,
 )
@@ -140,7 +139,7 @@ def _spec(turn: Turn, job: JobRecord, cause: Cause, seats: list[str], boundary: 
         reason=cause.reason,
         sentence=f"{cause.sentence[:CAUSE_CHARS]}; {when}generation {number} {change}",
         trace=cause.trace,
-        roster=roster_of(seats, job.spec.nproc_per_node, job.generation),
+        seats=tuple(seats),
         store=job.launchers[leader].store,
         store_node=leader,
         restore=checkpoints.restore_rule(turn, job),
@@ -227,9 +226,10 @@ def _pause(turn: Turn, job: JobRecord, cause: Cause, seats: list[str]) -> None:
 def _end_those_outside(turn: Turn, job: JobRecord, cause: Cause, seats: list[str]) -> None:
     """No generation will tell ranks on a node that had to go to leave the running one: they are killed instead."""
     running, stay = job.leaving or job.generation, set(seats)
-    for member in running.roster if running else ():
-        if member.node not in stay and member.node in turn.state.reachable and running:
-            send_kill(turn, job, member, running.number, cause.sentence, cause.trace)
+    for node in running.seats if running else ():
+        if node not in stay and node in turn.state.reachable and running:
+            for member in running.on(node):
+                send_kill(turn, job, member, running.number, cause.sentence, cause.trace)
 
 
 # --- boundaries --------------------------------------------------------------------------------------------------
@@ -285,8 +285,8 @@ def heard_beyond_boundary(turn: Turn, job: JobRecord, node: str, rank: int, numb
 
 
 def is_member(spec: GenerationSpec, node: str, rank: int) -> bool:
-    """Whether ``rank`` of the roster sits on ``node``. Rosters are in the order of ranks."""
-    return rank < len(spec.roster) and spec.roster[rank].node == node
+    """Whether ``rank`` of the roster sits on ``node``."""
+    return spec.has(node, rank)
 
 
 def check_boundary(turn: Turn, job: JobRecord) -> None:

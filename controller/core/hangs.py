@@ -92,7 +92,7 @@ def settle(turn: Turn, job: JobRecord) -> None:
     if not live.stalls:
         regroup_blind(turn, job, pending, GenerationReason.COLLECTIVE_FAILED)
         return
-    silent = [m.rank for m in spec.roster if m.rank not in live.stalls]
+    silent = [rank for rank in range(spec.world_size) if rank not in live.stalls]
     latest = pending.since + turn.policy.stall_settle_max_s
     if len(silent) > 1 and turn.now < latest:
         due = min(latest, turn.now + turn.policy.stall_settle_s)
@@ -100,8 +100,7 @@ def settle(turn: Turn, job: JobRecord) -> None:
         turn.wake(due, "job", job.job)
         return
     stuck = name_stuck(live.stalls, silent, turn.steps(job.job))
-    member = next((m for m in spec.roster if m.rank == stuck), None)
-    if member is None:
+    if stuck is None:
         named_nobody = Pending(
             stall=True,
             since=pending.since,
@@ -111,6 +110,7 @@ def settle(turn: Turn, job: JobRecord) -> None:
         )
         regroup_blind(turn, job, named_nobody, GenerationReason.RANK_HUNG)
         return
+    member = spec.roster[stuck]
     sentence = f"rank {member.rank} on {member.node} is the one that {_ranks(len(live.stalls))} wait for"
     _replace(turn, job, spec, member, sentence, pending.trace)
 

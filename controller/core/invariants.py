@@ -117,10 +117,9 @@ def _check_running(state: FleetState, job: JobRecord) -> None:
 
 
 def _check_generation(job: JobRecord, spec: GenerationSpec) -> None:
-    seats, per_node = seats_of(spec), job.spec.nproc_per_node
+    seats = seats_of(spec)
     name = f"{job.job} generation {spec.number}"
-    assert [m.rank for m in spec.roster] == list(range(len(spec.roster))), f"{name}: ranks are not 0, 1, 2, ..."
-    assert len(spec.roster) == len(seats) * spec.spec.nproc_per_node or per_node == 0, f"{name}: a node lacks ranks"
+    assert len(spec.seated) == len(seats), f"{name}: a node has two seats"
     bounds = least_seats(spec.spec), most_seats(spec.spec)
     assert bounds[0] <= len(seats) <= bounds[1], f"{name}: {len(seats)} nodes are out of bounds {bounds}"
     assert len(seats) % spec.spec.block_nodes == 0, f"{name}: {len(seats)} nodes are no whole number of blocks"

@@ -288,8 +288,8 @@ def check_resumed(turn: Turn, job: JobRecord) -> None:
     if turn.now < live.resume_due:
         return
     entered = turn.entered(job.job)
-    absent = {m.node for m in spec.roster if m.rank not in entered}
-    present = {m.node for m in spec.roster if m.rank in entered} - absent
+    absent = {spec.node_of(rank) for rank in range(spec.world_size) if rank not in entered}
+    present = {spec.node_of(rank) for rank in entered} - absent
     live.resume_attempts += 1
     if absent and present:
         _leave_out(turn, job, sorted(absent), spec)

@@ -10,7 +10,7 @@ from controller.core.records import JobRecord, NodeRecord
 from controller.core.state import FleetState
 from controller.core.wording import named, nodes
 from everstep.vocabulary import JobState, NodeState
-from everstep.wire.v1.training import GenerationSpec, Member
+from everstep.wire.v1.training import GenerationSpec
 
 ENDED = (JobState.FINISHED, JobState.FAILED)
 Rosters = dict[str, list[str]]
@@ -28,20 +28,6 @@ def seats_of(spec: GenerationSpec | None) -> tuple[str, ...]:
 def is_seated(job: JobRecord, node: str) -> bool:
     """Whether the node is in the current roster, or in the one that is being left at a boundary."""
     return any(spec is not None and node in spec.seated for spec in (job.generation, job.leaving))
-
-
-def roster_of(seats: Sequence[str], nproc_per_node: int, before: GenerationSpec | None = None) -> tuple[Member, ...]:
-    """``nproc_per_node`` consecutive ranks on each node. Members of ``before`` that stay as they are, are the same."""
-    kept = before.roster if before is not None and before.spec.nproc_per_node == nproc_per_node else ()
-    sat = seats_of(before) if kept else ()
-    roster: list[Member] = []
-    for seat, node in enumerate(seats):
-        first = seat * nproc_per_node
-        if seat < len(sat) and sat[seat] == node:
-            roster += kept[first : first + nproc_per_node]
-        else:
-            roster += [Member(rank=first + local, node=node, local_rank=local) for local in range(nproc_per_node)]
-    return tuple(roster)
 
 
 def store_node(seats: Sequence[str], before: GenerationSpec | None) -> str:

@@ -101,5 +101,4 @@ def is_beyond_boundary(job: JobRecord, progress: RankProgress) -> bool:
 
 
 def _speaks_of(spec: GenerationSpec, node: str, progress: RankProgress) -> bool:
-    rank, roster = progress.rank, spec.roster
-    return progress.generation == spec.number and rank < len(roster) and roster[rank].node == node
+    return progress.generation == spec.number and spec.has(node, progress.rank)

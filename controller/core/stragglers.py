@@ -68,7 +68,7 @@ def slow_nodes(spec: GenerationSpec, lag: Laggards, share: float) -> dict[str, f
     slow: dict[str, float] = {}
     for rank, busy_s in sorted(lag.slow.items()):
         if rank < spec.world_size:
-            node = spec.roster[rank].node
+            node = spec.node_of(rank)
             slow[node] = max(slow.get(node, 0.0), busy_s)
     return slow if len(slow) <= max(1.0, share * len(spec.seats)) else {}
 

@@ -16,7 +16,7 @@ from everstep.ids import split_address
 from everstep.vocabulary import GenerationReason
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
 from everstep.wire.v1.local import Goodbye, RankExited
-from everstep.wire.v1.training import GenerationSpec, JobSpec, LauncherJoined, Member, RestoreRule
+from everstep.wire.v1.training import GenerationSpec, JobSpec, LauncherJoined, RestoreRule
 from tests.support.fake_agent import FakeAgent, fake_agent
 from tests.support.launched import Launched, alive, launched
 
@@ -66,14 +66,13 @@ def holder(launcher: Launched, directory: Path, local_rank: int, *, not_in: tupl
 
 
 def generation(store: str, number: int, nodes: tuple[str, ...] = ("n1",)) -> NewGeneration:
-    places = [(node, local_rank) for node in nodes for local_rank in range(2)]
     spec = GenerationSpec(
         job="j",
         number=number,
         reason=GenerationReason.FORMED,
         sentence="for a test",
         trace="t1",
-        roster=tuple(Member(rank=r, node=node, local_rank=local) for r, (node, local) in enumerate(places)),
+        seats=nodes,
         store=store,
         store_node=nodes[0],
         restore=RestoreRule(scratch=True),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from everstep.vocabulary import GenerationReason
-from everstep.wire.v1.training import GenerationSpec, JobSpec, Member, RestoreRule
+from everstep.wire.v1.training import GenerationSpec, JobSpec, RestoreRule
 
 JOB = "job"
 
@@ -19,15 +19,15 @@ def generation(
     restore: RestoreRule | None = None,
     spec: JobSpec | None = None,
 ) -> GenerationSpec:
-    """Generation ``number`` of the ``(node, local rank)`` pairs in the order of their ranks."""
+    """Generation ``number`` of the ``(node, local rank)`` pairs in the order of their ranks, as many on each node."""
     nodes = tuple(dict.fromkeys(node for node, _ in ranks))
-    return GenerationSpec(
+    made = GenerationSpec(
         job=JOB,
         number=number,
         reason=GenerationReason.FORMED,
         sentence="for a test",
         trace=f"t{number}",
-        roster=tuple(Member(rank=r, node=node, local_rank=local) for r, (node, local) in enumerate(ranks)),
+        seats=nodes,
         store=store,
         store_node=nodes[0],
         restore=restore or RestoreRule(scratch=True),
@@ -38,3 +38,5 @@ def generation(
         issued_at=0.0,
         after_step=after_step,
     )
+    assert [(m.node, m.local_rank) for m in made.roster] == list(ranks), "no generation can have these ranks"
+    return made

@@ -251,7 +251,7 @@ class Work:
         spec = directive.spec
         if spec.job != self._options.job or spec.number < self._crew.generation or self._stopping is not None:
             return None
-        self._ranks = {member.local_rank: member.rank for member in spec.roster if member.node == self._link.node}
+        self._ranks = {member.local_rank: member.rank for member in spec.on(self._link.node)}
         if spec.number > self._crew.generation:
             context = {"job": spec.job, "generation": spec.number, "trace": spec.trace, "node": self._link.node}
             log.info("generation %d, %d ranks: %s", spec.number, spec.world_size, spec.sentence, extra=context)

@@ -101,7 +101,7 @@ class Council:
     @property
     def speaks_for_node(self) -> bool:
         """Whether this rank tells what its node's vault holds: the first of the node does."""
-        return self._member.rank == min(m.rank for m in self._spec.roster if m.node == self._member.node)
+        return self._member.local_rank == 0
 
     # --- what is there
 
@@ -135,7 +135,7 @@ class Council:
 
         Raises DistStoreError when a node stays silent for PATIENCE_S, or ``stop`` was set.
         """
-        nodes = dict.fromkeys(m.node for m in self._spec.roster if m.node != self._member.node)
+        nodes = [node for node in self._spec.seats if node != self._member.node]
         keys = [f"restore/inventory/{node}" for node in nodes]
         try:
             told = poll(self._store, keys, stop=stop, clock=self._clock, timeout_s=PATIENCE_S)

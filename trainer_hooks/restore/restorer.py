@@ -167,17 +167,14 @@ class Restoration:
 
     def _has_checker(self, slot: SlotInfo) -> bool:
         """Whether the rank that wrote the slot is still on this node, and so hashes it."""
-        return not slot.replica and any(
-            m.rank == slot.rank and m.node == slot.node == self._member.node for m in self._spec.roster
-        )
+        return not slot.replica and slot.node == self._member.node and self._spec.has(slot.node, slot.rank)
 
     def _distance(self, slot: SlotInfo) -> tuple[int, int, int]:
         """This node's slots first, its own rank's before others. Then the roster's, each rank beginning with another,
         so that not all ask the same vault. Last those of nodes outside it, which may have been evicted for lying."""
-        roster = [m.node for m in self._spec.roster]
         if slot.node == self._member.node:
             return 0, int(slot.rank != self._member.rank), slot.rank
-        if slot.node in roster:
+        if slot.node in self._spec.seated:
             return 1 + int(slot.replica), (slot.rank - self._member.rank) % self._spec.world_size, slot.rank
         return 3, slot.rank, int(slot.replica)
 

@@ -118,9 +118,8 @@ class Survey:
 
     def _ask_outsiders(self) -> tuple[SlotInfo, ...]:
         """Slots in vaults of nodes that left the roster but may still answer, with their manifests published."""
-        roster = {m.node for m in self._spec.roster}
         asked = {s.node for s in self._known}
-        outside = tuple(h.node for h in self._spec.holders if h.node not in roster | asked)
+        outside = tuple(h.node for h in self._spec.holders if h.node not in asked and h.node not in self._spec.seated)
         if not outside:
             return ()
         try:

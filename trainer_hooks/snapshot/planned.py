@@ -90,7 +90,7 @@ class Planner:
         return Planned(layout, share, manifest, segment, Planned(layout, wide, wide_manifest, segment))
 
     def _nodes(self) -> list[str]:
-        return [m.node for m in sorted(self._spec.roster, key=lambda m: m.rank)]
+        return [self._spec.node_of(rank) for rank in range(self._spec.world_size)]
 
     def _open(self, manifest: Manifest, on_gpu: bool) -> MappedSegment:
         """The rank's segment, with room for ``manifest`` and for the larger share that is left when one node goes.

@@ -77,8 +77,9 @@ class RestoreRule(Message, frozen=True, kw_only=True):
 class GenerationSpec(Message, frozen=True, kw_only=True, dict=True):
     """A job's membership: the unit of truth.
 
-    ``store`` is the rendezvous store to meet at, hosted by the launcher on ``store_node``; keys go under the
-    generation's number. ``replica_nodes`` maps a node to the nodes whose vaults copy what its ranks alone hold.
+    ``seats`` are its nodes: on each of them compute ``spec.nproc_per_node`` consecutive ranks, which ``roster`` names.
+    ``store`` is the rendezvous store to meet at, hosted by the launcher on ``store_node``; its keys go under
+    the generation's number. ``replica_nodes`` maps a node to those whose vaults copy what its ranks alone hold.
     ``after_step``: leave the running generation in order when this step is finished (a boundary), instead of at once.
     ``secret`` (hex) authenticates vault transfers of this job.
     """
@@ -88,7 +89,7 @@ class GenerationSpec(Message, frozen=True, kw_only=True, dict=True):
     reason: GenerationReason
     sentence: ShortText
     trace: TraceId
-    roster: tuple[Member, ...]
+    seats: tuple[NodeId, ...]
     store: Address
     store_node: NodeId
     restore: RestoreRule
@@ -101,22 +102,41 @@ class GenerationSpec(Message, frozen=True, kw_only=True, dict=True):
 
     @property
     def world_size(self) -> int:
-        return len(self.roster)
-
-    @cached_property
-    def seats(self) -> tuple[str, ...]:
-        """The nodes of the roster, in the order of their ranks."""
-        firsts = self.roster[:: self.spec.nproc_per_node]
-        return tuple(dict.fromkeys(member.node for member in firsts))
+        return len(self.seats) * self.spec.nproc_per_node
 
     @cached_property
     def seated(self) -> frozenset[str]:
-        """The same, to look a node up in."""
+        """The nodes, to look one up in."""
         return frozenset(self.seats)
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """The place of each node among the seats."""
+        return {node: place for place, node in enumerate(self.seats)}
+
+    @cached_property
+    def roster(self) -> tuple[Member, ...]:
+        """Every rank, in order. Of ten thousand it takes a while: ask for one node's, or one rank, where that does."""
+        return tuple(member for node in self.seats for member in self.on(node))
+
+    def on(self, node: str | None) -> tuple[Member, ...]:
+        """The ranks of a node, none where it has no seat."""
+        place, each = self.places.get(node or ""), self.spec.nproc_per_node
+        if node is None or place is None:
+            return ()
+        return tuple(Member(rank=place * each + local, node=node, local_rank=local) for local in range(each))
+
+    def node_of(self, rank: int) -> str:
+        """Where a rank computes. Raises IndexError where there is no such rank."""
+        return self.seats[rank // self.spec.nproc_per_node]
+
+    def has(self, node: str, rank: int) -> bool:
+        """Whether there is such a rank, and it computes on ``node``."""
+        return rank < self.world_size and self.node_of(rank) == node
 
     def member(self, node: str, local_rank: int) -> Member | None:
         """The rank that ``local_rank`` on ``node`` plays, or None where it plays none."""
-        return next((m for m in self.roster if m.node == node and m.local_rank == local_rank), None)
+        return next((member for member in self.on(node) if member.local_rank == local_rank), None)
 
 
 # --- reports: from ranks and launchers, through the agent, to the controller -------------------------------------

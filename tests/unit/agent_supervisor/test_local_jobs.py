@@ -24,7 +24,6 @@ from everstep.wire.v1.training import (
     JobSpec,
     LauncherJoined,
     LauncherLeft,
-    Member,
     RankFinished,
     RankLost,
     RankUnresponsive,
@@ -37,20 +36,21 @@ JOB = JobSpec(job="j", max_nodes=2, nproc_per_node=2)
 
 def generation(number: int, *members: tuple[int, str, int], job: str = "j") -> GenerationSpec:
     members = members or ((0, "n1", 0), (1, "n1", 1), (2, "n2", 0), (3, "n2", 1))
+    seats = tuple(dict.fromkeys(node for _, node, _ in members))
     return GenerationSpec(
         job=job,
         number=number,
         reason=GenerationReason.FORMED,
         sentence="",
         trace="",
-        roster=tuple(Member(rank=r, node=n, local_rank=lr) for r, n, lr in members),
+        seats=seats,
         store="127.0.0.1:1",
         store_node="n1",
         restore=RestoreRule(),
         holders=(Holder(node="n1", vault="127.0.0.1:2"),),
         replica_nodes={},
         secret="s" * 16,
-        spec=JOB,
+        spec=msgspec.structs.replace(JOB, nproc_per_node=len(members) // len(seats)),
         issued_at=0.0,
     )
 

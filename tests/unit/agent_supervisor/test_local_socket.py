@@ -29,7 +29,6 @@ from everstep.wire.v1.training import (
     GenerationSpec,
     JobSpec,
     LauncherJoined,
-    Member,
     RankLost,
     RankUnresponsive,
     RestoreRule,
@@ -46,7 +45,7 @@ def spec(number: int, secret: str = "s" * 16) -> GenerationSpec:
         reason="formed",  # type: ignore[arg-type]
         sentence="",
         trace="",
-        roster=(Member(rank=0, node="n1", local_rank=0), Member(rank=1, node="n1", local_rank=1)),
+        seats=("n1",),
         store="127.0.0.1:1",
         store_node="n1",
         restore=RestoreRule(),

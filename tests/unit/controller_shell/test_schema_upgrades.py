@@ -17,6 +17,8 @@ from controller.store.tables import HEAD
 from controller.store.writer import Writer
 from tests.support.old_schemas import ROWS_0001, released_database
 
+DOCUMENTS = (("generations", "doc"), ("jobs", "doc"), ("outbox ORDER BY seq", "body"))
+
 
 @pytest.fixture
 def left_by_0001(database: str) -> str:
@@ -70,6 +72,33 @@ def test_findings_in_the_documents_of_the_second_release_are_rows_after_the_upgr
     assert {place: json.loads(doc) for place, doc in loaded.standing.items()} == {("n1", "gpu_xid/GPU-0"): finding}
     del sick["findings"]
     assert {node: json.loads(doc) for node, doc in loaded.nodes.items()} == {"n1": sick, "n2": {"node": "n2"}}
+
+
+def test_rosters_of_the_second_release_are_seats_after_the_upgrade(database: str) -> None:
+    roster = [{"rank": rank, "node": f"n{2 - rank // 2}", "local_rank": rank % 2} for rank in range(4)]
+    old = {"job": "j", "number": 3, "roster": roster}
+    directive = {"type": "NewGeneration", "spec": old}
+    row = {"job": "j", "number": 3, "reason": "formed", "trace": "t", "issued_at": 3.0, "doc": json.dumps(old)}
+    bodies = (json.dumps(directive), "@j/3", '{"type":"VersionNotice"}')
+    released_database(
+        database,
+        "0002",
+        {
+            "generations": [row],
+            "jobs": [{"job": "j", "doc": json.dumps({"job": "j", "generation": old, "leaving": None})}],
+            "outbox": [{"node": "n1", "seq": seq, "body": body} for seq, body in enumerate(bodies)],
+        },
+    )
+    engine = open_database(database)
+    with engine.connect() as connection:
+        read = [connection.execute(text(f"SELECT {c} FROM {t}")).scalars().all() for t, c in DOCUMENTS]
+    engine.dispose()
+    new = {"job": "j", "number": 3, "seats": ["n2", "n1"]}
+    (generation,), (job,), (inline, reference, other) = read
+    assert json.loads(generation) == new
+    assert json.loads(job) == {"job": "j", "generation": new, "leaving": None}
+    assert json.loads(inline) == {"type": "NewGeneration", "spec": new}
+    assert (reference, other) == bodies[1:]
 
 
 def test_an_upgrade_that_is_repeated_changes_nothing(left_by_0001: str) -> None:

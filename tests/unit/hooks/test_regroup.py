@@ -53,10 +53,10 @@ def test_ranks_blocked_by_a_stopped_peer_are_freed_by_the_news_alone(forks):
         scene.start(0, 1, 2, 3)
         scene.form(1, 0, 1, 2, 3)
         resumed(scene, 1, 4)
-        scene.signal(2, signal.SIGSTOP)
-        scene.form(2, 0, 1, 3)
+        scene.signal(3, signal.SIGSTOP)
+        scene.form(2, 0, 1, 2)
         assert sorted(m.rank for m in resumed(scene, 2, 3)) == [0, 1, 2]
-        scene.kill(2)
+        scene.kill(3)
         assert scene.finish() == [0, 0, 0]
 
 
@@ -65,10 +65,10 @@ def test_a_rank_that_slept_through_an_eviction_parks_when_it_wakes(forks):
         scene.start(0, 1, 2)
         scene.form(1, 0, 1, 2)
         resumed(scene, 1, 3)
-        scene.signal(1, signal.SIGSTOP)
-        scene.form(2, 0, 2)
+        scene.signal(2, signal.SIGSTOP)
+        scene.form(2, 0, 1)
         resumed(scene, 2, 2)
-        scene.signal(1, signal.SIGCONT)
+        scene.signal(2, signal.SIGCONT)
         scene.form(3, 0, 1, 2)
         resumed(scene, 3, 3)
         assert scene.finish() == [0, 0, 0]
@@ -118,7 +118,7 @@ def test_python_code_is_interrupted(forks):
         scene.start(0, 1)
         scene.form(1, 0, 1)
         resumed(scene, 1, 2)
-        scene.form(2, 1)
+        scene.form(2, 0)
         assert resumed(scene, 2, 1)[0].rank == 0
         assert scene.finish() == [0, 0]
 

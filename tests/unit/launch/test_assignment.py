@@ -5,7 +5,7 @@ import os
 import pytest
 
 from everstep.vocabulary import GenerationReason
-from everstep.wire.v1.training import GenerationSpec, JobSpec, Member, RestoreRule
+from everstep.wire.v1.training import GenerationSpec, JobSpec, RestoreRule
 from trainer_hooks.assignment import (
     current_assignment,
     set_torchrun_environment,
@@ -15,21 +15,21 @@ from trainer_hooks.assignment import (
 
 
 def generation(*members: tuple[str, int], number: int = 3) -> GenerationSpec:
-    roster = tuple(Member(rank=rank, node=node, local_rank=local) for rank, (node, local) in enumerate(members))
+    seats = tuple(dict.fromkeys(node for node, _ in members))
     return GenerationSpec(
         job="run7",
         number=number,
         reason=GenerationReason.FORMED,
         sentence="",
         trace="",
-        roster=roster,
+        seats=seats,
         store="10.0.0.5:4711",
         store_node="n2",
         restore=RestoreRule(scratch=True),
         holders=(),
         replica_nodes={},
         secret="00",
-        spec=JobSpec(job="run7", max_nodes=2, nproc_per_node=2),
+        spec=JobSpec(job="run7", max_nodes=2, nproc_per_node=len(members) // len(seats)),
         issued_at=0.0,
     )
 

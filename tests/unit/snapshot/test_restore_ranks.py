@@ -37,7 +37,7 @@ class Fleet:
             ranks=[(node, nodes[:rank].count(node)) for rank, node in enumerate(nodes)],
             store=f"127.0.0.1:{self.store.port}",
             restore=rule or RestoreRule(),
-            spec=JobSpec(job=JOB, max_nodes=4, replicas=replicas),
+            spec=JobSpec(job=JOB, max_nodes=4, replicas=replicas, nproc_per_node=len(nodes) // len(set(nodes))),
         )
         ring = {node: tuple(nodes[(i + k) % len(nodes)] for k in range(1, replicas)) for i, node in enumerate(nodes)}
         ring = {node: tuple(other for other in others if other != node) for node, others in ring.items()}

@@ -1,0 +1,50 @@
+"""A generation says its seats; ranks follow from them."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.wire.v1.training import GenerationSpec, JobSpec
+from tests.support.generations import generation
+
+SPEC: GenerationSpec = msgspec.structs.replace(
+    generation(1), seats=("b", "a"), spec=JobSpec(job="j", max_nodes=2, nproc_per_node=2)
+)
+
+
+def test_ranks_are_consecutive_on_each_node() -> None:
+    assert [(m.rank, m.node, m.local_rank) for m in SPEC.roster] == [
+        (0, "b", 0),
+        (1, "b", 1),
+        (2, "a", 0),
+        (3, "a", 1),
+    ]
+
+
+def test_a_stranger_has_no_ranks() -> None:
+    assert SPEC.on("c") == SPEC.on(None) == ()
+    assert SPEC.member("c", 0) is SPEC.member("a", 2) is None
+    with pytest.raises(IndexError):
+        SPEC.node_of(4)
+
+
+@given(st.lists(st.text(min_size=1, max_size=3), min_size=1, max_size=6, unique=True), st.integers(1, 9))
+def test_every_way_to_ask_agrees_with_the_roster(seats: list[str], each: int) -> None:
+    spec = msgspec.structs.replace(SPEC, seats=tuple(seats), spec=JobSpec(job="j", nproc_per_node=each))
+    assert spec.world_size == len(spec.roster)
+    assert [m.rank for m in spec.roster] == list(range(spec.world_size))
+    for member in spec.roster:
+        assert spec.node_of(member.rank) == member.node
+        assert spec.member(member.node, member.local_rank) == member
+        assert [node for node in seats if spec.has(node, member.rank)] == [member.node]
+        assert member in spec.on(member.node)
+    assert not spec.has(seats[0], spec.world_size)
+
+
+def test_a_generation_on_the_wire_grows_with_its_nodes_not_its_ranks() -> None:
+    eight = msgspec.structs.replace(SPEC, spec=JobSpec(job="j", max_nodes=2, nproc_per_node=8))
+    assert len(msgspec.json.encode(eight)) == len(msgspec.json.encode(SPEC))
+    assert msgspec.json.decode(msgspec.json.encode(eight), type=GenerationSpec).roster == eight.roster
