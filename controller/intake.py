@@ -25,7 +25,7 @@ read would make its node look silent."""
 REST_SHARE = 9.0
 """A transaction with routine stimuli is followed by a rest of so many times its length: alone, they take a tenth of
 the controller's time."""
-LONGEST_REST_S = 0.25
+LONGEST_REST_S = 0.5
 """So long may a warning wait, at most, or a picture of a node that is well known."""
 
 

@@ -36,7 +36,7 @@ COLLECT_AFTER = (20_000, 50, 10)
 """New objects to a collection of the young, such collections to one of the middle-aged, and those to one of all: all
 is then looked at after ten million objects more, at most."""
 SWITCH_S = 0.0002
-TIDY_EVERY_S = 10
+TRIM_EVERY_S = 10
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 4))
 """A node that lost its power closes nothing: after two minutes without a sign the kernel ends its connection."""
 
@@ -74,23 +74,6 @@ def _trimmer() -> Callable[[], object]:
     return (lambda: trim(0)) if trim is not None else (lambda: None)
 
 
-class _Lasting:
-    """Takes what has lasted out of the garbage collector's sight: one look at all of 12,500 nodes keeps everybody
-    waiting for 0.2 s. Rings among it that died since are looked for when it has doubled."""
-
-    def __init__(self) -> None:
-        self._looked_at = gc.get_freeze_count()
-
-    def settle(self) -> None:
-        gc.collect(1)
-        gc.freeze()
-        if gc.get_freeze_count() > 2 * self._looked_at:
-            gc.unfreeze()
-            gc.collect()
-            gc.freeze()
-            self._looked_at = gc.get_freeze_count()
-
-
 class Server(uvicorn.Server):
     """uvicorn, told how to end held requests, and whose signals do not kill the process after an orderly end."""
 
@@ -98,7 +81,6 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._release = release
         self._give_back = _trimmer()
-        self._lasting = _Lasting()
 
     def end(self) -> None:
         """Asks for an orderly end."""
@@ -107,8 +89,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second."""
-        if counter % (10 * TIDY_EVERY_S) == 0:
-            self._lasting.settle()
+        if counter % (10 * TRIM_EVERY_S) == 0:
             self._give_back()
         return await super().on_tick(counter)
 

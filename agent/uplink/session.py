@@ -134,7 +134,7 @@ class Session:
         self._elsewhere = elsewhere
         self._facts = node.facts()
         self._unanswered: deque[_Sent] = deque()
-        self._reports: _Sent | None = None
+        self._reports: deque[_Sent] = deque()
         self._reports_from = 0.0
         self._news_from = 0.0
         self._refused_beats = 0
@@ -142,7 +142,7 @@ class Session:
     @property
     def may_end(self) -> bool:
         """Whether the controller asked not to hold the session, and no answer is awaited."""
-        return not self.hold and not self._unanswered and self._reports is None
+        return not self.hold and not self._unanswered and not self._reports
 
     def pump(self) -> float:
         """Says what is due; returns when something will be (monotonic seconds)."""
@@ -180,17 +180,16 @@ class Session:
     def _report(self, now: float) -> float:
         """Sends what is due; returns when more will be."""
         spool = self._words.spool
-        if self._reports is not None or self._registering or not self._words.conversation.registered:
+        if self._registering or not self._words.conversation.registered:
             return math.inf
-        wait_s = spool.wait_s(now)
-        if wait_s is None:
+        wait_s, is_news = spool.wait_s(now), spool.newest_urgent > spool.sent_through
+        if wait_s is None or len(self._reports) > (1 if is_news else 0):  # a controller lets what is mild rest
             return math.inf
-        is_news = spool.newest_urgent > spool.sent_through
         due = max(now if self.hurry else now + wait_s, self._news_from if is_news else self._reports_from)
         if due > now:
             return due
         batch = spool.batch(self._words.batch_limit)
-        self._reports = self._sent(batch, now)
+        self._reports.append(self._sent(batch, now))
         body = Reports(incarnation=self._words.conversation.incarnation, reports=batch)
         self._send(Frame.REPORTS, msgspec.json.encode(body))
         return math.inf
@@ -298,9 +297,8 @@ class Session:
 
     def _answer_to(self, kind: int) -> _Sent:
         """The frame that an answer is for: the oldest one, which must be of that kind."""
-        if kind == Frame.REPORTS and self._reports is not None:
-            sent, self._reports = self._reports, None
-            return sent
+        if kind == Frame.REPORTS and self._reports:
+            return self._reports.popleft()
         if not self._unanswered or not isinstance(self._unanswered[0].message, _ASKED[kind]):
             raise self._not_understood(f"an answer to no frame of kind {kind}")
         return self._unanswered.popleft()

@@ -170,6 +170,28 @@ def test_reports_that_wait_for_their_answer_hold_up_no_beat(bench: Bench, contro
     play(story())
 
 
+def test_an_urgent_report_does_not_wait_for_the_answer_to_earlier_ones_and_brings_them_along(
+    bench: Bench, controller: ControllerStub
+) -> None:
+    controller.unanswered.add("reports")
+
+    async def story() -> None:
+        async with bench.line(controller.url) as line:
+            await until(lambda: line.node.registrations)
+            line.uplink.report(sealed(1))
+            await until(lambda: controller.taken)
+            line.uplink.report(sealed(2))
+            line.uplink.report(lost())
+            await until(lambda: len(controller.taken) >= 3)
+            line.uplink.report(lost(1))
+            beats = len(controller.beats)
+            await until(lambda: len(controller.beats) >= beats + 3)
+            assert [one.number for one in controller.taken] == [1, 2, 3], "two requests are under way, and no more"
+            assert len(line.spool) == 4, "no answer, nothing is forgotten"
+
+    play(story())
+
+
 def test_while_the_controller_is_away_reports_wait_and_then_arrive_once(
     bench: Bench, controller: ControllerStub, caplog: pytest.LogCaptureFixture
 ) -> None:
