@@ -7,8 +7,9 @@ detection
     sensor names it within a poll, ``sensor_s``. A machine that is gone says nothing: its peers' collectives fail after
     ``peers_notice_s``, and the core believes them when the node is overdue (its own policy decides when).
 decision and delivery
-    ``decide_s`` as ``bench.controller_latency`` measures it, and the roster to all: each node is sent all members
-    (``member_bytes`` each, after deflation) over the controller's network, ``controller_bytes_per_s``.
+    ``decide_s`` as ``bench.controller_latency`` measures it, and the roster to all: each node is sent all seats
+    (``seat_bytes`` each, after deflation: 17,782 bytes are sent for 1,250 nodes) over the controller's network,
+    ``controller_bytes_per_s``.
 leaving and meeting
     ``leave_s`` (abort and teardown) does not grow: each process ends its own connections. ``meet_s`` was measured at 4
     ranks; every rank asks the store a fixed number of times, and the bootstrap of the largest communicator goes once
@@ -43,7 +44,7 @@ class RecoveryModel:
     sensor_s: float = 1.0
     peers_notice_s: float = 1.0
     decide_s: float = 0.0025
-    member_bytes: float = 4.0
+    seat_bytes: float = 14.2
     controller_bytes_per_s: float = 3.1e9
     leave_s: float = 0.015
     meet_s: float = 0.015
@@ -59,8 +60,7 @@ class RecoveryModel:
 
     def delivery_s(self, nodes: int) -> float:
         """From the decision until the last node has the roster."""
-        ranks = nodes * GPUS_PER_NODE
-        return self.decide_s + nodes * ranks * self.member_bytes / self.controller_bytes_per_s
+        return self.decide_s + nodes * nodes * self.seat_bytes / self.controller_bytes_per_s
 
     def restore_s(self, newcomers: int) -> float:
         """State back on the GPUs; each newcomer fetches its own, at the same time as the others."""
