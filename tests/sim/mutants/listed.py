@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from agent.uplink.spool import Spool
+from agent.uplink.session import Session, Words
 from controller.api.desk import AgentDesk
 from controller.core import (
     budget,
@@ -127,6 +127,16 @@ def _waiting_directives_lost() -> AbstractContextManager[None]:
     return method_swapped(Outbox, "attach", attach)
 
 
+def _sent_is_taken() -> AbstractContextManager[None]:
+    begin = Session.__init__
+
+    def begins(session: Session, words: Words, *others: Any, **more: Any) -> None:
+        words.spool.acknowledged(words.spool.sent_through)
+        begin(session, words, *others, **more)
+
+    return method_swapped(Session, "__init__", begins)
+
+
 def _rule_without_floor() -> AbstractContextManager[None]:
     real = checkpoints.restore_rule
 
@@ -209,10 +219,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("directives are told before they are written", _told_before_written),
     Mutant("directives that waited are lost", _waiting_directives_lost, seeds=(19,)),
-    Mutant(
-        "an acknowledgement loses the report after it",
-        lambda: method_mistaken(Spool, "acknowledged", "number > through", "number > through + 1"),
-    ),
+    Mutant("what an earlier session sent counts as taken", _sent_is_taken, seeds=(79,)),
     # samples
     Mutant("ranks share samples", _overlapping_shares),
     # after a takeover
