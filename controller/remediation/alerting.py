@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import logging
 from collections.abc import Callable
-from urllib.parse import urlsplit
 
 from controller.core.state import FleetState
 from controller.remediation.alerts import Alert, alerts_of, payload
-from everstep.errors import ConfigurationError, Unavailable
+from controller.remediation.receiver import Receiver
+from everstep.errors import Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +19,6 @@ REPEAT_S = 300.0
 """Seconds after which a picture that has not changed is posted again, while anything stands wrong."""
 RETRY_S = 10.0
 """Seconds after a post that failed until the picture of then is tried."""
-TIMEOUT_S = 5.0
 
 
 class Alerting:
@@ -43,9 +41,7 @@ class Alerting:
         now: Callable[[], float],
         failed: Callable[[], None],
     ) -> None:
-        self._parts = urlsplit(url)
-        if self._parts.scheme not in ("http", "https") or not self._parts.hostname:
-            raise ConfigurationError(f"{url!r} cannot receive alerts: use http://HOST/PATH or https://HOST/PATH")
+        self._receiver = Receiver(url, "a receiver of alerts")
         self._token = token
         self._controller = controller
         self._state = state
@@ -82,18 +78,9 @@ class Alerting:
         self._told, self._failing, self._due = firing, False, now + REPEAT_S
 
     def _post(self, body: bytes) -> None:
-        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(str(self._parts.hostname), self._parts.port, timeout=TIMEOUT_S)
         headers = {"Content-Type": "application/json"}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
-        path = (self._parts.path or "/") + (f"?{self._parts.query}" if self._parts.query else "")
-        try:
-            connection.request("POST", path, body, headers)
-            status = connection.getresponse().status
-        except (OSError, http.client.HTTPException) as error:
-            raise Unavailable(f"{self._parts.hostname}: {type(error).__name__}: {error}") from error
-        finally:
-            connection.close()
+        status, _ = self._receiver.ask("POST", headers, body)
         if status >= 300:
-            raise Unavailable(f"{self._parts.hostname} answered {status}")
+            raise Unavailable(f"{self._receiver.host} answered {status}")

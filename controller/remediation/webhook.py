@@ -12,20 +12,17 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import http.client
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
-from urllib.parse import urlencode, urlsplit
 
 import msgspec
 
 from controller.core.effects import Remedy, RemedyKind
 from controller.remediation.base import Standing
-from everstep.errors import ConfigurationError, Conflict, Unavailable
+from controller.remediation.receiver import Receiver
+from everstep.errors import Conflict, Unavailable
 from everstep.ids import NodeId
 
-TIMEOUT_S = 5.0
-LARGEST_ANSWER_BYTES = 1 << 20
 NODES_AT_ONCE = 100
 
 
@@ -55,10 +52,7 @@ class Webhook:
     kinds = frozenset(RemedyKind)
 
     def __init__(self, url: str, secret: bytes, *, wall: Callable[[], float], cordons: bool = False) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigurationError(f"{url!r} cannot be a webhook: use http://HOST/PATH or https://HOST/PATH")
-        self._parts = parts
+        self._receiver = Receiver(url, "a webhook")
         self._secret = secret
         self._wall = wall
         self._cordons = cordons
@@ -88,30 +82,13 @@ class Webhook:
         return said
 
     def _ask(self, method: str, query: dict[str, str], subject: str, body: bytes) -> bytes:
-        try:
-            status, answer = self._exchange(method, query, subject, body)
-        except (OSError, http.client.HTTPException) as error:
-            raise Unavailable(f"the webhook did not answer: {type(error).__name__}: {error}") from error
+        status, answer = self._receiver.ask(method, self._headers(method, subject, body), body, query)
         if status < 300:
             return answer
         text = f"the webhook answered {status}: {answer[:200].decode(errors='replace')}"
         if 400 <= status < 500 and status not in (408, 425, 429):
             raise Conflict(text)
         raise Unavailable(text)
-
-    def _exchange(self, method: str, query: dict[str, str], subject: str, body: bytes) -> tuple[int, bytes]:
-        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(str(self._parts.hostname), self._parts.port, timeout=TIMEOUT_S)
-        try:
-            connection.request(method, self._path(query), body or None, self._headers(method, subject, body))
-            response = connection.getresponse()
-            return response.status, response.read(LARGEST_ANSWER_BYTES)
-        finally:
-            connection.close()
-
-    def _path(self, query: dict[str, str]) -> str:
-        asked = "&".join(filter(None, (self._parts.query, urlencode(query))))
-        return (self._parts.path or "/") + (f"?{asked}" if asked else "")
 
     def _headers(self, method: str, subject: str, body: bytes) -> dict[str, str]:
         timestamp = str(int(self._wall()))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 import msgspec
 from sqlalchemy import Connection, bindparam, delete, func, select
-from sqlalchemy.dialects import postgresql, sqlite
 
 from controller.store import tables
 from controller.store.records import KEPT_DEAD_S, CredentialRow
+from controller.store.upsert import upsert
 
 
 def load(connection: Connection) -> list[CredentialRow]:
@@ -27,9 +26,6 @@ def write(connection: Connection, rows: Collection[CredentialRow]) -> None:
         return
     now = max(row.revoked_at or row.created_at for row in rows)
     table = tables.credentials
-    dialect: Any = postgresql if connection.dialect.name == "postgresql" else sqlite
-    insert = dialect.insert(table)
-    changes = {column.name: insert.excluded[column.name] for column in table.columns if column.name != "id"}
-    connection.execute(insert.on_conflict_do_update(index_elements=["id"], set_=changes), values)
+    upsert(connection, table, values, whole=True)
     died_at = func.coalesce(table.c.revoked_at, table.c.expires_at)
     connection.execute(delete(table).where(died_at < bindparam("then")), {"then": now - KEPT_DEAD_S})

@@ -10,20 +10,23 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.sql.dml import Insert
 
 
-def upsert(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
-    """Inserts rows, or updates every other column where the primary key is there; None leaves a column as it is."""
+def upsert(connection: Connection, table: Table, rows: list[dict[str, Any]], *, whole: bool = False) -> None:
+    """Inserts rows, or updates every other column where the primary key is there; None leaves a column as it is,
+    unless rows are ``whole``."""
     if rows:
-        connection.execute(_upsert_statement(connection.dialect.name, table), rows)
+        connection.execute(_upsert_statement(connection.dialect.name, table, whole), rows)
 
 
 @cache
-def _upsert_statement(dialect_name: str, table: Table) -> Insert:
+def _upsert_statement(dialect_name: str, table: Table, whole: bool) -> Insert:
     """Built once: putting it together takes SQLAlchemy several times as long as a transaction takes SQLite."""
     dialect: Any = postgresql if dialect_name == "postgresql" else sqlite
     statement = dialect.insert(table)
     keys = [column.name for column in table.primary_key]
     changes = {
-        column.name: func.coalesce(statement.excluded[column.name], column)
+        column.name: statement.excluded[column.name]
+        if whole
+        else func.coalesce(statement.excluded[column.name], column)
         for column in table.columns
         if column.name not in keys
     }

@@ -145,7 +145,7 @@ def test_a_post_is_bounded_and_says_by_how_much() -> None:
 
 
 def test_a_receiver_that_cannot_be_is_refused(inbox: Inbox) -> None:
-    with pytest.raises(ConfigurationError, match="cannot receive alerts"):
+    with pytest.raises(ConfigurationError, match="cannot be a receiver of alerts"):
         Alerting("ftp://x", token="", controller="", state=CoreFleet().state, now=lambda: 0.0, failed=lambda: None)
 
 
