@@ -15,18 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import msgspec
 
+from agent.settings_checks import check, refuse
 from everstep.errors import ConfigurationError
-from everstep.ids import check_name
-from everstep.wire.v1.agent import Labels
 
-LONGEST_SOCKET_PATH = 107
-"""Bytes a unix socket's path may have on Linux (sun_path less its terminating zero)."""
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 ENVIRONMENT_PREFIX = "EVERSTEP_AGENT_"
 
 
@@ -187,136 +181,9 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> AgentSettings:
         """Returns these settings. Raises ConfigurationError, with the mend, for a contradiction."""
-        _check_names(self)
-        _check_addresses(self)
-        _check_times(self)
-        _check_sizes(self)
+        check(self, tuple(PRESETS))
         return self
 
-
-def labels_of(settings: AgentSettings) -> dict[str, str]:
-    """The node's labels. Raises ConfigurationError for one that is not NAME=VALUE, or cannot be."""
-    told = ",".join(settings.labels)
-    parts = [label.partition("=") for label in settings.labels]
-    _refuse(any(not equals for _, equals, _ in parts), f"--labels {told}: give NAME=VALUE")
-    try:
-        found: dict[str, str] = msgspec.convert({name: value for name, _, value in parts}, Labels)
-    except msgspec.ValidationError as error:
-        raise ConfigurationError(f"--labels {told}: {error}") from error
-    return found
-
-
-def _refuse(condition: bool, message: str) -> None:
-    if condition:
-        raise ConfigurationError(message)
-
-
-def _check_names(s: AgentSettings) -> None:
-    try:
-        check_name(s.node, "node")
-    except ValueError as error:
-        raise ConfigurationError(f"{error}; give another with --node") from error
-    longest = len(os.fsencode(s.agent_socket.absolute()))
-    _refuse(
-        longest > LONGEST_SOCKET_PATH,
-        f"{s.agent_socket} has {longest} bytes and a unix socket's path may have {LONGEST_SOCKET_PATH}: "
-        "give a shorter --run-dir",
-    )
-    labels_of(s)
-    _refuse(s.preset not in PRESETS, f"--preset {s.preset!r} is not one of {', '.join(PRESETS)}")
-    _refuse(s.log_format not in ("text", "json"), f"--log-format {s.log_format!r} is neither text nor json")
-    levels = ("debug", "info", "warning", "error")
-    _refuse(s.log_level not in levels, f"--log-level {s.log_level!r} is not one of {', '.join(levels)}")
-    _refuse(
-        s.virtual_control is not None and not s.virtual,
-        "--virtual-control steers virtual GPUs and there are none: give --virtual SCENARIO.toml too",
-    )
-
-
-def _check_addresses(s: AgentSettings) -> None:
-    _refuse(not s.controllers, "an agent needs a controller: give --controller http://HOST:PORT")
-    for url in s.controllers:
-        parts = urlsplit(url)
-        _refuse(
-            parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"),
-            f"{url!r} is not a controller's base URL: expected http://HOST:PORT or https://HOST:PORT",
-        )
-    _refuse(
-        s.ca_file is not None and not any(url.startswith("https://") for url in s.controllers),
-        "--ca-file is for https:// controllers and none is given",
-    )
-    _refuse(
-        s.join_token_file is not None and s.token_file is None,
-        "--join-token-file needs --token-file: where the node's own token is to be kept",
-    )
-    _refuse(
-        (s.client_certificate is None) != (s.client_key is None),
-        "--client-certificate and --client-key belong together: give both or none",
-    )
-    host, _ = listen_address(s.vault_listen)
-    _refuse(
-        host in ("", "0.0.0.0", "::"),  # noqa: S104 - the refusal of it
-        f"--vault-listen {s.vault_listen} cannot be told to other nodes: name the address they reach this node by",
-    )
-    remote = any(urlsplit(url).hostname not in LOOPBACK for url in s.controllers)
-    _refuse(
-        s.preset == "production" and remote and host in LOOPBACK,
-        f"--vault-listen {s.vault_listen} is out of other nodes' reach, and they hold this node's replicas: "
-        "give the address they reach this node by, such as --vault-listen 10.0.0.7:7702",
-    )
-    if s.metrics_listen:
-        listen_address(s.metrics_listen)
-        _refuse(
-            s.metrics_token_file is None and s.token_file is None,
-            "/metrics needs a token: give --token-file or --metrics-token-file, or --metrics-listen '' to turn it off",
-        )
-
-
-def _check_times(s: AgentSettings) -> None:
-    for name in _SECONDS:
-        _refuse(getattr(s, name) <= 0, f"--{name.replace('_', '-')} must be more than 0 s")
-    _refuse(
-        s.silence_s < 2 * s.tick_interval_s,
-        f"--silence-s {s.silence_s} is under two ticks of {s.tick_interval_s} s: one late tick would be an alarm",
-    )
-    _refuse(
-        s.unresponsive_after_s < s.silence_s,
-        f"--unresponsive-after-s {s.unresponsive_after_s} is under --silence-s {s.silence_s}, "
-        "so a stopped process would be found later than a busy one",
-    )
-    _refuse(
-        s.retry_idle_s < s.retry_busy_s,
-        f"--retry-idle-s {s.retry_idle_s} is under --retry-busy-s {s.retry_busy_s}: an idle node may wait longer",
-    )
-    _refuse(
-        s.answer_timeout_s < s.connect_timeout_s,
-        f"--answer-timeout-s {s.answer_timeout_s} is under --connect-timeout-s {s.connect_timeout_s}: "
-        "a controller has to open a session before it can answer in it",
-    )
-
-
-def _check_sizes(s: AgentSettings) -> None:
-    limit = s.vault_memory_limit_bytes
-    _refuse(
-        limit is not None and limit <= 0,
-        f"--vault-memory-limit-bytes {limit} leaves no room for any slot: give more, or leave it out",
-    )
-    _refuse(s.spool_reports < 64, "--spool-reports under 64 loses reports in the first second of an absence")
-    _refuse(s.spool_bytes < 1 << 20, f"--spool-bytes {s.spool_bytes} is under 1 MiB, the size of one request")
-    _refuse(s.max_connections < 2, "--max-connections must leave room for a launcher and a rank")
-
-
-_SECONDS = (
-    "tick_interval_s",
-    "silence_s",
-    "unresponsive_after_s",
-    "exit_grace_s",
-    "seal_window_s",
-    "connect_timeout_s",
-    "answer_timeout_s",
-    "retry_busy_s",
-    "retry_idle_s",
-)
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -327,14 +194,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 """``lab``: everything on one machine, free ports. ``production``: a fixed port for Prometheus, JSON logs."""
 
 _OPTIONS = {"controllers": "--controller"}
-
-
-def listen_address(text: str) -> tuple[str, int]:
-    """``host:port`` to listen on, port 0 allowed. Raises ConfigurationError where it is not one."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigurationError(f"{text!r} is not an address to listen on: expected host:port, such as 127.0.0.1:0")
-    return host.strip("[]"), int(port)
 
 
 def tls_context(settings: AgentSettings) -> ssl.SSLContext | None:
@@ -361,7 +220,7 @@ def read_token(path: Path | None, what: str) -> str:
         token = path.read_text().strip()
     except OSError as error:
         raise ConfigurationError(f"cannot read the {what} file {path}: {error.strerror}") from error
-    _refuse(not token or any(c.isspace() for c in token), f"{path} does not hold a {what}: expected one line")
+    refuse(not token or any(c.isspace() for c in token), f"{path} does not hold a {what}: expected one line")
     return token
 
 
@@ -410,7 +269,7 @@ def _convert(name: str, kind: Any, text: str) -> Any:
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     names = {ENVIRONMENT_PREFIX + field.upper(): (field, kind) for field, (kind, _) in _field_types().items()}
     unknown = sorted(n for n in environ if n.startswith(ENVIRONMENT_PREFIX) and n not in names)
-    _refuse(bool(unknown), f"{', '.join(unknown)}: no such setting; known are {', '.join(sorted(names))}")
+    refuse(bool(unknown), f"{', '.join(unknown)}: no such setting; known are {', '.join(sorted(names))}")
     return {names[n][0]: _convert(n, names[n][1], text) for n, text in environ.items() if n in names}
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from agent.config import AgentSettings, labels_of, listen_address, read_token
+from agent.config import AgentSettings, read_token
 from agent.findings import FindingBoard
 from agent.lifecycle import RunDirectory, write_atomically
 from agent.local import LocalServer
@@ -26,6 +26,7 @@ from agent.self_health import SelfFacts, SkewEstimate, assess
 from agent.sensors.host_process import SensorProcess
 from agent.sensors.picture import Picture
 from agent.sensors.settings import SensorSettings
+from agent.settings_checks import labels_of, listen_address
 from agent.uplink.client import Uplink
 from agent.uplink.heartbeat import Conversation, NodeFacts
 from agent.uplink.spool import Spool

@@ -23,9 +23,10 @@ from pathlib import Path
 
 import msgspec
 
-from agent.config import AgentSettings, listen_address
+from agent.config import AgentSettings
 from agent.lifecycle import clear_segments
 from agent.local_seats import LocalJob
+from agent.settings_checks import listen_address
 from everstep.backoff import Backoff
 from everstep.clock import Clock
 from everstep.errors import EverstepError, MalformedMessage, Unavailable

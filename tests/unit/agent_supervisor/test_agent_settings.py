@@ -14,9 +14,9 @@ from agent.config import (
     PRESETS,
     AgentSettings,
     from_command_line,
-    listen_address,
     read_token,
 )
+from agent.settings_checks import listen_address
 from everstep.errors import ConfigurationError
 
 NEEDED = ["--node", "n1", "--controller", "http://127.0.0.1:7700", "--run-dir", "/tmp/x", "--token-file", "/tmp/t"]
