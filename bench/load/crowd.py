@@ -26,6 +26,7 @@ from everstep.wire.v1.training import AnyReport, FindingRaised
 
 LONGEST_POLL_S = 0.002
 """How late a beat may be for want of looking at the clock."""
+RESUME_AT_ONCE = 16
 
 
 class Crowd:
@@ -56,6 +57,7 @@ class Crowd:
         self._late: list[tuple[float, Agent]] = []
         self._storms: list[_Storm] = []
         self._random = random.Random(order["first"])
+        self._resuming: deque[tuple[Agent, Seats, int]] = deque()
         self.phases: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
         self.entered_by: dict[tuple[str, int], list[float]] = {}
@@ -89,7 +91,7 @@ class Crowd:
         seen.append(at)
         first = seats.first_rank.get(agent.name)
         if first is not None:
-            agent.report(*messages.resumed(seats.job, seats.number, first))
+            self._resuming.append((agent, seats, first))
 
     def refused(self, agent: Agent, refusal: str) -> None:
         self.refusals[refusal] += 1
@@ -123,11 +125,11 @@ class Crowd:
         self._by_fd[descriptor] = agent
         self._epoll.register(descriptor, select.EPOLLIN | (select.EPOLLOUT if agent.connecting else 0))
 
-    def _report(self, agent: Agent, report: AnyReport) -> None:
+    def _report(self, agent: Agent, *reports: AnyReport) -> None:
         """Something urgent, which does not wait for the next beat of an agent that has hung up."""
         if agent.sock is None:
             self._connect(agent)
-        agent.report(report)
+        agent.report(*reports)
 
     def _forget(self, agent: Agent) -> None:
         if agent.sock is not None:
@@ -158,7 +160,9 @@ class Crowd:
         """Until its standard input ends."""
         while True:
             timeout = self._do_what_is_due()
-            for descriptor, events in self._epoll.poll(timeout, 4096):
+            ready = self._epoll.poll(0.0 if self._resuming else timeout, 4096)
+            self._resume_some(1 if ready else RESUME_AT_ONCE)
+            for descriptor, events in ready:
                 if descriptor == sys.stdin.fileno():
                     line = sys.stdin.buffer.readline()
                     if not line:
@@ -166,6 +170,12 @@ class Crowd:
                     self._obey(json.loads(line))
                 elif (agent := self._by_fd.get(descriptor)) is not None:
                     self._serve(agent, descriptor, events)
+
+    def _resume_some(self, most: int) -> None:
+        """Ranks step after everybody has been told: on machines of their own, nobody's report delays another's push."""
+        for _ in range(min(len(self._resuming), most)):
+            agent, seats, first = self._resuming.popleft()
+            self._report(agent, *messages.resumed(seats.job, seats.number, first))
 
     def _serve(self, agent: Agent, descriptor: int, events: int) -> None:
         try:
@@ -248,7 +258,7 @@ class Crowd:
             "refusals": self.refusals,
             "connected": len(self._by_fd),
             "in_generation": sum(1 for agent in self.agents if agent.generation),
-            "unreported": sum(agent.unreported() for agent in self.agents),
+            "unreported": len(self._resuming) + sum(agent.unreported() for agent in self.agents),
             "sent": self.sent,
             "skipped": self.skipped,
         }
