@@ -35,7 +35,7 @@ BACKLOG = 4096
 COLLECT_AFTER = (20_000, 50, 10)
 """New objects to a collection of the young, such collections to one of the middle-aged, and those to one of all: all
 is then looked at after ten million objects more, at most."""
-SWITCH_S = 0.0002
+SWITCH_S = 0.00005
 TRIM_EVERY_S = 10
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 4))
 """A node that lost its power closes nothing: after two minutes without a sign the kernel ends its connection."""
@@ -187,8 +187,8 @@ def settle_interpreter() -> None:
     What a fleet consists of lives long and has no cycles: the garbage collector need not look for them in it while
     agents wait. By default it passes over everything each time that it has grown by a quarter, and over what is young
     after every 700 new objects; a fleet of 12,500 nodes went unanswered for 0.2 s at a time. The thread that answers
-    beats and that of the database let one another in after a fifth of a millisecond, not five: each of a transaction's
-    dozen turns is that long for whoever beats meanwhile.
+    beats and that of the database let one another in after a twentieth of a millisecond, not five: each beat that comes
+    while a transaction is written waits that long for the interpreter, and more would come than are answered.
     """
     gc.freeze()
     gc.set_threshold(*COLLECT_AFTER)

@@ -40,6 +40,7 @@ class Writer:
         self._engine = engine
         self._connection: Connection | None = None
         self._committing = False
+        self._lives: dict[str, int] = {}
         self.epoch = 0
 
     @property
@@ -82,7 +83,7 @@ class Writer:
         with self._fenced() as (connection, newest):
             for batch in batches:
                 if batch.number > newest:
-                    _write(connection, batch)
+                    _write(connection, batch, self._lives)
             if batches and batches[-1].number > newest:
                 _set_meta(connection, BATCH, batches[-1].number)
 
@@ -155,7 +156,8 @@ def _set_meta(connection: Connection, key: str, value: int) -> None:
     connection.execute(_SET_META, {"of": key, "to": value})
 
 
-def _write(connection: Connection, batch: Batch) -> None:
+def _write(connection: Connection, batch: Batch, lives: dict[str, int]) -> None:
+    """``lives``: which life each node's newest mark was of."""
     upsert(connection, tables.nodes, [{"node": node, "doc": doc} for node, doc in batch.nodes.items()])
     _write_standing(connection, batch.standing)
     upsert(connection, tables.jobs, [{"job": job, "doc": doc} for job, doc in batch.jobs.items()])
@@ -174,7 +176,7 @@ def _write(connection: Connection, batch: Batch) -> None:
     credentials.write(connection, batch.credentials.values())
     remedies.write(connection, batch.remedies.values())
     findings.write(connection, batch.findings)
-    _write_delivery(connection, batch)
+    _write_delivery(connection, batch, lives)
 
 
 _STANDS_NO_MORE = delete(tables.standing_findings).where(
@@ -196,7 +198,7 @@ def _write_standing(connection: Connection, standing: dict[tuple[str, str], str]
     upsert(connection, tables.standing_findings, rows)
 
 
-def _write_delivery(connection: Connection, batch: Batch) -> None:
+def _write_delivery(connection: Connection, batch: Batch, lives: dict[str, int]) -> None:
     marks = [
         {"node": node, "incarnation": incarnation, "through": through}
         for (node, incarnation), through in batch.marks.items()
@@ -206,7 +208,10 @@ def _write_delivery(connection: Connection, batch: Batch) -> None:
         connection.execute(_PRUNE_OUTBOX, pruned)
     if marks:
         upsert(connection, tables.report_marks, marks)
-        connection.execute(_PRUNE_MARKS, [{"of": mark["node"], "last": mark["incarnation"]} for mark in marks])
+    begun = {node: life for node, life in batch.marks if lives.get(node) != life}
+    if begun:
+        connection.execute(_PRUNE_MARKS, [{"of": node, "last": life} for node, life in begun.items()])
+        lives |= begun
 
 
 def _insert(connection: Connection, table: Table, rows: Iterable[msgspec.Struct]) -> None:
