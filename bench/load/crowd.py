@@ -291,7 +291,7 @@ class Crowd:
 
     def do_fail(self, count: int, number: int) -> dict[str, float]:
         """``count`` nodes, spread over the crowd, report a GPU that fell off its bus. Returns when each did, wall."""
-        failing = self.agents[:: max(1, len(self.agents) // count)][:count]
+        failing = self.agents[:: max(1, len(self.agents) // max(1, count))][:count]
         finding = messages.xid(number, Severity.CRITICAL)
         told = {}
         for agent in failing:

@@ -153,12 +153,23 @@ class Fleet:
             )
             for first, last in itertools.pairwise(bounds)
         ]
+        self._bounds = bounds
 
     def all(self, do: str, **order: Any) -> list[Any]:
         """Every crowd's answer to an order that all carry out at once."""
         for crowd in self.crowds:
             crowd.begin({"do": do, **order})
         return [crowd.answer() for crowd in self.crowds]
+
+    def fail(self, count: int, number: int) -> dict[str, float]:
+        """``count`` nodes, spread over the fleet, report XID ``number`` at once. Returns when each did, wall."""
+        shares = [bound * count // self.nodes for bound in self._bounds]
+        for crowd, (before, through) in zip(self.crowds, itertools.pairwise(shares), strict=True):
+            crowd.begin({"do": "fail", "count": through - before, "number": number})
+        told: dict[str, float] = {}
+        for crowd in self.crowds:
+            told |= crowd.answer()
+        return told
 
     def status(self) -> dict[str, Any]:
         """The crowds' counts, added up."""

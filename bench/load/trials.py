@@ -93,10 +93,7 @@ def _lose_a_rank(fleet: Fleet, job: str) -> float:
 def mass_failure(fleet: Fleet, follower: Follower, count: int) -> list[Row]:
     """Many nodes report a lost GPU at once: until there is a verdict on every one of them."""
     since = len(follower.seen)
-    told: dict[str, float] = {}
-    share = -(-count // len(fleet.crowds))
-    for one in fleet.all("fail", count=share, number=FALLEN_OFF_THE_BUS):
-        told |= one
+    told = fleet.fail(count, FALLEN_OFF_THE_BUS)
     end = time.perf_counter() + 120
     while len(decided := follower.first_verdicts(set(told), since)) < len(told):
         if time.perf_counter() > end:

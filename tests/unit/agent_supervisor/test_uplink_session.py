@@ -189,13 +189,17 @@ def test_late_answers_to_reports_are_borne_as_long_as_beats_are_answered(talk: T
     assert len(talk.words.spool) == 1
 
 
-def test_what_came_while_reports_were_under_way_goes_in_the_next_frame(talk: Talk) -> None:
+def test_urgent_news_goes_beside_reports_under_way_and_what_comes_then_in_the_next_frame(talk: Talk) -> None:
     talk.report(0)
     talk.says()
     talk.report(1)
     talk.report(2)
+    assert [numbers(message) for message in talk.says()] == [[1, 2, 3]]
+    talk.report(3)
     assert talk.says() == []
-    assert [numbers(message) for message in talk.hears(Frame.REPORTS_ANSWER, ReportsAnswer(through=1))] == [[2, 3]]
+    assert [numbers(message) for message in talk.hears(Frame.REPORTS_ANSWER, ReportsAnswer(through=1))] == [[2, 3, 4]]
+    assert talk.hears(Frame.REPORTS_ANSWER, ReportsAnswer(through=3)) == []
+    assert talk.hears(Frame.REPORTS_ANSWER, ReportsAnswer(through=4)) == []
 
 
 def test_refused_reports_are_said_again_when_the_controller_said(talk: Talk) -> None:
