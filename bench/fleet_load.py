@@ -23,10 +23,12 @@ from bench.load import messages, trials
 from bench.load.curves import draw
 from bench.load.events import Follower
 from bench.load.fleet import Controller, Fleet
+from bench.load.postgres import own_postgres
 from bench.table import Row, add_arguments, finish
 
 MOST_JOBS = 10
 STORMING = 100
+POSTGRESQL = "postgresql"
 FAILING_NODES, FAILING = 1500, 750
 CURVE = (500, 2500, 5000, 7500, 10_000, 12_500)
 GIANT_NODES = 20_000
@@ -40,6 +42,8 @@ def fleet_of(nodes: int, interval_s: float, database: str, apart: int = 0) -> It
     jobs = min(MOST_JOBS, max(1, nodes // messages.NODES_OF_A_JOB))
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="everstep-load-")))
+        if database == POSTGRESQL:
+            database = stack.enter_context(own_postgres())
         controller = Controller(directory, database, _settings(interval_s))
         stack.callback(controller.end)
         fleet = Fleet(controller, nodes, jobs=jobs, apart=apart, spread=nodes > GIANT_NODES)
@@ -123,7 +127,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, default=12_500)
     parser.add_argument("--seconds", type=float, default=30.0, help="of undisturbed beats (default 30)")
     parser.add_argument("--interval", type=float, default=1.0, help="seconds between a node's beats")
-    parser.add_argument("--database", default="", help="default: an SQLite file in a temporary directory")
+    parser.add_argument(
+        "--database",
+        default="",
+        metavar="URL",
+        help=f"default: an SQLite file in a temporary directory; {POSTGRESQL!r}: a PostgreSQL of its own",
+    )
     parser.add_argument("--rounds", type=int, default=20, help="ranks that are lost, one after the other")
     parser.add_argument("--fail", type=int, default=0, metavar="K", help="nodes that fail at once, at the end")
     parser.add_argument("--storm", action="store_true", help="XIDs at 200/s from one node, at 20/s from a hundred")
