@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import struct
 import time
 import zlib
 from collections import deque
@@ -20,6 +21,9 @@ from everstep.wire.v1.session import NUMBER_BYTES, PREFIX_BYTES, Frame, Refused
 from everstep.wire.v1.training import AnyReport
 
 MOST_IN_A_REQUEST = 1024
+SO_TIMESTAMPNS = 35
+"""Linux: each read says when the kernel had the last of its bytes."""
+NOTE_BYTES = socket.CMSG_SPACE(16)
 IP_BIND_ADDRESS_NO_PORT = 24
 """Linux: ports are then counted per pair of addresses, not per source address."""
 
@@ -61,6 +65,16 @@ class Host(Protocol):
 _IDLE = BeatForm("", 0, 0)
 
 
+def _arrived(notes: list[tuple[int, int, bytes]]) -> float:
+    """When an answer was there, by the kernel's clock (wall): an agent of a fleet has a machine of its own, and here
+    thousands wait for their turn on two cores to read."""
+    for level, kind, note in notes:
+        if (level, kind) == (socket.SOL_SOCKET, SO_TIMESTAMPNS):
+            seconds, nanoseconds = struct.unpack("qq", note)
+            return float(seconds + nanoseconds / 1e9)
+    return time.time()
+
+
 class Agent:
     """A node's agent. The crowd calls ``connect``, ``beat``, ``report`` and, when there is something, ``readable``."""
 
@@ -82,6 +96,7 @@ class Agent:
         "job",
         "name",
         "number",
+        "read_at",
         "report_sent_at",
         "seq",
         "shown",
@@ -101,6 +116,7 @@ class Agent:
         self.first_rank: int | None = None
         self.beat_sent_at = 0.0
         self.report_sent_at = 0.0
+        self.read_at = 0.0
         self.buffer = b""
         self._upgrade = upgrade
         self._head = False
@@ -117,6 +133,7 @@ class Agent:
         """Opens the connection and asks for the session. Every agent has an address of its own, as in a fleet."""
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
         if source:
             sock.setsockopt(socket.IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1)
             sock.bind((source, 0))
@@ -169,13 +186,13 @@ class Agent:
     def show(self) -> None:
         """The first beat, with the whole picture."""
         self.seq = 1
-        self.beat_sent_at = time.perf_counter()
+        self.beat_sent_at = time.time()
         self.send(messages.first_beat())
 
     def beat(self) -> None:
         self.seq += 1
         frame = self._form.fill(self.seq, time.time(), self.number, self._after)
-        self.beat_sent_at = time.perf_counter()
+        self.beat_sent_at = time.time()
         self.send(frame)
         if self._spool and not self._asked:
             self._send_reports()
@@ -194,7 +211,7 @@ class Agent:
         self._asked = [self._spool.popleft() for _ in range(min(len(self._spool), MOST_IN_A_REQUEST))]
         first = self.number + 1
         self.number += len(self._asked)
-        self.report_sent_at = time.perf_counter()
+        self.report_sent_at = time.time()
         self.send(messages.reports(first, self._asked))
 
     # --- what it is told -----------------------------------------------------------------------------------------
@@ -202,8 +219,8 @@ class Agent:
     def readable(self) -> None:
         """Reads what there is. Raises OSError when the connection broke."""
         assert self.sock is not None
-        data = self.sock.recv(1 << 18)
-        now = time.perf_counter()
+        data, notes, _, _ = self.sock.recvmsg(1 << 18, NOTE_BYTES)
+        now = self.read_at = _arrived(notes)
         if not data:
             raise ConnectionResetError("the controller hung up")
         data = self.buffer + data if self.buffer else data

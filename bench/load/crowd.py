@@ -84,7 +84,7 @@ class Crowd:
         elif phase == "shown":
             self._open_more()
         elif phase == "reported":
-            self.report_latencies.append(time.perf_counter() - agent.report_sent_at)
+            self.report_latencies.append(agent.read_at - agent.report_sent_at)
 
     def entered(self, agent: Agent, seats: Seats, at: float) -> None:
         seen = self.entered_by.setdefault((seats.job, seats.number), [])
@@ -280,7 +280,7 @@ class Crowd:
         agent = next((one for one in self.agents if one.job == job and one.first_rank is not None), None)
         if agent is None or agent.first_rank is None:
             return None
-        generation, at = agent.generation, time.perf_counter()
+        generation, at = agent.generation, time.time()
         self._report(agent, messages.rank_lost(job, generation, agent.first_rank))
         return {"at": at, "generation": generation}
 
