@@ -5,8 +5,8 @@
 
 Every agent is a session of its own with real messages: a registration with eight GPUs, a picture, heartbeats with the
 progress of eight ranks; every 1,250 nodes run a job of 10,000 ranks, whose launchers joined and whose ranks stepped.
-The agents live in processes of their own, and say how late they were themselves; a latency ends where the kernel has the
-answer, as on a machine of the agent's own.
+The agents live in processes of their own, and say how late they were themselves; a latency ends where the kernel has
+the answer, as on a machine of the agent's own.
 """
 
 from __future__ import annotations
