@@ -82,11 +82,12 @@ class Budget(RuleBasedStateMachine):
             assert [one for one in told if one[0] == name] == [(name, expected)]
             if expected is Decision.EVICT:
                 self._count(name, seats)
-            self._hold_again([one for one in told if one[0] != name], held)
+            told = [one for one in told if one[0] != name]
+        self._hold_again(told, held)
 
     def _hold_again(self, told: list[tuple[str, Decision]], held: set[str]) -> None:
-        """Of others only those that were held are told, once: they may be held by something else now, by the fleet's
-        budget too."""
+        """Beside a node that has just fallen ill only those that were held are told of, once: they may be held by
+        something else now, by the fleet's budget too."""
         nodes = [other for other, _ in told]
         assert len(nodes) == len(set(nodes))
         assert set(nodes) <= held
