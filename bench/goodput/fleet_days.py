@@ -141,7 +141,7 @@ class FleetDays(FleetInTime):
     def _progress(self, node: Node) -> tuple[RankProgress, ...]:
         """One rank tells how far the job is: all are as far."""
         spec = self._stepping
-        if spec is None or spec.roster[0].node != node.name:
+        if spec is None or spec.seats[0] != node.name:
             return ()
         step = self._step_now()
         return (RankProgress(job=JOB, generation=spec.number, rank=0, step=step, step_s=self.model.step_s),)
@@ -179,7 +179,7 @@ class FleetDays(FleetInTime):
         self._at(at, lambda: self._strike(failure))
 
     def _spokesman(self) -> Node | None:
-        return self.by_name[self._stepping.roster[0].node] if self._stepping is not None else None
+        return self.by_name[self._stepping.seats[0]] if self._stepping is not None else None
 
     # --- nodes come --------------------------------------------------------------------------------------------------
 
@@ -486,7 +486,7 @@ class FleetDays(FleetInTime):
             self._report(self.by_name[member.node], words)
             if self._spec is not spec:
                 return
-        self._beat(self.by_name[spec.roster[0].node])
+        self._beat(self.by_name[spec.seats[0]])
 
     def _evicted(self, name: str) -> None:
         if not self.by_name[name].ill:

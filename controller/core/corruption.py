@@ -5,7 +5,7 @@ from __future__ import annotations
 from controller.core import jobs
 from controller.core.checkpoints import Vote, roll_back, take_seal
 from controller.core.eviction import evict, serving
-from controller.core.generations import Cause, heard_beyond_boundary, is_member, regroup
+from controller.core.generations import Cause, heard_beyond_boundary, regroup
 from controller.core.losses import node_left_jobs, running_spec
 from controller.core.outbreaks import correlated
 from controller.core.own_findings import clear_own, raise_own
@@ -25,7 +25,7 @@ def seal_arrived(turn: Turn, job: JobRecord, node: str, report: Sealed) -> None:
     if spec is None or job.state is not JobState.RUNNING or report.generation != spec.number:
         turn.ignore("sealed.stale")
         return
-    if report.version.generation != spec.number or not is_member(spec, node, report.rank):
+    if report.version.generation != spec.number or not spec.has(node, report.rank):
         turn.ignore("sealed.not_a_member")
         return
     turn.state.live_jobs[job.job].pace.seen(report.version.step, turn.now)

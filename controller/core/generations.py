@@ -280,13 +280,8 @@ def boundary_crossed(turn: Turn, job: JobRecord) -> None:
 def heard_beyond_boundary(turn: Turn, job: JobRecord, node: str, rank: int, number: int) -> None:
     """A rank speaks of generation ``number``: where that is the announced one, it has left the running one in order."""
     coming = job.generation
-    if job.leaving is not None and coming is not None and coming.number == number and is_member(coming, node, rank):
+    if job.leaving is not None and coming is not None and coming.number == number and coming.has(node, rank):
         boundary_crossed(turn, job)
-
-
-def is_member(spec: GenerationSpec, node: str, rank: int) -> bool:
-    """Whether ``rank`` of the roster sits on ``node``."""
-    return spec.has(node, rank)
 
 
 def check_boundary(turn: Turn, job: JobRecord) -> None:

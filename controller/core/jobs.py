@@ -9,7 +9,6 @@ from controller.core.generations import (
     boundary_crossed,
     consider_growth,
     hand_on,
-    is_member,
     own_numbers,
     regroup,
 )
@@ -216,7 +215,7 @@ def rank_resumed(turn: Turn, job: JobRecord, node: str, report: Resumed) -> None
     if spec is None or report.generation != spec.number or job.state is not JobState.RUNNING:
         turn.ignore("resumed.stale")
         return
-    if not is_member(spec, node, report.rank):
+    if not spec.has(node, report.rank):
         turn.ignore("resumed.not_a_member")
         return
     live = turn.state.live_jobs[job.job]
@@ -361,7 +360,7 @@ def rank_finished(turn: Turn, job: JobRecord, node: str, report: RankFinished) -
     if running is None or job.state is not JobState.RUNNING or report.generation != running.number:
         turn.ignore("rank_finished.stale")
         return
-    if not is_member(running, node, report.rank):
+    if not running.has(node, report.rank):
         turn.ignore("rank_finished.not_a_member")
         return
     if report.rank not in job.finished:
