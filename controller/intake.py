@@ -43,7 +43,7 @@ class Waiting(Generic[T]):
 
     Args:
         source: the node that it is about; its stimuli are never reordered.
-        urgency: what is routine becomes urgent when something urgent of its source comes.
+        urgency: what is routine becomes urgent beside something urgent of its source, whichever came first.
     """
 
     __slots__ = ("arrived_at", "done", "source", "stimulus", "urgency")
@@ -78,6 +78,7 @@ class Intake(Generic[T]):
         self._urgent: deque[Waiting[T]] = deque()
         self._routine: deque[Waiting[T]] = deque()
         self._resting: Counter[str] = Counter()
+        self._hurried: Counter[str] = Counter()
         self._rests_until = 0.0
 
     def __len__(self) -> int:
@@ -95,9 +96,9 @@ class Intake(Generic[T]):
                 raise self._full()
             self._shed(Urgency.ROUTINE)
             self._pop_routine().refuse(self._full())
-        if waiting.urgency is Urgency.URGENT:
+        if waiting.urgency is Urgency.URGENT or self._hurried[waiting.source]:
             self.hurry(waiting.source)
-            self._urgent.append(waiting)
+            self._push_urgent(waiting)
         else:
             waiting.arrived_at = max(waiting.arrived_at, self._rests_until)  # a rest is no lag
             self._routine.append(waiting)
@@ -110,8 +111,7 @@ class Intake(Generic[T]):
         del self._resting[source]
         for waiting in self._routine:
             if waiting.source == source:
-                waiting.urgency = Urgency.URGENT
-                self._urgent.append(waiting)
+                self._push_urgent(waiting)
         self._routine = deque(waiting for waiting in self._routine if waiting.source != source)
 
     def rest_after(self, taken: list[Waiting[T]], worked_s: float) -> None:
@@ -132,7 +132,7 @@ class Intake(Generic[T]):
             ready = 0
         routine = min(ready, max(self._group // ROUTINE_SHARE, self._group - len(self._urgent)))
         urgent = min(len(self._urgent), self._group - routine)
-        taken = [self._urgent.popleft() for _ in range(urgent)]
+        taken = [self._pop_urgent() for _ in range(urgent)]
         return taken + [self._pop_routine() for _ in range(routine)]
 
     def oldest_s(self) -> float:
@@ -143,16 +143,29 @@ class Intake(Generic[T]):
     def refuse_all(self, error: Exception) -> None:
         """Empties the queue: everybody in it is answered with ``error``."""
         self._resting.clear()
+        self._hurried.clear()
         for queue in (self._urgent, self._routine):
             while queue:
                 queue.popleft().refuse(error)
 
+    def _push_urgent(self, waiting: Waiting[T]) -> None:
+        waiting.urgency = Urgency.URGENT
+        self._urgent.append(waiting)
+        self._hurried[waiting.source] += 1
+
+    def _pop_urgent(self) -> Waiting[T]:
+        return _pop(self._urgent, self._hurried)
+
     def _pop_routine(self) -> Waiting[T]:
-        waiting = self._routine.popleft()
-        self._resting[waiting.source] -= 1
-        if not self._resting[waiting.source]:
-            del self._resting[waiting.source]
-        return waiting
+        return _pop(self._routine, self._resting)
 
     def _full(self) -> Unavailable:
         return Unavailable(f"{len(self)} requests wait already: send this again in a second")
+
+
+def _pop(queue: deque[Waiting[T]], of_source: Counter[str]) -> Waiting[T]:
+    waiting = queue.popleft()
+    of_source[waiting.source] -= 1
+    if not of_source[waiting.source]:
+        del of_source[waiting.source]
+    return waiting

@@ -192,3 +192,22 @@ def test_what_was_shed_is_not_hurried() -> None:
         assert queue.take() == ["loss on b"]
 
     in_a_loop(test)
+
+
+def test_what_a_node_says_after_something_urgent_does_not_pass_it() -> None:
+    def test() -> None:
+        queue = Queue(100, group=ROUTINE_SHARE)
+        for number in range(2 * ROUTINE_SHARE):
+            queue.put(f"loss {number}", source=f"node {number}")
+        last = f"node {2 * ROUTINE_SHARE - 1}"
+        queue.put("picture of the last", Urgency.ROUTINE, last)
+        queue.put("picture of another", Urgency.ROUTINE, "another")
+        taken = [name for _ in range(4) for name in queue.take()]
+        assert taken.index("picture of another") < ROUTINE_SHARE
+        assert taken[-1] == "picture of the last"
+        queue.put("next picture of the last", Urgency.ROUTINE, last)
+        queue.take(worked_s=60.0)
+        queue.put("its warning", Urgency.ROUTINE, last)
+        assert queue.take() == [], "nothing urgent of its node waits any more"
+
+    in_a_loop(test)
