@@ -97,7 +97,7 @@ def _storms(fleet: Fleet, apart: int, seconds: float) -> list[Row]:
     fleet.sample()
     console.log(f"{seconds:g} s of calm, then storms")
     trials.begin(fleet, 1.0)
-    calm = trials.calm(fleet, min(seconds, 20.0))
+    calm = trials.calm(fleet, seconds)
     one = trials.storm(fleet, 1, 200.0, seconds, calm)
     many = trials.storm(fleet, apart, 20.0, seconds, calm)
     return one + many

@@ -47,8 +47,11 @@ _Waiting = Waiting[Stimulus[Any]]
 
 UNSURE_S = 0.05
 """Seconds between two looks whether this controller may be sure again that it leads."""
-LONGEST_STRETCH_S = 0.002
-"""Seconds of decisions after which beats are read and answered, in the middle of a transaction's events too."""
+LONGEST_STRETCH_S = 0.0005
+"""Seconds of work after which beats are read and answered, in the middle of a transaction's events too: fifteen or so
+have come meanwhile from 12,500 nodes, and wait as long again for one another."""
+TOLD_AT_ONCE = 16
+"""Answers that are sent in one turn of the event loop: half a millisecond's work."""
 TICKS_APART_S = 0.01
 """Least seconds between two Ticks. A fleet of 12,500 nodes has 2,500 deadlines a second at which all is well:
 twenty-five to a Tick, they cost a tenth. Nothing that is counted in deadlines is shorter than five times this."""
@@ -77,6 +80,18 @@ class _Result(NamedTuple):
             done.set_result(self.value)
         else:
             done.set_exception(Unavailable(f"{UNPROMISED}: {away.reason}"))
+
+
+class _Stretch:
+    """Work that lets others have the event loop after LONGEST_STRETCH_S of it."""
+
+    def __init__(self) -> None:
+        self._until = time.perf_counter() + LONGEST_STRETCH_S
+
+    async def rest(self) -> None:
+        if time.perf_counter() > self._until:
+            await asyncio.sleep(0)
+            self._until = time.perf_counter() + LONGEST_STRETCH_S
 
 
 class _Unpublished:
@@ -269,21 +284,25 @@ class FleetLoop:
             await self._note_poison(transaction.handling)
             raise
         durable = await self._keep(transaction, len(taken))
-        for result in results:
-            result.tell(self._keeper.away if not durable else None)
+        await self._tell_all(results, None if durable else self._keeper.away)
         self._in_flight = []
         self._queue.rest_after(taken, time.perf_counter() - started)
 
     async def _apply_all(self, taken: list[_Waiting], transaction: Transaction) -> list[_Result]:
         """Beats are answered in between: what they touch is no part of a transaction."""
         results: list[_Result] = []
-        until = time.perf_counter() + LONGEST_STRETCH_S
+        stretch = _Stretch()
         for waiting in taken:
             results.append(self._apply(waiting, transaction))
-            if time.perf_counter() > until:
-                await asyncio.sleep(0)
-                until = time.perf_counter() + LONGEST_STRETCH_S
+            await stretch.rest()
         return results
+
+    async def _tell_all(self, results: list[_Result], away: Absence | None) -> None:
+        """Each answer is put together and sent by the callback of its future, in the event loop's next turn."""
+        for number, result in enumerate(results, 1):
+            result.tell(away)
+            if number % TOLD_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     def _apply(self, waiting: _Waiting, transaction: Transaction) -> _Result:
         transaction.forgettable = False
