@@ -128,7 +128,8 @@ class Controller:
             remedies_open=self.outside.desk.open,
             journal_gaps=lambda: self.journal.gaps if self.journal is not None else 0,
         )
-        self.metrics.registry.register(FleetCollector(self.desk))
+        self._gauges = FleetCollector(self.desk)
+        self.metrics.registry.register(self._gauges)
         self.credentials = Credentials(loaded.credentials)
         gate = Gate.of(settings, keyring, self.credentials, state.jobs, clock, self.loop.now)
         self.gate = gate
@@ -262,6 +263,7 @@ class Controller:
 
         async def metrics(request: Request) -> Response:
             endpoints.admit(gate, PLAIN["metrics"].access, request)
+            await self._gauges.look()
             return Response(self.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
         paths: Iterable[tuple[str, Any]] = (("/healthz", health), ("/readyz", ready), ("/metrics", metrics))

@@ -55,6 +55,7 @@ No series carries a node's name: a fleet has thousands. What a node says of itse
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter as Tally
 from collections.abc import Iterable, Iterator
 
@@ -69,6 +70,7 @@ from controller.push import Outbox
 from controller.store.records import AuditRow
 from everstep import __version__
 from everstep.vocabulary import JobState, NodeState, Severity, Verdict
+from everstep.wire.v1.operator import JobSummary
 
 _PREFIX = "everstep_controller_"
 _FAST = (0.00001, 0.0000316, 0.0001, 0.000316, 0.001, 0.00316, 0.01, 0.0316, 0.1, 1.0)
@@ -171,6 +173,16 @@ class FleetCollector(Collector):
 
     def __init__(self, desk: views.Desk) -> None:
         self._desk = desk
+        self._jobs_seen: list[JobSummary] = []
+
+    async def look(self) -> None:
+        """Before ``collect``: reads the jobs, one in each turn of the event loop, since they have all the ranks."""
+        jobs, seen = self._desk.state.jobs, []
+        for name in list(jobs):
+            if name in jobs:
+                seen.append(views.job_summary(self._desk.state, jobs[name]))
+            await asyncio.sleep(0)
+        self._jobs_seen = seen
 
     def collect(self) -> Iterator[Metric]:
         desk = self._desk
@@ -184,7 +196,7 @@ class FleetCollector(Collector):
         yield from self._database()
         yield from self._fleet(desk.state, desk.outbox)
         yield from self._evictions(desk.state)
-        yield from self._jobs(desk.state)
+        yield from _jobs(self._jobs_seen)
 
     def _database(self) -> Iterator[Metric]:
         away = self._desk.away()
@@ -215,33 +227,33 @@ class FleetCollector(Collector):
             ignored.add_metric([reason], count)
         yield ignored
 
-    def _jobs(self, state: FleetState) -> Iterator[Metric]:
-        summaries = [views.job_summary(state, job) for job in state.jobs.values()]
-        info = GaugeMetricFamily(_PREFIX + "job_info", "1 for the state the job is in.", labels=["job", "state"])
-        for one in summaries:
-            for state_name in JobState:
-                info.add_metric([one.job, state_name.value], one.state is state_name)
-        yield info
-        columns: tuple[tuple[str, str, dict[str, float | None]], ...] = (
-            ("job_generation", "Generation number.", {s.job: s.generation for s in summaries}),
-            ("job_world_size", "Ranks of the roster.", {s.job: s.world_size for s in summaries}),
-            ("job_spares", "Launchers that wait outside the roster.", {s.job: s.spares for s in summaries}),
-            ("job_step", "Newest step that all ranks finished.", {s.job: s.step for s in summaries}),
-            ("job_step_seconds", "Slowest rank's step time.", {s.job: s.step_s for s in summaries}),
-            ("job_loss", "Newest loss of the lowest rank.", {s.job: s.loss for s in summaries}),
-            (
-                "job_committed_step",
-                "Step of the newest committed version.",
-                {s.job: s.committed.step if s.committed else None for s in summaries},
-            ),
-            (
-                "job_verified_step",
-                "Step of the newest verified version.",
-                {s.job: s.verified.step if s.verified else None for s in summaries},
-            ),
-        )
-        for name, text, values in columns:
-            yield _gauge_by(name, text, "job", values)
+
+def _jobs(summaries: list[JobSummary]) -> Iterator[Metric]:
+    info = GaugeMetricFamily(_PREFIX + "job_info", "1 for the state the job is in.", labels=["job", "state"])
+    for one in summaries:
+        for state_name in JobState:
+            info.add_metric([one.job, state_name.value], one.state is state_name)
+    yield info
+    columns: tuple[tuple[str, str, dict[str, float | None]], ...] = (
+        ("job_generation", "Generation number.", {s.job: s.generation for s in summaries}),
+        ("job_world_size", "Ranks of the roster.", {s.job: s.world_size for s in summaries}),
+        ("job_spares", "Launchers that wait outside the roster.", {s.job: s.spares for s in summaries}),
+        ("job_step", "Newest step that all ranks finished.", {s.job: s.step for s in summaries}),
+        ("job_step_seconds", "Slowest rank's step time.", {s.job: s.step_s for s in summaries}),
+        ("job_loss", "Newest loss of the lowest rank.", {s.job: s.loss for s in summaries}),
+        (
+            "job_committed_step",
+            "Step of the newest committed version.",
+            {s.job: s.committed.step if s.committed else None for s in summaries},
+        ),
+        (
+            "job_verified_step",
+            "Step of the newest verified version.",
+            {s.job: s.verified.step if s.verified else None for s in summaries},
+        ),
+    )
+    for name, text, values in columns:
+        yield _gauge_by(name, text, "job", values)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

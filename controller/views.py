@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter as Tally
 from collections.abc import Callable
+from operator import attrgetter
 
 import msgspec
 
@@ -24,6 +25,8 @@ from everstep.errors import NotFound
 from everstep.vocabulary import JobState
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.training import GenerationSpec, RankProgress
+
+_RANK, _STEP, _STEP_S = attrgetter("rank"), attrgetter("step"), attrgetter("step_s")
 
 OVER = (JobState.FINISHED, JobState.FAILED)
 
@@ -166,16 +169,13 @@ def _unable(state: FleetState, job: JobRecord) -> dict[str, str]:
 
 
 def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
-    """Linear in the job's ranks: Prometheus and dashboards ask often."""
+    """Linear in the job's ranks, and quick: Prometheus and dashboards ask often."""
     spec, live = job.generation, state.live_jobs.get(job.job)
-    step, step_s, loss, lowest = None, 0.0, None, -1
-    for rank, one in live.pace.progress.items() if live is not None and spec is not None else ():
-        if spec is None or one.generation != spec.number:
-            continue
-        step = one.step if step is None or one.step < step else step
-        step_s = max(step_s, one.step_s)
-        if one.loss is not None and (lowest < 0 or rank < lowest):
-            loss, lowest = one.loss, rank
+    progress = live.pace.progress if live is not None else {}
+    known = [one for one in progress.values() if spec is not None and one.generation == spec.number]
+    step = min(map(_STEP, known), default=None)
+    step_s = max(map(_STEP_S, known), default=0.0)
+    lowest = min((one for one in known if one.loss is not None), key=_RANK, default=None)
     return op.JobSummary(
         job=job.job,
         state=job.state,
@@ -185,7 +185,7 @@ def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
         spares=len(spares(state, job)),
         step=step if step is not None else (live.pace.newest_step or 0) if live else 0,
         step_s=step_s,
-        loss=loss,
+        loss=lowest.loss if lowest is not None else None,
         committed=live.committed if live else None,
         verified=live.verified if live else None,
         reason=job.sentence,

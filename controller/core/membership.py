@@ -185,8 +185,7 @@ def _offences(record: NodeRecord, half_life_s: float) -> float:
 
 def spares(state: FleetState, job: JobRecord) -> list[str]:
     """Able nodes outside the current roster."""
-    seated = job.generation.seated if job.generation is not None else frozenset()
-    return [node for node in able_nodes(state, job) if node not in seated]
+    return able_nodes(state, job, without=job.generation.seated if job.generation is not None else ())
 
 
 def next_seats(

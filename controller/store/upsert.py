@@ -9,12 +9,13 @@ from sqlalchemy import Connection, Table, func
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.sql.dml import Insert
 
+from controller.store.bulk import execute_many
+
 
 def upsert(connection: Connection, table: Table, rows: list[dict[str, Any]], *, whole: bool = False) -> None:
     """Inserts rows, or updates every other column where the primary key is there; None leaves a column as it is,
     unless rows are ``whole``."""
-    if rows:
-        connection.execute(_upsert_statement(connection.dialect.name, table, whole), rows)
+    execute_many(connection, _upsert_statement(connection.dialect.name, table, whole), rows)
 
 
 @cache

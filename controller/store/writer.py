@@ -6,13 +6,16 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
 from sqlalchemy import Connection, Engine, Table, and_, bindparam, delete, insert, select, update
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.sql.dml import Insert
 
 from controller.store import credentials, findings, remedies, tables
+from controller.store.bulk import execute_many
 from controller.store.database import writing
 from controller.store.diagnose import diagnose
 from controller.store.load import load
@@ -192,8 +195,7 @@ _PRUNE_MARKS = delete(tables.report_marks).where(
 
 def _write_standing(connection: Connection, standing: dict[tuple[str, str], str]) -> None:
     gone = [{"of": node, "is": key} for (node, key), doc in standing.items() if not doc]
-    if gone:
-        connection.execute(_STANDS_NO_MORE, gone)
+    execute_many(connection, _STANDS_NO_MORE, gone)
     rows = [{"node": node, "key": key, "doc": doc} for (node, key), doc in standing.items() if doc]
     upsert(connection, tables.standing_findings, rows)
 
@@ -203,18 +205,18 @@ def _write_delivery(connection: Connection, batch: Batch, lives: dict[str, int])
         {"node": node, "incarnation": incarnation, "through": through}
         for (node, incarnation), through in batch.marks.items()
     ]
-    if batch.pruned:
-        pruned = [{"of": node, "last": through} for node, through in batch.pruned.items()]
-        connection.execute(_PRUNE_OUTBOX, pruned)
-    if marks:
-        upsert(connection, tables.report_marks, marks)
+    pruned = [{"of": node, "last": through} for node, through in batch.pruned.items()]
+    execute_many(connection, _PRUNE_OUTBOX, pruned)
+    upsert(connection, tables.report_marks, marks)
     begun = {node: life for node, life in batch.marks if lives.get(node) != life}
-    if begun:
-        connection.execute(_PRUNE_MARKS, [{"of": node, "last": life} for node, life in begun.items()])
-        lives |= begun
+    execute_many(connection, _PRUNE_MARKS, [{"of": node, "last": life} for node, life in begun.items()])
+    lives |= begun
 
 
 def _insert(connection: Connection, table: Table, rows: Iterable[msgspec.Struct]) -> None:
-    values = [msgspec.structs.asdict(row) for row in rows]
-    if values:
-        connection.execute(insert(table), values)
+    execute_many(connection, _insert_statement(table), [msgspec.structs.asdict(row) for row in rows])
+
+
+@cache
+def _insert_statement(table: Table) -> Insert:
+    return insert(table)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 from sqlalchemy import Connection, Engine, text
@@ -92,6 +93,29 @@ def test_findings_are_kept_from_when_they_were_seen_to_when_they_cleared(engine:
         (4.0, None, '{"a":3}'),
         (1.0, 3.0, '{"a":2}'),
     ]
+
+
+def test_findings_written_together_leave_what_one_after_another_would_leave(engine: Engine, writer: Writer) -> None:
+    draw, expected, standing = Random(7), [], {}
+    for number in range(12):
+        rows = []
+        for at in range(40 * number, 40 * number + 40):
+            node, key = draw.choice("ab"), draw.choice("xyz")
+            doc = "" if draw.random() < 0.3 else f"{at}"
+            rows.append(FindingRow(node=node, key=key, kind=key, at=float(at), doc=doc))
+            if not doc:
+                if (stood := standing.pop((node, key), None)) is not None:
+                    stood["cleared_at"] = float(at)
+            elif (node, key) in standing:
+                standing[node, key]["doc"] = doc
+            else:
+                standing[node, key] = {"node": node, "key": key, "at": float(at), "cleared_at": None, "doc": doc}
+                expected.append(standing[node, key])
+        commit(writer, Batch(findings=rows))
+    with engine.connect() as connection:
+        found = connection.execute(text("SELECT node, key, at, cleared_at, doc FROM findings ORDER BY at")).mappings()
+        assert [dict(row) for row in found] == expected
+    assert len(expected) > 100
 
 
 def test_everything_that_was_committed_is_loaded_by_the_next_controller(engine: Engine, writer: Writer) -> None:
