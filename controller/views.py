@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter as Tally
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 
 import msgspec
@@ -22,11 +22,12 @@ from controller.keeping import Absence
 from controller.push import Outbox
 from everstep import __version__
 from everstep.errors import NotFound
+from everstep.ids import Rank
 from everstep.vocabulary import JobState
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.training import GenerationSpec, RankProgress
 
-_RANK, _STEP, _STEP_S = attrgetter("rank"), attrgetter("step"), attrgetter("step_s")
+_STEP, _STEP_S = attrgetter("step"), attrgetter("step_s")
 
 OVER = (JobState.FINISHED, JobState.FAILED)
 
@@ -172,10 +173,10 @@ def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
     """Linear in the job's ranks, and quick: Prometheus and dashboards ask often."""
     spec, live = job.generation, state.live_jobs.get(job.job)
     progress = live.pace.progress if live is not None else {}
-    known = [one for one in progress.values() if spec is not None and one.generation == spec.number]
+    number = spec.number if spec is not None else 0
+    known = [one for one in progress.values() if one.generation == number]
     step = min(map(_STEP, known), default=None)
     step_s = max(map(_STEP_S, known), default=0.0)
-    lowest = min((one for one in known if one.loss is not None), key=_RANK, default=None)
     return op.JobSummary(
         job=job.job,
         state=job.state,
@@ -185,11 +186,21 @@ def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
         spares=len(spares(state, job)),
         step=step if step is not None else (live.pace.newest_step or 0) if live else 0,
         step_s=step_s,
-        loss=lowest.loss if lowest is not None else None,
+        loss=_loss(progress, spec),
         committed=live.committed if live else None,
         verified=live.verified if live else None,
         reason=job.sentence,
     )
+
+
+def _loss(progress: Mapping[Rank, RankProgress], spec: GenerationSpec | None) -> float | None:
+    """The lowest rank's that tells one: most often the first."""
+    number, ranks = (spec.number, spec.world_size) if spec is not None and progress else (0, 0)
+    for rank in range(ranks):
+        one = progress.get(rank)
+        if one is not None and one.generation == number and one.loss is not None:
+            return one.loss
+    return None
 
 
 def job_tag(job: JobRecord) -> tuple[object, ...]:
