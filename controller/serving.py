@@ -32,9 +32,9 @@ log = logging.getLogger("controller")
 BACKLOG = 4096
 """Connections that may wait to be accepted: after a failover the whole fleet comes at once. The kernel's own bound
 (net.core.somaxconn) holds too."""
-COLLECT_AFTER = (2_000, 10, 500)
+COLLECT_AFTER = (2_000, 5, 1_000)
 """New objects to a collection of the young, such collections to one of the middle-aged, and those to one of all. A
-collection takes 0.2 us an object: the first two at most four milliseconds, and all is looked at only after ten million
+collection takes 0.2 us an object: the first two at most two milliseconds, and all is looked at only after ten million
 objects more."""
 SWITCH_S = 0.00005
 TRIM_EVERY_S = 10
