@@ -14,12 +14,13 @@ from pathlib import Path
 import msgspec
 import torch
 
+from everstep.boxes import Range, byte_ranges
 from everstep.errors import DigestMismatch, EverstepError, MalformedMessage
 from everstep.slots import PAGE
 from everstep.wire.v1.local import Fetched, SlotInfo
 from everstep.wire.v1.training import Member
 from trainer_hooks.restore.local import BadSlot, LocalSlots, as_tensor, map_readable
-from trainer_hooks.restore.reshard import Range, Read, box_to_fetch, byte_ranges
+from trainer_hooks.restore.reshard import Read, box_to_fetch
 from trainer_hooks.snapshot.copy import part_of, slot_view
 from trainer_hooks.snapshot.layout import ALIGN, BLOB_PREFIX, Box, Manifest, Tensor
 from trainer_hooks.state import TrackedTensor

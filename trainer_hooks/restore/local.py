@@ -9,10 +9,10 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from everstep.boxes import Range
 from everstep.errors import DigestMismatch
 from everstep.slots import CHUNK_BYTES, SegmentView, SlotState
 from everstep.wire.v1.local import SlotInfo
-from trainer_hooks.restore.reshard import Range
 
 
 def map_readable(path: str, length: int = 0) -> memoryview:

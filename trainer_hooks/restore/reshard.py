@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from everstep.boxes import Box, run_dimension
 from everstep.errors import NotRestorable
-from trainer_hooks.snapshot.layout import Box, Manifest, Stored, Tensor
-
-Range = tuple[int, int]
+from everstep.manifests import Manifest, Stored, Tensor
 
 MOST_RUNS = 256
 """A box of more contiguous runs than this is fetched with the rows it lies in, where that is not much more."""
@@ -76,43 +74,9 @@ def _take(want: int, supply: int, stored: Stored, rest: list[Box], reads: list[R
     return lacking
 
 
-def byte_ranges(held: Box, wanted: Box, itemsize: int, at: int) -> list[Range]:
-    """Where ``wanted`` lies when ``held``, which contains it, is stored in row-major order from byte ``at`` on.
-
-    (offset, length) of each contiguous run, ascending; one after another they are ``wanted`` in row-major order.
-    """
-    if not wanted.volume:
-        return []
-    split = _run_dimension(held, wanted)
-    strides = _byte_strides(held.size, itemsize)
-    length = math.prod(wanted.size[split:]) * itemsize
-    start = at + sum((w - h) * s for w, h, s in zip(wanted.offset, held.offset, strides, strict=True))
-    steps = [[i * stride for i in range(n)] for n, stride in zip(wanted.size[:split], strides[:split], strict=True)]
-    return [(start + sum(step), length) for step in itertools.product(*steps)]
-
-
-def _run_dimension(held: Box, wanted: Box) -> int:
-    """The first dimension of a contiguous run: all behind it are wanted in full, and before it there is one each."""
-    split = len(held.size)
-    while split and wanted.size[split - 1] == held.size[split - 1]:
-        split -= 1
-    split = max(0, split - 1)
-    while split and wanted.size[split - 1] == 1:
-        split -= 1
-    return split
-
-
-def _byte_strides(size: Sequence[int], itemsize: int) -> list[int]:
-    strides, stride = [], itemsize
-    for n in reversed(size):
-        strides.append(stride)
-        stride *= n
-    return strides[::-1]
-
-
 def box_to_fetch(held: Box, wanted: Box) -> Box:
     """What to move over the network for ``wanted``: itself, or whole rows of ``held`` where it lies in many crumbs."""
-    runs = math.prod(wanted.size[: _run_dimension(held, wanted)])
+    runs = math.prod(wanted.size[: run_dimension(held, wanted)])
     if runs <= MOST_RUNS:
         return wanted
     rows = Box((wanted.offset[0], *held.offset[1:]), (wanted.size[0], *held.size[1:]))

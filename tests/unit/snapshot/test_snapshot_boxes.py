@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from everstep.boxes import byte_ranges
 from everstep.errors import MalformedMessage, NotRestorable
-from trainer_hooks.restore.reshard import MOST_RUNS, Want, box_to_fetch, byte_ranges, plan_reads
+from trainer_hooks.restore.reshard import MOST_RUNS, Want, box_to_fetch, plan_reads
 from trainer_hooks.snapshot.layout import (
     LAYOUT_FORMAT,
     Box,

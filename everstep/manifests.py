@@ -1,0 +1,82 @@
+"""A slot's manifest: which boxes of which tensors its payload holds, and at which byte.
+
+Written by ranks; read by ranks, and by vaults that write checkpoints to storage.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from everstep.boxes import Box, Extent
+from everstep.errors import MalformedMessage
+
+LAYOUT_FORMAT = 1
+BLOB_PREFIX = 8
+"""Bytes of the little-endian length that stands before the Python state."""
+
+
+class Tensor(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor of the job, as every manifest lists it."""
+
+    name: str
+    dtype: str
+    itemsize: int
+    shape: Extent
+    own: bool
+
+
+class Stored(msgspec.Struct, frozen=True, array_like=True):
+    """A box in a slot: of tensor ``catalog[tensor]``, contiguous in row-major order from byte ``at`` of the payload."""
+
+    tensor: int
+    box: Box
+    at: int
+
+
+class Manifest(msgspec.Struct, frozen=True, array_like=True):
+    """What a slot's payload holds.
+
+    ``catalog`` lists every tensor of the job, not only those stored here, so that a missing one is missed. The Python
+    state lies at ``blob_at``: its length in BLOB_PREFIX bytes, then up to ``blob_capacity`` bytes. The first
+    ``exclusive`` bytes of the payload lie on too few nodes and must be copied to others; the rest is in the slots of
+    enough ranks as it is.
+    """
+
+    format: int
+    rank: int
+    world: int
+    catalog: tuple[Tensor, ...]
+    stored: tuple[Stored, ...]
+    blob_at: int
+    blob_capacity: int
+    payload_bytes: int
+    exclusive: int
+
+
+_decoder = msgspec.msgpack.Decoder(Manifest)
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Raises MalformedMessage for anything but a manifest of this format whose indices hold."""
+    try:
+        manifest = _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MalformedMessage(f"a slot's manifest cannot be read: {error}") from error
+    if manifest.format != LAYOUT_FORMAT:
+        raise MalformedMessage(f"a slot's manifest has format {manifest.format}, this release reads {LAYOUT_FORMAT}")
+    if not all(_stored_in_bounds(manifest, s) for s in manifest.stored):
+        raise MalformedMessage("a slot's manifest points outside its payload or its tensors")
+    return manifest
+
+
+def _stored_in_bounds(manifest: Manifest, stored: Stored) -> bool:
+    if not 0 <= stored.tensor < len(manifest.catalog):
+        return False
+    tensor = manifest.catalog[stored.tensor]
+    end = stored.at + stored.box.volume * tensor.itemsize
+    inside = all(
+        o >= 0 and n > 0 and o + n <= full
+        for o, n, full in zip(stored.box.offset, stored.box.size, tensor.shape, strict=False)
+    )
+    dims = len(stored.box.size) == len(tensor.shape) == len(stored.box.offset)
+    return dims and inside and stored.at >= 0 and end <= manifest.payload_bytes
