@@ -21,17 +21,15 @@ import xxhash
 
 from everstep.errors import ConfigurationError, DigestMismatch, OutOfSlotMemory
 from everstep.ids import Version
+from everstep.segment_header import PAGE as PAGE
+from everstep.segment_header import Geometry, read_geometry, segment_bytes, write_geometry
 
-PAGE = 4096
 ALIGN = 64
 CHUNK_BYTES = 8 << 20
 DIGEST_BYTES = 16
-MAGIC = b"EVRSTEP\x01"
-LAYOUT = 1
 SLOTS = 5
 """Of one rank: the one being filled, the two sealed last, the committed one, and the one to be committed next."""
 
-_SEGMENT = struct.Struct("<8sIIQ")
 _SLOT = struct.Struct("<IIQQQQ")
 _SLOT_DIGEST = struct.Struct("<Q")
 
@@ -79,11 +77,6 @@ def _payload_offset(manifest_bytes: int, payload_bytes: int) -> int:
     return _aligned(_digest_table_bytes(payload_bytes) + manifest_bytes, ALIGN)
 
 
-def segment_bytes(slots: int, slot_bytes: int) -> int:
-    """Size of a segment file."""
-    return PAGE + slots * (PAGE + slot_bytes)
-
-
 def chunk_digests(data: memoryview) -> Iterator[bytes]:
     """xxh3-128 of each CHUNK_BYTES of ``data``."""
     for start in range(0, len(data), CHUNK_BYTES):
@@ -99,31 +92,35 @@ def format_segment(buffer: memoryview, slots: int, slot_bytes: int) -> None:
         )
     if slot_bytes % PAGE:
         raise ConfigurationError(f"slot_bytes must be a multiple of {PAGE}, not {slot_bytes}")
-    _SEGMENT.pack_into(buffer, 0, MAGIC, LAYOUT, slots, slot_bytes)
+    geometry = Geometry(slots, slot_bytes)
+    write_geometry(buffer, geometry)
     for index in range(slots):
-        _SLOT.pack_into(buffer, PAGE + index * (PAGE + slot_bytes), SlotState.EMPTY, 0, 0, 0, 0, 0)
+        _SLOT.pack_into(buffer, geometry.base(index), SlotState.EMPTY, 0, 0, 0, 0, 0)
 
 
 class SegmentView:
     """A segment's slots over a writable (or, for readers, read-only) buffer.
 
-    Raises DigestMismatch when the buffer does not begin with a segment header of this layout.
+    A header that was damaged is made out from the rest; ``mended_header`` says so.
+    Raises DigestMismatch where the buffer is no segment of this layout.
     """
 
     def __init__(self, buffer: memoryview) -> None:
-        if len(buffer) < PAGE:
-            raise DigestMismatch(f"{len(buffer)} bytes are no segment")
-        magic, layout, slots, slot_bytes = _SEGMENT.unpack_from(buffer, 0)
-        self.slots: int = slots
-        self.slot_bytes: int = slot_bytes
-        if magic != MAGIC or layout != LAYOUT or len(buffer) < segment_bytes(self.slots, self.slot_bytes):
-            raise DigestMismatch(f"not a segment of layout {LAYOUT}: magic {magic!r}, layout {layout}")
         self._buffer = buffer
+        self.geometry, intact = read_geometry(buffer, self._good_slot)
+        self.mended_header = not intact
+        self.slots = self.geometry.slots
+        self.slot_bytes = self.geometry.slot_bytes
+
+    def _good_slot(self, base: int) -> bool:
+        raw = bytes(self._buffer[base : base + _SLOT.size])
+        (digest,) = _SLOT_DIGEST.unpack_from(self._buffer, base + _SLOT.size)
+        return bool(digest == xxhash.xxh3_64_intdigest(raw))
 
     def _base(self, slot: int) -> int:
         if not 0 <= slot < self.slots:
             raise IndexError(f"slot {slot} of {self.slots}")
-        return PAGE + slot * (PAGE + self.slot_bytes)
+        return self.geometry.base(slot)
 
     def header(self, slot: int) -> SlotHeader | None:
         """The slot's header, or None where its digest is wrong (a torn write) or it is empty."""

@@ -6,7 +6,7 @@ import logging
 import uuid
 from collections.abc import Callable
 
-from agent.vault.segments import Segment
+from agent.vault.segments import Damage, Segment
 from agent.vault.statistics import Tally
 from everstep.clock import Clock
 from everstep.ids import Version
@@ -34,15 +34,14 @@ class Findings:
         """
         if not segment.discard(slot, header):
             return False
-        self._tally.add("corrupt_slots")
-        self._raise(
-            FindingKind.SLOT_CORRUPT,
-            segment.key.job,
-            subject=f"{segment.key.job}/rank{header.rank}/{header.version}",
-            message=f"{error}; the slot is discarded",
-            evidence={"path": str(segment.path), "slot": str(slot), "seen_by": seen_by},
-        )
+        self.damage(segment.damage(slot, header, f"{error}; the slot is discarded"), seen_by)
         return True
+
+    def damage(self, damage: Damage, seen_by: str = "store") -> None:
+        """Bytes at rest are not what was written."""
+        self._tally.add("corrupt_slots")
+        evidence = {**damage.evidence, "seen_by": seen_by}
+        self._raise(FindingKind.SLOT_CORRUPT, damage.job, damage.subject, damage.message, evidence)
 
     def transfer_corrupt(self, job: str, peer: str, rank: int, version: Version, detail: str) -> None:
         """Bytes that ``peer`` sent do not hash to the digests it sent with them."""

@@ -8,13 +8,12 @@ written, so that a name always shows a whole segment. Other files there are scra
 from __future__ import annotations
 
 import errno
-import logging
 import mmap
 import os
 import re
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -23,22 +22,12 @@ import msgspec
 from agent.vault.memory import Budget, allocate, populate
 from everstep.errors import ConfigurationError, DigestMismatch
 from everstep.ids import NAME_PATTERN, Version
-from everstep.slots import (
-    PAGE,
-    SegmentView,
-    SlotHeader,
-    SlotState,
-    format_segment,
-    segment_bytes,
-    segment_name,
-)
+from everstep.segment_header import MOST_SLOTS, PAGE, is_intact, segment_bytes, write_geometry
+from everstep.slots import SegmentView, SlotHeader, SlotState, format_segment, segment_name
 from everstep.wire.v1.local import SlotInfo
-
-log = logging.getLogger(__name__)
 
 Kind = Literal["own", "replica"]
 _FILE = re.compile(r"^(own|replica)-(0|[1-9][0-9]{0,6})$")
-MOST_SLOTS = 64
 MOST_SLOT_BYTES = 1 << 48
 MOST_LOCAL_RANKS = 64
 
@@ -53,6 +42,15 @@ class SegmentKey(msgspec.Struct, frozen=True, order=True):
     @property
     def filename(self) -> str:
         return segment_name(self.kind, self.number)
+
+
+class Damage(msgspec.Struct, frozen=True):
+    """Bytes of a segment that were not what was written, found where nobody asked for them. ``subject``: whose."""
+
+    job: str
+    subject: str
+    message: str
+    evidence: dict[str, str]
 
 
 class Segment:
@@ -77,12 +75,25 @@ class Segment:
         view.discard(slot)
         return True
 
+    def mend_header(self) -> bool:
+        """Writes the segment's header anew where the file's is damaged. False where it is not."""
+        if is_intact(memoryview(self.mapping), self.view.geometry):
+            return False
+        own = self.key.kind == "own"
+        write_geometry(memoryview(_map(self.path, True) if own else self.mapping), self.view.geometry)
+        return True
+
     def _writable(self) -> SegmentView:
         """Raises FileNotFoundError where the path does not name this file any more."""
         view = SegmentView(memoryview(_map(self.path, True)))
         if not os.path.samestat(self.path.stat(), self._file):
             raise FileNotFoundError(errno.ENOENT, "the segment was replaced", str(self.path))
         return view
+
+    def damage(self, slot: int, header: SlotHeader, message: str) -> Damage:
+        """What is told of a sealed slot."""
+        subject = f"{self.key.job}/rank{header.rank}/{header.version}"
+        return Damage(self.key.job, subject, message, {"path": str(self.path), "slot": str(slot)})
 
     def info(self, node: str, slot: int, header: SlotHeader) -> SlotInfo:
         """How the inventory names a sealed slot."""
@@ -119,6 +130,14 @@ class SegmentStore:
         self._lock = threading.Lock()
         self._making: dict[SegmentKey, threading.Lock] = {}
         self._segments: dict[SegmentKey, Segment] = {}
+        self._untold: list[Damage] = []
+        self._tell: Callable[[Damage], None] = self._untold.append
+
+    def listen(self, tell: Callable[[Damage], None]) -> None:
+        """Damage goes to ``tell`` from now on, from any thread; what was found before goes there at once."""
+        self._tell = tell
+        while self._untold:
+            tell(self._untold.pop(0))
 
     # --- finding --------------------------------------------------------------------------------------------------
 
@@ -166,9 +185,16 @@ class SegmentStore:
         with self._making_lock(key):
             old = self.get(key)
             if old is not None and old.view.slot_bytes >= slot_bytes and old.view.slots >= slots and old.path.exists():
+                self._mend_header(old)
                 return old
             wanted_bytes = max(slot_bytes, old.view.slot_bytes if old else 0)
             return self._make(key, old, -(-wanted_bytes // PAGE) * PAGE, max(slots, old.view.slots if old else 0))
+
+    def _mend_header(self, segment: Segment) -> None:
+        """A rank is about to map the file: it must find what the vault has known all the time."""
+        if segment.mend_header():
+            message = f"the header of {segment.path} was damaged; it is written anew, and its slots stand"
+            self._tell(Damage(segment.key.job, f"{segment.key.job}/{segment.key.filename}", message, {}))
 
     def _making_lock(self, key: SegmentKey) -> threading.Lock:
         with self._lock:
@@ -231,14 +257,34 @@ class SegmentStore:
         name = _FILE.match(path.name)
         if name is None:
             return 0
-        kind: Kind = "own" if name[1] == "own" else "replica"
+        key = SegmentKey(job, "own" if name[1] == "own" else "replica", int(name[2]))
         try:
-            segment = Segment(SegmentKey(job, kind, int(name[2])), path)
+            segment = Segment(key, path)
         except (DigestMismatch, OSError) as error:
-            log.warning("%s is not adopted: %s", path, error, extra={"node": self._node, "job": job})
             path.unlink(missing_ok=True)
+            self._tell(Damage(job, f"{job}/{path.name}", f"{path} is given up: {error}", {"path": str(path)}))
             return 0
-        return _clean(self._add(segment), self._node)
+        self._mend_header(segment)
+        return self._clean(self._add(segment))
+
+    def _clean(self, segment: Segment) -> int:
+        """Discards what cannot be believed; returns how many sealed slots can."""
+        good = 0
+        for slot in range(segment.view.slots):
+            header = segment.view.header(slot)
+            if header is None:
+                continue
+            if header.state is SlotState.SEALED:
+                try:
+                    segment.view.check(slot)
+                except DigestMismatch as error:
+                    segment.discard(slot, header)
+                    self._tell(segment.damage(slot, header, f"{error}; the slot is discarded"))
+                else:
+                    good += 1
+            elif segment.key.kind == "replica":
+                segment.discard(slot, header)
+        return good
 
     # --- the end --------------------------------------------------------------------------------------------------
 
@@ -278,23 +324,3 @@ def _carry_over(old: SegmentView, new: SegmentView) -> None:
                 new.discard(slot)
         except (DigestMismatch, ValueError):
             new.discard(slot)  # it was bad, or its rank began to fill it anew
-
-
-def _clean(segment: Segment, node: str) -> int:
-    """Discards what cannot be believed; returns how many sealed slots can."""
-    good = 0
-    for slot in range(segment.view.slots):
-        header = segment.view.header(slot)
-        if header is None:
-            continue
-        if header.state is SlotState.SEALED:
-            try:
-                segment.view.check(slot)
-            except DigestMismatch as error:
-                segment.discard(slot, header)
-                log.warning("%s: %s; discarded", segment.path, error, extra={"node": node, "job": segment.key.job})
-            else:
-                good += 1
-        elif segment.key.kind == "replica":
-            segment.discard(slot, header)
-    return good

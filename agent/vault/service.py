@@ -67,7 +67,7 @@ class Vault:
         self._untold: deque[FindingRaised] = deque(maxlen=MOST_UNTOLD_FINDINGS)
         self._tally = Tally()
         self._book = JobBook()
-        findings = Findings(settings.node, clock, self._tally, self._found)
+        findings = self._findings = Findings(settings.node, clock, self._tally, self._found)
         library = Library(store, findings)
         self._witness = Witness(settings.node, self._book, clock, self._lost)
         self._peers = Peers(settings, self._book, clock, self._witness)
@@ -89,6 +89,7 @@ class Vault:
         return bool(self._store.jobs()) or len(self._book) > 0
 
     async def start(self) -> None:
+        self._store.listen(self._findings.damage)
         self.transfers.start()
         await self._local.start()
         if self._settings.scrub_interval_s:

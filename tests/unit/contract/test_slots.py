@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 
 from everstep.errors import ConfigurationError, DigestMismatch, OutOfSlotMemory
 from everstep.ids import Version
+from everstep.segment_header import PAGE, segment_bytes
 from everstep.slots import (
     CHUNK_BYTES,
-    PAGE,
     SegmentView,
     SlotHeader,
     SlotState,
     chunk_digests,
     format_segment,
-    segment_bytes,
     slot_bytes_for,
     slot_to_fill,
 )

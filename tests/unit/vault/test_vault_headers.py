@@ -1,0 +1,115 @@
+"""A bit that flips in a segment's own header: no slot is lost by it, and somebody is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agent.vault.segments import SegmentKey, SegmentStore
+from everstep.ids import Version
+from everstep.slots import SegmentView, slot_bytes_for
+from everstep.vocabulary import FindingKind
+from everstep.wire.v1 import local
+from tests.support.vaults import JOB, RankMemory, Vaults, map_segment, vaults
+
+KEY = SegmentKey(JOB, "own", 0)
+HEADER_BYTES = 24
+
+
+@pytest.fixture
+def fleet() -> Iterator[Vaults]:
+    with vaults() as running:
+        yield running
+
+
+def flip(path: Path, at: int, bit: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ (1 << bit)]))
+
+
+def store_with_a_slot(directory: Path) -> Path:
+    """A store that is gone, and the file it left: five slots, one of them sealed."""
+    directory.mkdir(mode=0o700)
+    path = SegmentStore(directory, "n1", None).open(KEY, slot_bytes_for(16, 100), 5).path
+    fill(map_segment(path), 3)
+    return path
+
+
+def fill(view: SegmentView, slot: int) -> None:
+    view.begin(slot, 2, Version(1, 9), b"manifest", 100)[:] = bytes(range(100))
+    view.seal(slot)
+
+
+def test_no_bit_of_a_segments_header_costs_a_slot_when_the_vault_starts_again(tmp_path: Path) -> None:
+    path = store_with_a_slot(tmp_path / "segments")
+    for at in range(HEADER_BYTES):
+        for bit in range(8):
+            flip(path, at, bit)
+            store = SegmentStore(tmp_path / "segments", "n1", None)
+            told: list[str] = []
+            assert store.adopt() == 1, (at, bit)
+            store.listen(lambda damage, told=told: told.append(damage.message))
+            assert len(told) == 1, (at, bit)
+            segment = store.get(KEY)
+            assert segment is not None
+            segment.view.check(3)
+            assert map_segment(path).mended_header is False, (at, bit)
+
+
+def test_a_segment_of_which_nothing_can_be_told_is_given_up_and_that_is_told(tmp_path: Path) -> None:
+    path = store_with_a_slot(tmp_path / "segments")
+    path.write_bytes(bytes(path.stat().st_size))
+    store = SegmentStore(tmp_path / "segments", "n1", None)
+    told: list[str] = []
+    assert store.adopt() == 0
+    store.listen(lambda damage: told.append(damage.message))
+    assert len(told) == 1
+    assert "given up" in told[0]
+    assert not path.exists()
+
+
+def test_a_slot_that_is_found_bad_when_the_vault_starts_again_is_told(tmp_path: Path) -> None:
+    path = store_with_a_slot(tmp_path / "segments")
+    map_segment(path).payload(3)[7] ^= 1
+    store = SegmentStore(tmp_path / "segments", "n1", None)
+    told: list[str] = []
+    assert store.adopt() == 0
+    store.listen(lambda damage: told.append(damage.subject))
+    assert told == ["job/rank2/1:9"]
+
+
+@pytest.mark.parametrize("at", [0, 8, 12, 16, 18])
+def test_a_new_rank_finds_its_slots_under_a_header_with_a_flipped_bit(fleet: Vaults, at: int) -> None:
+    vault = fleet.start("n1")
+    supervisor = fleet.configure()["n1"]
+    before = RankMemory(vault.client(), rank=2)
+    fill(before.view, 3)
+    flip(before.path, at, 4)
+    after = RankMemory(vault.client(), rank=2)
+    after.view.check(3)
+    assert (after.view.slots, after.view.slot_bytes) == (before.view.slots, before.view.slot_bytes)
+    found = supervisor.finding().finding
+    assert (found.job, found.finding.kind, found.finding.subject) == (JOB, FindingKind.SLOT_CORRUPT, "job/own-0")
+    assert versions(fleet) == {Version(1, 9)}
+
+
+def test_a_vault_that_was_killed_tells_the_next_supervisor_what_the_next_vault_mended(fleet: Vaults) -> None:
+    vault = fleet.start("n1")
+    rank = RankMemory(vault.client(), rank=2)
+    fill(rank.view, 3)
+    vault.kill()
+    flip(rank.path, 17, 1)
+    vault.start()
+    assert fleet.configure()["n1"].finding().finding.finding.subject == "job/own-0"
+    assert versions(fleet) == {Version(1, 9)}
+
+
+def versions(fleet: Vaults) -> set[Version]:
+    answer = fleet.all[0].client().ask(local.Inventory, job=JOB)
+    assert isinstance(answer, local.InventoryAnswer)
+    return {slot.version for slot in answer.slots}
