@@ -1,0 +1,1 @@
+"""Checkpoints on storage that any PyTorch program loads: written from slots, beside training, without torch."""
