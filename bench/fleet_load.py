@@ -50,10 +50,13 @@ def fleet_of(nodes: int, interval_s: float, database: str, apart: int = 0) -> It
         fleet = Fleet(controller, nodes, jobs=jobs, apart=apart, spread=nodes > GIANT_NODES)
         stack.callback(fleet.end)
         console.log(f"{nodes} nodes register")
-        fleet.all("beat", interval_s=interval_s)
+        giant = nodes > GIANT_NODES  # each of its beats is a connection too: while jobs form there is no time for all
+        fleet.all("beat", interval_s=2 * interval_s if giant else interval_s)
         fleet.open()
         console.log(f"{jobs} job{'s' if jobs > 1 else ''} of {fleet.nodes_of_a_job} nodes form")
         fleet.join()
+        if giant:
+            trials.begin(fleet, interval_s)  # everybody comes to its new time, before anybody counts as late
         yield fleet, Follower(controller)
         status = fleet.status()
         if status["refusals"]:
