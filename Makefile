@@ -45,6 +45,7 @@ bench: $(STAMP) ## every bench in its quick size
 	$(BIN)/python -m bench.recovery --quick --no-peers
 	$(BIN)/python -m bench.fleet_load --quick
 	$(BIN)/python -m bench.goodput --quick
+	$(BIN)/python -m bench.parity --quick
 
 .PHONY: sim
 sim: $(STAMP) ## worlds from seeds, with checkers (SEEDS=2000, FIRST=0)
