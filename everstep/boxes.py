@@ -33,12 +33,11 @@ class Box(msgspec.Struct, frozen=True, order=True, array_like=True):
         return None if any(n <= 0 for n in size) else Box(low, size)
 
     def chunk(self, dim: int, index: int, count: int) -> Box:
-        """Part ``index`` of ``count`` along ``dim``, as torch.chunk cuts: the last ones may be shorter, or empty."""
-        full = -(-self.size[dim] // count)
-        start = min(index * full, self.size[dim])
+        """Part ``index`` of ``count`` along ``dim``."""
+        start, length = chunk(self.size[dim], index, count)
         offset, size = list(self.offset), list(self.size)
         offset[dim] += start
-        size[dim] = min(full, self.size[dim] - start)
+        size[dim] = length
         return Box(tuple(offset), tuple(size))
 
     def without(self, hole: Box) -> list[Box]:
@@ -55,6 +54,13 @@ class Box(msgspec.Struct, frozen=True, order=True, array_like=True):
                 rest.append(Box((*offset[:dim], start, *offset[dim + 1 :]), (*size[:dim], after, *size[dim + 1 :])))
             offset[dim], size[dim] = hole.offset[dim], hole.size[dim]
         return rest
+
+
+def chunk(length: int, index: int, count: int) -> tuple[int, int]:
+    """(start, length) of part ``index`` of ``count``, as torch.chunk cuts: the last ones may be shorter, or empty."""
+    full = -(-length // count)
+    start = min(index * full, length)
+    return start, min(full, length - start)
 
 
 def whole(shape: Extent) -> Box:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from everstep.errors import NotRestorable
 from trainer_hooks.snapshot.blob import decode_blob, dtype_name, dtype_of, encode_blob
 from trainer_hooks.snapshot.layout import Layout, Sharing, Tensor
-from trainer_hooks.snapshot.live import Site, Still, TrackedTensor, local_part
+from trainer_hooks.snapshot.live import Site, Still, TrackedTensor, local_parts
 
 __all__ = ["TrackedState", "TrackedTensor"]
 
@@ -143,13 +143,14 @@ class TrackedState:
         *,
         parameter: bool,
     ) -> None:
-        local, box = local_part(name, tensor)
+        parts = local_parts(name, tensor)
         if sharing is Sharing.EQUAL:
             memory = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
             self._sites.append(Site(place, key, tensor, memory, memory.data_ptr()))
-        identity = (local.data_ptr(), local.size(), local.stride(), local.dtype) if local.numel() else id(tensor)
-        if identity not in found:
-            found[identity] = TrackedTensor(name, tuple(tensor.shape), box, local, sharing, parameter, place, key)
+        for local, box in parts:
+            identity = (local.data_ptr(), local.size(), local.stride(), local.dtype) if local.numel() else id(tensor)
+            if identity not in found:
+                found[identity] = TrackedTensor(name, tuple(tensor.shape), box, local, sharing, parameter, place, key)
 
     def _sharing_of(self, name: str, buffer: torch.Tensor) -> Sharing:
         """A constant is equal everywhere. What training was seen to change is rank 0's under DDP, which broadcasts it

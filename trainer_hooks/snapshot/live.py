@@ -9,17 +9,18 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement
 
 from trainer_hooks.snapshot.blob import dtype_name
-from trainer_hooks.snapshot.layout import Box, Part, Sharing, whole
+from trainer_hooks.snapshot.layout import Box, Extent, Part, Sharing, whole
+from trainer_hooks.snapshot.placement import boxes_of
 
 ALWAYS_COMPARED_BYTES = 1 << 20
 """Buffers up to this size are compared at every step, at some 10 GB/s."""
 
 
 class TrackedTensor(msgspec.Struct, frozen=True):
-    """One tensor, and the part of it that this rank holds.
+    """One tensor, and the part of it that this rank holds; where that is several boxes, there is one of these each.
 
     ``shape`` is global, ``box`` this rank's part; ``local`` is a view of the live memory with the box's size.
     ``parameter``: it takes part in the digest that replicas compare. ``place[key]`` is the tensor itself.
@@ -40,8 +41,9 @@ class TrackedTensor(msgspec.Struct, frozen=True):
         return self.sharing is not Sharing.EQUAL
 
     def now(self) -> torch.Tensor:
-        """The live memory at this moment; a module may put another tensor into its place."""
-        return local_part(self.name, self.place[self.key])[0]
+        """The live memory of a buffer at this moment; a module may put another tensor into its place."""
+        ((local, _),) = local_parts(self.name, self.place[self.key])
+        return local
 
     def part(self, rank: int, world: int) -> Part:
         """How the tensor stands in this rank's layout."""
@@ -86,36 +88,43 @@ class Still(msgspec.Struct):
         return True
 
 
-def local_part(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Box]:
-    """The live local memory of a tensor and its box in the whole.
+def local_parts(name: str, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Box]]:
+    """The live local memory of a tensor and its box in the whole; several where this rank's part is not one box.
 
     Raises TypeError for placements with no box, and for a mesh of a generation in which this process was another rank.
     """
     if not isinstance(tensor, DTensor):
-        return tensor.detach(), whole(tuple(tensor.shape))
-    for placement in tensor.placements:
-        if type(placement) not in (Shard, Replicate):
-            raise TypeError(f"{name} is placed as {placement}; only Shard and Replicate have a box to store")
-    box = _box_on_mesh(name, tuple(tensor.shape), tensor.device_mesh, tensor.placements)
+        return [(tensor.detach(), whole(tuple(tensor.shape)))]
+    boxes = _boxes_on_mesh(name, tuple(tensor.shape), tensor.device_mesh, tensor.placements)
     local = tensor._local_tensor.detach()
-    if tuple(local.shape) != box.size:
-        raise TypeError(f"{name} holds a local part of shape {tuple(local.shape)} where its mesh says {box.size}")
-    return local, box
+    volume = sum(box.volume for _, box in boxes)
+    if local.numel() != volume or (len(boxes) == 1 and tuple(local.shape) != boxes[0][1].size):
+        raise TypeError(
+            f"{name} holds a local part of shape {tuple(local.shape)} where its mesh says {[b.size for _, b in boxes]}"
+        )
+    return [(_narrowed(local, at, box), box) for at, box in boxes] if len(boxes) > 1 else [(local, boxes[0][1])]
 
 
-def _box_on_mesh(name: str, shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]) -> Box:
+def _narrowed(local: torch.Tensor, at: Extent, box: Box) -> torch.Tensor:
+    for dim, (start, size) in enumerate(zip(at, box.size, strict=True)):
+        local = local.narrow(dim, start, size)
+    return local
+
+
+def _boxes_on_mesh(
+    name: str, shape: Extent, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> list[tuple[Extent, Box]]:
     """Asks the mesh each time: torch counts those of two generations as equal where they are of the same ranks, while
     this process may be another one of them."""
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return Box((), (0,))
+        return [((0,), Box((), (0,)))]
     if int(mesh.mesh[tuple(coordinate)]) != dist.get_rank():
         raise TypeError(
             f"{name} lies on a mesh of rank {int(mesh.mesh[tuple(coordinate)])}, and this process is rank "
             f"{dist.get_rank()} now: make meshes inside the training function, anew in each generation"
         )
-    box = whole(shape)
-    for placement, index, count in zip(placements, coordinate, mesh.shape, strict=True):
-        if isinstance(placement, Shard):
-            box = box.chunk(placement.dim, index, count)
-    return box
+    try:
+        return boxes_of(shape, mesh.shape, coordinate, placements)
+    except TypeError as error:
+        raise TypeError(f"{name} {error}") from None

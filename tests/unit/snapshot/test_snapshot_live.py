@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.support.layouts import playing
 from trainer_hooks.snapshot.layout import Box
-from trainer_hooks.snapshot.live import local_part
+from trainer_hooks.snapshot.live import local_parts
 
 SHAPES: list[tuple[tuple[int, ...], list[Placement]]] = [
     ((2,), [Shard(0)]),
@@ -26,17 +22,6 @@ SHAPES: list[tuple[tuple[int, ...], list[Placement]]] = [
 ]
 
 
-@contextmanager
-def playing(rank: int, shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
-    """This process as ``rank`` of a generation whose collectives do nothing."""
-    world = torch.Size(shape).numel()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    try:
-        yield init_device_mesh("cpu", shape)
-    finally:
-        dist.destroy_process_group()
-
-
 def held(mesh: DeviceMesh, placements: list[Placement], shape: tuple[int, ...]) -> tuple[Box, Box]:
     """The box of a tensor of this shape as we have it, and as torch does."""
     size, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
@@ -44,7 +29,8 @@ def held(mesh: DeviceMesh, placements: list[Placement], shape: tuple[int, ...]) 
     tensor = DTensor.from_local(
         torch.zeros(size), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
-    return local_part("weight", tensor)[1], Box(tuple(offset), tuple(size))
+    ((_, box),) = local_parts("weight", tensor)
+    return box, Box(tuple(offset), tuple(size))
 
 
 @pytest.mark.parametrize(("mesh_shape", "placements"), SHAPES)

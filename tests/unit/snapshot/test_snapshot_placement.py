@@ -1,0 +1,119 @@
+"""Boxes of placements, against tensors whose elements say themselves where they are in the whole."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from tests.support.layouts import playing
+from trainer_hooks.meshes import tell_ranks_apart
+from trainer_hooks.snapshot.live import local_parts
+from trainer_hooks.snapshot.placement import boxes_of
+
+MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    "tp": ((3,), ("tp",)),
+    "fsdp x tp": ((2, 2), ("shard", "tp")),
+    "fsdp x tp, more shards": ((3, 2), ("shard", "tp")),
+    "hsdp x tp": ((2, 2, 3), ("replicate", "shard", "tp")),
+}
+STYLES = {"columns": ColwiseParallel, "rows": RowwiseParallel}
+
+
+def numbered(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(float(torch.Size(shape).numel())).view(shape)
+
+
+def cut_by_hand(whole: torch.Tensor, dims: list[tuple[int, int, int]]) -> torch.Tensor:
+    """One (dimension, part, parts) after another; torch.chunk leaves empty parts out, here they are there."""
+    for dim, part, parts in dims:
+        chunks = [*torch.chunk(whole, parts, dim)]
+        whole = chunks[part] if part < len(chunks) else whole.narrow(dim, 0, 0)
+    return whole
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("mesh_name", MESHES)
+@pytest.mark.parametrize("out", [8, 12, 7, 11])
+def test_a_layer_that_is_sharded_and_parallel_says_where_its_elements_are(
+    mesh_name: str, style: str, out: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DeviceMesh, "__init__", DeviceMesh.__init__)  # put back afterwards
+    tell_ranks_apart()
+    shape, names = MESHES[mesh_name]
+    weight, bias = numbered((out, 6)), numbered((out,))
+    counted = {"weight": torch.zeros(out, 6), "bias": torch.zeros(out)}
+    for rank in range(torch.Size(shape).numel()):
+        with playing(rank, shape, names) as mesh:
+            layer = nn.Linear(6, out)
+            with torch.no_grad():
+                layer.weight.copy_(weight)
+                layer.bias.copy_(bias)
+            parallelize_module(layer, mesh["tp"], STYLES[style](), src_data_rank=None)
+            if len(shape) > 1:
+                fully_shard(layer, mesh=mesh[names[:-1]] if len(shape) > 2 else mesh["shard"])
+            for name, parameter in layer.named_parameters():
+                whole = {"weight": weight, "bias": bias}[name]
+                parts = local_parts(name, parameter)
+                assert sum(box.volume for _, box in parts) == parameter._local_tensor.numel()
+                for local, box in parts:
+                    cells = tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))
+                    assert torch.equal(local, whole[cells])
+                    counted[name][cells] += 1
+    assert all((count >= 1).all() for count in counted.values())
+
+
+@st.composite
+def cuttings(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
+    """A shape, a mesh, and which dimension of the tensor each mesh dimension cuts."""
+    shape = draw(st.lists(st.integers(1, 13), min_size=1, max_size=3))
+    mesh = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    return shape, mesh, [draw(st.integers(0, len(shape) - 1)) for _ in mesh]
+
+
+@given(cuttings())
+def test_cuts_from_right_to_left_are_one_box(drawn: tuple[list[int], list[int], list[int]]) -> None:
+    """As FSDP2 and tensor parallelism make them, uneven ones included: against tensors cut in that order."""
+    shape, mesh, dims = drawn
+    placements: list[Placement] = []
+    for index, dim in enumerate(dims):
+        factor = torch.Size(mesh[j] for j in range(index + 1, len(mesh)) if dims[j] == dim).numel()
+        placements.append(_StridedShard(dim, split_factor=factor) if factor > 1 else Shard(dim))
+    whole = numbered(tuple(shape))
+    for coordinate in itertools.product(*map(range, mesh)):
+        order = list(zip(dims, coordinate, mesh, strict=True))[::-1]
+        expected = cut_by_hand(whole, order)
+        ((_, box),) = boxes_of(tuple(shape), mesh, coordinate, placements)
+        assert box.size == tuple(expected.shape)
+        assert torch.equal(whole[tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))], expected)
+
+
+@given(st.integers(1, 20), st.integers(1, 4), st.integers(1, 4), st.data())
+def test_a_part_of_each_of_several_pieces_is_as_many_boxes(
+    n: int, parts: int, factor: int, data: st.DataObject
+) -> None:
+    """A strided part beside which nobody cuts the pieces, against what torch itself splits off."""
+    index = data.draw(st.integers(0, parts - 1))
+    whole = numbered((3, n))
+    split: Any = _StridedShard(1, split_factor=factor)._split_tensor(whole, parts, with_padding=False)
+    expected = split[0][index]
+    got = torch.full_like(expected, -1)
+    for at, box in boxes_of((3, n), (parts, 2), (index, 1), [_StridedShard(1, split_factor=factor), Replicate()]):
+        cells = tuple(slice(o, o + m) for o, m in zip(box.offset, box.size, strict=True))
+        got[tuple(slice(a, a + m) for a, m in zip(at, box.size, strict=True))] = whole[cells]
+    assert torch.equal(got, expected)
+
+
+def test_a_sum_that_is_spread_over_ranks_has_no_box() -> None:
+    with pytest.raises(TypeError, match="only Shard and Replicate have a box"):
+        boxes_of((4,), (2,), (0,), [Partial()])
