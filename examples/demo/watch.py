@@ -68,10 +68,10 @@ class Watch:
     def _poll(self) -> None:
         client = self._client()
         answer = client.get(f"/v1/events?after={self._after}&limit=500", EventList)
-        self._after = answer.next_after
         self.nodes = client.get("/v1/nodes", NodeList).nodes
         if any(event.job for event in (*self.events, *answer.events)):
             self.job = client.get(f"/v1/jobs/{self._job}", JobDetail)
+        self._after = answer.next_after  # only now: had a request failed, these events would never have been seen
         for event in answer.events:
             self.events.append(event)
             self._on_event(event)
