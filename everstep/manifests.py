@@ -16,13 +16,20 @@ BLOB_PREFIX = 8
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor of the job, as every manifest lists it."""
+    """A tensor of the job, as every manifest lists it.
+
+    ``own``: each rank has its own values, and ``shape`` begins with the number of ranks. ``aliases`` are the other
+    names of a tied one. ``groups``: the optimizers that train it, by the key they are tracked under, each with the
+    index of the parameter group.
+    """
 
     name: str
     dtype: str
     itemsize: int
     shape: Extent
     own: bool
+    aliases: tuple[str, ...] = ()
+    groups: tuple[tuple[str, int], ...] = ()
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True):

@@ -206,7 +206,31 @@ class TrackedState:
 
     def layout(self, tensors: list[TrackedTensor], rank: int, world: int) -> Layout:
         """What this rank holds, for the plan."""
-        return Layout(tuple(t.part(rank, world) for t in tensors))
+        aliases, groups = self._aliases(tensors), self._groups()
+        return Layout(tuple(t.part(rank, world, aliases.get(t.name, ()), groups.get(t.name, ())) for t in tensors))
+
+    def _aliases(self, tensors: list[TrackedTensor]) -> dict[str, tuple[str, ...]]:
+        """The other names of tied tensors, and of those in modules that stand in several places."""
+        first = {_memory(t.place[t.key]): t.name for t in tensors}
+        aliases: dict[str, tuple[str, ...]] = {}
+        for top, root in self._modules.items():
+            for prefix, module in root.named_modules(prefix=top, remove_duplicate=False):
+                for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                    name = f"{_WRAPPERS.sub('', prefix)}.{key}"
+                    known = first.get(_memory(tensor)) if tensor is not None else None
+                    if known not in (None, name) and key not in module._non_persistent_buffers_set:
+                        aliases[known] = (*aliases.get(known, ()), name)
+        return aliases
+
+    def _groups(self) -> dict[str, tuple[tuple[str, int], ...]]:
+        """Which optimizers train a parameter, each with the index of its parameter group."""
+        groups: dict[str, tuple[tuple[str, int], ...]] = {}
+        for top, optimizer in self._optimizers.items():
+            for index, group in enumerate(optimizer.param_groups):
+                for name in (self._fqns.get(id(parameter)) for parameter in group["params"]):
+                    if name is not None:
+                        groups[name] = (*groups.get(name, ()), (top, index))
+        return groups
 
     def targets(self, catalog: tuple[Tensor, ...]) -> list[tuple[int, TrackedTensor]]:
         """Live tensors to fill, each with the index of its source in ``catalog``.
@@ -297,6 +321,12 @@ def _refuse_other_model(live: list[TrackedTensor], index_of: dict[str, int], cat
             raise NotRestorable(
                 f"{tensor.name} is {dtype} {list(tensor.shape)} now, and was stored as {stored.dtype} {list(shape)}"
             )
+
+
+def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What two tensors have in common that are tied."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return (local.data_ptr(), local.size(), local.stride(), local.dtype) if local.numel() else (id(tensor),)
 
 
 def _moment_like(parameter: torch.Tensor, tensor: Tensor, capturable: bool) -> torch.Tensor:

@@ -56,7 +56,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     """One tensor in a rank's layout: the box this rank holds. ``dtype`` as torch names it, without ``torch.``.
 
     For Sharing.OWN ``shape`` and ``box`` have the leading rank dimension already. ``digest`` says whether the tensor
-    takes part in the digest that replicas compare.
+    takes part in the digest that replicas compare. ``aliases`` and ``groups`` as in everstep.manifests.Tensor.
     """
 
     name: str
@@ -66,6 +66,8 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     box: Box
     sharing: Sharing = Sharing.EQUAL
     digest: bool = False
+    aliases: tuple[str, ...] = ()
+    groups: tuple[tuple[str, int], ...] = ()
 
     @property
     def nbytes(self) -> int:

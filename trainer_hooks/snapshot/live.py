@@ -45,13 +45,17 @@ class TrackedTensor(msgspec.Struct, frozen=True):
         ((local, _),) = local_parts(self.name, self.place[self.key])
         return local
 
-    def part(self, rank: int, world: int) -> Part:
+    def part(
+        self, rank: int, world: int, aliases: tuple[str, ...] = (), groups: tuple[tuple[str, int], ...] = ()
+    ) -> Part:
         """How the tensor stands in this rank's layout."""
         shape, box = self.shape, self.box
         if self.sharing is Sharing.OWN:
             shape, box = (world, *shape), Box((rank, *box.offset), (1, *box.size))
         dtype = self.local.dtype
-        return Part(self.name, dtype_name(dtype), dtype.itemsize, shape, box, self.sharing, self.parameter)
+        return Part(
+            self.name, dtype_name(dtype), dtype.itemsize, shape, box, self.sharing, self.parameter, aliases, groups
+        )
 
 
 class Site(msgspec.Struct, frozen=True):

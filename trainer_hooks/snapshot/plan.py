@@ -226,9 +226,17 @@ def _catalog(layouts: Sequence[Layout]) -> tuple[tuple[Tensor, ...], dict[str, i
     distinct = {id(layout): layout for layout in layouts}
     for layout in distinct.values():
         for part in layout.parts:
-            tensor = Tensor(part.name, part.dtype, part.itemsize, part.shape, part.sharing is Sharing.OWN)
+            own = part.sharing is Sharing.OWN
+            tensor = Tensor(part.name, part.dtype, part.itemsize, part.shape, own, part.aliases, part.groups)
             other = seen.setdefault(part.name, tensor)
-            if other != tensor:
+            if other == tensor:
+                continue
+            seen[part.name] = msgspec.structs.replace(
+                other,
+                aliases=tuple(dict.fromkeys(other.aliases + tensor.aliases)),
+                groups=tuple(dict.fromkeys(other.groups + tensor.groups)),
+            )
+            if (other.dtype, other.shape, other.own) != (tensor.dtype, tensor.shape, tensor.own):
                 raise ValueError(
                     f"ranks disagree about {part.name}: {other.dtype} {other.shape} on one, "
                     f"{tensor.dtype} {tensor.shape} on another; tensors of one name must be parts of one tensor"

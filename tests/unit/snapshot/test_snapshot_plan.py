@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -144,6 +145,13 @@ def test_state_that_others_hold_needs_no_replication() -> None:
     layouts = replicated([100], 4)
     shares = divide(layouts, ["n1", "n2", "n3", "n4"], 2)
     assert all(manifest_for(r, layouts, shares[r], 0).exclusive == 0 for r in range(4))
+
+
+def test_the_other_names_that_a_tied_tensor_has_on_any_rank_are_in_the_catalog() -> None:
+    tied = msgspec.structs.replace(part("t", (4, 8)), aliases=("u",), groups=(("optimizer", 0),))
+    layouts = [Layout((part("t", (4, 8)),)), Layout((tied,))]
+    (tensor,) = manifest_for(0, layouts, divide(layouts, ["n1", "n2"], 1)[0], 0).catalog
+    assert (tensor.aliases, tensor.groups) == (("u",), (("optimizer", 0),))
 
 
 def test_ranks_that_give_one_name_to_different_tensors_are_told_so() -> None:

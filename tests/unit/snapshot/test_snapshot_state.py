@@ -59,6 +59,22 @@ def test_tensors_are_named_by_their_object_and_their_parameter_and_tied_ones_com
     assert len(names) == len(set(names))
 
 
+def test_the_other_names_of_what_is_tied_and_the_groups_of_parameters_are_told() -> None:
+    model = Model()
+    model.again = model.inner
+    optimizer = torch.optim.SGD([{"params": [model.inner.weight]}, {"params": [model.inner.bias]}], lr=0.1)
+    state = TrackedState({"model": model, "optimizer": optimizer})
+    parts = {p.name: p for p in state.layout(state.tensors(), 0, 1).parts}
+    assert set(parts["model.inner.weight"].aliases) == {"model.tied.weight", "model.again.weight"}
+    assert parts["model.inner.bias"].aliases == ("model.again.bias",)
+    assert parts["model.constant"].aliases == ()
+    assert parts["model.inner.weight"].groups == (("optimizer", 0),)
+    assert parts["model.inner.bias"].groups == (("optimizer", 1),)
+    assert parts["model.norm.weight"].groups == ()
+    every_name = {f"model.{name}" for name in model.state_dict()}
+    assert every_name == {name for part in parts.values() for name in (part.name, *part.aliases)}
+
+
 def test_running_statistics_are_each_ranks_own_and_constants_are_not() -> None:
     _, _, state = trained()
     sharing = {t.name: t.sharing for t in state.tensors()}
