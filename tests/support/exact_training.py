@@ -1,0 +1,173 @@
+"""A training with everything on that can lose a bit, whose ranks write down what they computed, and die where told.
+
+    python -m trainer_hooks.launch --nproc-per-node 3 -m tests.support.exact_training FOLDER UNTIL [RANK:STEP:POINT ...]
+
+Dropout, gradient accumulation, clipping, a schedule, a loss scaler that meets overflows, and bfloat16 autocast.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import trainer_hooks as everstep
+
+SEED, SAMPLES, WIDTH, BATCH, OVERFLOW_EVERY = 23, 500, 24, 22, 37
+POINTS = ("begun", "forward", "backward", "reduced", "updated")
+"""Where a rank can die, in the order of a step; ``forward`` and ``backward`` are in the second of two micro-batches."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Rank ``rank`` dies by SIGKILL in ``step``, once, however often the step is computed."""
+
+    rank: int
+    step: int
+    point: str
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        rank, step, point = text.split(":")
+        return cls(int(rank), int(step), point)
+
+    def __str__(self) -> str:
+        return f"{self.rank}:{self.step}:{self.point}"
+
+
+class Faults:
+    """Those of one rank. ``folder`` remembers which have struck."""
+
+    def __init__(self, faults: Iterable[Fault], folder: Path, rank: int) -> None:
+        self._due = {(fault.step, fault.point): fault for fault in faults if fault.rank == rank}
+        self._folder = folder
+        self.step = 0
+
+    def at(self, point: str) -> None:
+        """Does not return where it is this point's turn."""
+        fault = self._due.get((self.step, point))
+        if fault is None or (mark := self._folder / f"struck-{fault}").exists():
+            return
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Diary:
+    """One JSON line for each step that this process computed to its end."""
+
+    def __init__(self, folder: Path, run: everstep.Run) -> None:
+        self._file = (folder / f"diary-{os.getpid()}.jsonl").open("a", buffering=1)
+        self._run = run
+
+    def write(self, step: int, **what: Any) -> None:
+        row = {"generation": self._run.generation, "rank": self._run.rank, "step": step, **what}
+        self._file.write(json.dumps(row) + "\n")
+
+
+def read_diaries(folder: Path) -> list[dict[str, Any]]:
+    """What all ranks wrote; a line that a SIGKILL cut short counts for nothing."""
+    lines = [line for path in folder.glob("diary-*.jsonl") for line in path.read_text().splitlines(True)]
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def fingerprint(tensors: Iterable[torch.Tensor]) -> str:
+    """Of the tensors' bytes, in this order."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+class Net(nn.Module):
+    """Two layers with dropout between; ``WIDTH`` does not divide by three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 50)
+        self.norm = nn.LayerNorm(50)
+        self.second = nn.Linear(50, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.dropout(torch.tanh(self.norm(self.first(x))), 0.2, training=True)
+        out: torch.Tensor = self.second(hidden)
+        return out
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    """``[SAMPLES, WIDTH]`` inputs, and what a fixed function makes of them."""
+    generator = torch.Generator().manual_seed(SEED)
+    inputs = torch.randn(SAMPLES, WIDTH, generator=generator)
+    return inputs, torch.sin(inputs.sum(1, keepdim=True))
+
+
+def fraught_loss(loss: torch.Tensor, step: int) -> torch.Tensor:
+    """Every few steps one that overflows, which the scaler skips."""
+    return loss * 1e38 if step % OVERFLOW_EVERY == 0 else loss
+
+
+def train(run: everstep.Run, folder: str, until: int, faults: Sequence[Fault] = ()) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(SEED)
+    inputs, targets = data()
+    model = Net()
+    replicas = run.replicate(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=until + 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=15)
+    sampler = run.sampler(SAMPLES, global_batch=BATCH, seed=SEED)
+    dying = Faults(faults, Path(folder), run.rank)
+    micro = 0
+    model.second.register_forward_pre_hook(lambda *_: dying.at("forward") if micro else None)
+    model.norm.weight.register_hook(lambda _: dying.at("backward") if micro else None)
+    run.track(model=replicas, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
+    diary = Diary(Path(folder), run)
+    for step in run.steps(until=until, seed=SEED):
+        dying.step = step
+        dying.at("begun")
+        indices = sampler.indices(step)
+        losses = []
+        for micro, part in enumerate(indices.chunk(2)):
+            with replicas.no_sync() if micro == 0 else nullcontext():
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = (replicas(inputs[part]) - targets[part]).square().sum() / len(indices)
+                losses.append(loss.item().hex())
+                scaler.scale(fraught_loss(loss, step) * sampler.weight(step)).backward()
+        dying.at("reduced")
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        dying.at("updated")
+        scheduler.step()
+        optimizer.zero_grad()
+        moments = [state[key] for state in optimizer.state.values() for key in sorted(state)]
+        diary.write(
+            step,
+            losses=losses,
+            norm=norm.item().hex(),
+            scale=scaler.get_scale(),
+            rate=scheduler.get_last_lr()[0].hex(),
+            samples=indices.tolist(),
+            state=fingerprint([*model.parameters(), *moments]),
+        )
+
+
+def main(argv: Sequence[str]) -> None:
+    folder, until, *faults = argv
+    train_here = partial(train, folder=folder, until=int(until), faults=[*map(Fault.parse, faults)])
+    everstep.main(train_here, settings=everstep.HookSettings(backend="gloo"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
