@@ -11,6 +11,7 @@ every rank and promises its order for one version of torch only.
 from __future__ import annotations
 
 import hashlib
+from copy import copy
 from typing import Protocol
 
 import numpy as np
@@ -56,12 +57,24 @@ class Permutation:
         return values ^ (values >> np.uint64(31))
 
 
+def share_of(rank: int, world_size: int, global_batch: int) -> tuple[int, int]:
+    """Where a rank's samples begin and end in a global batch. Raises ValueError where some rank would have none."""
+    if global_batch < world_size:
+        raise ValueError(
+            f"a global batch of {global_batch} leaves some of {world_size} ranks without a sample: "
+            f"take a batch of at least {world_size}, or fewer ranks"
+        )
+    return rank * global_batch // world_size, (rank + 1) * global_batch // world_size
+
+
 class Sampler(Protocol):
     """What a training loop asks for each step."""
 
     def indices(self, step: int) -> torch.Tensor: ...
 
     def weight(self, step: int) -> float: ...
+
+    def of(self, rank: int, world_size: int) -> Sampler: ...
 
 
 class ElasticSampler:
@@ -91,11 +104,6 @@ class ElasticSampler:
         world_size: int = 1,
         drop_last: bool = False,
     ) -> None:
-        if global_batch < world_size:
-            raise ValueError(
-                f"a global batch of {global_batch} leaves some of {world_size} ranks without a sample: "
-                f"take a batch of at least {world_size}, or fewer ranks"
-            )
         if size < 1 or (drop_last and size < global_batch):
             raise ValueError(f"{size} samples do not make a batch of {global_batch}")
         self._size = size
@@ -104,6 +112,14 @@ class ElasticSampler:
         self._rank = rank
         self._world = world_size
         self._epoch_length = size - size % global_batch if drop_last else size
+        self.share()
+
+    def of(self, rank: int, world_size: int) -> ElasticSampler:
+        """The same samples, as ``rank`` of another number of ranks has them. Raises ValueError as the constructor."""
+        other = copy(self)
+        other._rank, other._world = rank, world_size
+        other.share()
+        return other
 
     def epoch(self, step: int) -> int:
         """The epoch (from 0) that the step's first sample belongs to."""
@@ -111,7 +127,7 @@ class ElasticSampler:
 
     def indices(self, step: int) -> torch.Tensor:
         """This rank's samples of the step: int64, one after another in the global batch."""
-        start, end = self._share()
+        start, end = self.share()
         return self._samples(step, start, end)
 
     def global_indices(self, step: int) -> torch.Tensor:
@@ -123,11 +139,12 @@ class ElasticSampler:
 
         Exactly 1.0 where the batch divides evenly.
         """
-        start, end = self._share()
+        start, end = self.share()
         return (end - start) * self._world / self._batch
 
-    def _share(self) -> tuple[int, int]:
-        return self._rank * self._batch // self._world, (self._rank + 1) * self._batch // self._world
+    def share(self) -> tuple[int, int]:
+        """Where this rank's samples begin and end in the global batch."""
+        return share_of(self._rank, self._world, self._batch)
 
     def _first(self, step: int) -> int:
         if step < 1:

@@ -1,4 +1,7 @@
-"""Random streams that do not depend on what happened before: one per (seed, step, rank)."""
+"""Random streams that do not depend on what happened before: one per (seed, step, rank).
+
+In exact mode the rank is a virtual one, so that streams do not depend on the world size either.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ import random
 import sys
 
 import torch
+
+EVERYBODY = -1
+"""In the place of a rank: a stream that all ranks have alike."""
 
 
 def stream_seed(seed: int, step: int, rank: int) -> int:
@@ -21,9 +27,19 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     Not by ``torch.manual_seed``: that asks every kind of device there could be, which costs 65 us a step.
     """
     value = stream_seed(seed, step, rank)
-    torch.default_generator.manual_seed(value)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(value)
+    _seed_host(value)
+
+
+def seed_sample(seed: int, step: int, place: int) -> None:
+    """The same for the sample at ``place`` of a step's global batch, on the host: streams that no rank has."""
+    digest = hashlib.blake2b(f"sample:{seed}:{step}:{place}".encode(), digest_size=8).digest()
+    _seed_host(int.from_bytes(digest, "big") >> 1)
+
+
+def _seed_host(value: int) -> None:
+    torch.default_generator.manual_seed(value)
     random.seed(value)
     numpy = sys.modules.get("numpy")
     if numpy is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,10 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer_hooks.data import ElasticSampler
+from trainer_hooks.data import ElasticSampler, Sampler
+from trainer_hooks.exact.replicas import VirtualReplicas
+from trainer_hooks.exact.sums import VirtualMean
 from trainer_hooks.keeper import Keeper
 from trainer_hooks.replicate import replicate
-from trainer_hooks.rng import seed_step
+from trainer_hooks.rng import EVERYBODY, seed_step
+from trainer_hooks.waits import Waits
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +34,18 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     mesh: Callable[[], DeviceMesh] | None = None
 
 
+class Part(msgspec.Struct, frozen=True):
+    """What one rank, physical or virtual, computes of a step.
+
+    rank: the number of the stream of random numbers that it has. indices: its samples, int64. weight: what to multiply
+    its mean loss by, so that the mean over ranks is the mean over samples.
+    """
+
+    rank: int
+    indices: torch.Tensor
+    weight: float
+
+
 class Run:
     """One entry of the training function: one rank in one generation.
 
@@ -41,6 +56,10 @@ class Run:
         self._place = place
         self._keeper = keeper
         self._finished = 0
+        self._seed = 0
+        self._virtual: VirtualMean | None = None
+        self._replicas: list[VirtualReplicas] = []
+        self._unfinished_parts = False
 
     @property
     def rank(self) -> int:
@@ -96,15 +115,59 @@ class Run:
             drop_last=drop_last,
         )
 
-    def replicate(self, model: nn.Module, *, exact: bool = True, **options: Any) -> nn.Module:
+    def replicate(
+        self, model: nn.Module, *, exact: bool = True, virtual_ranks: int | None = None, **options: Any
+    ) -> nn.Module:
         """``model`` in DistributedDataParallel; the model itself without a process group.
 
         ``exact`` adds gradients in the order of ranks, so that a run that lost a rank and found another goes on to the
         last bit as if it had not. ``options`` go to DistributedDataParallel.
+
+        ``virtual_ranks`` makes the numbers those of so many ranks, to the last bit, whatever the world size is (exact
+        mode: docs/guarantees.md). It must not change in the life of a run. The model itself is returned, and its
+        gradients are made by ``parts``. Raises ValueError or TypeError for what cannot be exact, by its name.
         """
+        if virtual_ranks is not None:
+            return self._replicate_virtually(model, virtual_ranks, exact, options)
+        if self._virtual is not None:
+            raise ValueError("another model of this run has virtual_ranks: give them to all, or to none")
         if not self.distributed:
             return model
         return replicate(model, exact=exact, equal_already=self._place.restores, waited=self._keeper.waited, **options)
+
+    def _replicate_virtually(self, model: nn.Module, count: int, exact: bool, options: dict[str, Any]) -> nn.Module:
+        if options or not exact:
+            raise TypeError(f"with virtual_ranks there is no DistributedDataParallel: leave out {sorted(options)}")
+        if self._virtual is None:
+            self._virtual = VirtualMean(count, self.rank, self.world_size, Waits(self._keeper.waited))
+        elif self._virtual.virtual_ranks != count:
+            raise ValueError(f"another model of this run has {self._virtual.virtual_ranks} virtual ranks, not {count}")
+        self._replicas.append(VirtualReplicas(model, self._virtual, equal_already=self._place.restores))
+        return model
+
+    def parts(self, sampler: Sampler, step: int) -> Iterator[Part]:
+        """What this rank computes of ``step``: of each part do a forward and a backward pass.
+
+        One part without virtual ranks. With them one for each that this rank plays, with random streams seeded from
+        (seed, step, virtual rank); when the loop ends the gradients are there, those of an earlier step are dropped at
+        its beginning, and streams are the same on all ranks from there on.
+        """
+        if self._virtual is None:
+            yield Part(self.rank, sampler.indices(step), sampler.weight(step))
+            return
+        self._unfinished_parts = True
+        for replicas in self._replicas:
+            replicas.begin()
+        for rank in self._virtual.mine:
+            seed_step(self._seed, step, rank)
+            share = sampler.of(rank, self._virtual.virtual_ranks)
+            yield Part(rank, share.indices(step), share.weight(step))
+            for replicas in self._replicas:
+                replicas.take()
+        for replicas in self._replicas:
+            replicas.give()
+        seed_step(self._seed, step, EVERYBODY)
+        self._unfinished_parts = False
 
     def track(self, **objects: object) -> None:
         """Names what must survive, and restores it to the version that the generation agreed upon.
@@ -125,15 +188,22 @@ class Run:
         """The steps still to do, up to and including ``until``. A step is finished when the loop asks for the next.
 
         Before each one torch, ``random`` and numpy are seeded from (seed, step, rank): dropout does not depend on what
-        failed before. Leaving the loop by ``break`` leaves its step unfinished.
+        failed before. With virtual ranks ``parts`` seeds them for each of these, and outside of it they are the same
+        on all ranks. Leaving the loop by ``break`` leaves its step unfinished.
         """
+        self._seed = seed
         for step in range(self._finished + 1, until + 1):
-            seed_step(seed, step, self.rank)
+            seed_step(seed, step, self.rank if self._virtual is None else EVERYBODY)
             yield step
             self.step_finished()
 
     def step_finished(self) -> None:
-        """For a loop of one's own instead of ``steps``: the next step is finished, tracked state stands."""
+        """For a loop of one's own instead of ``steps``: the next step is finished, tracked state stands.
+
+        Raises RuntimeError where a loop over ``parts`` was left before its end: the gradients were not there.
+        """
+        if self._unfinished_parts:
+            raise RuntimeError("the loop over run.parts was left before its end, so this step had no gradients")
         self._finished += 1
         self._keeper.step_finished(self._finished)
 
@@ -141,8 +211,16 @@ class Run:
         """This rank's loss, for people to watch. A tensor is read later, and never waited for."""
         self._keeper.report(loss)
 
-    def mean(self, value: torch.Tensor, weight: float = 1.0) -> torch.Tensor:
-        """The mean of ``value`` over ranks, each times its ``sampler.weight``: the mean over samples. A collective."""
+    def mean(self, value: torch.Tensor | Sequence[torch.Tensor], weight: float = 1.0) -> torch.Tensor:
+        """The mean of ``value`` over ranks, each times its ``sampler.weight``: the mean over samples. A collective.
+
+        Of scalars, one for each of ``parts`` and times its weight, give the list: the mean over parts, which with
+        virtual ranks is the same to the last bit at every world size.
+        """
+        if not isinstance(value, torch.Tensor):
+            if self._virtual is not None:
+                return self._virtual.mean_of([each * weight for each in value])
+            (value,) = value
         total = value.detach().clone() * weight
         if self.distributed:
             dist.all_reduce(total)

@@ -1,0 +1,140 @@
+"""What exact mode costs: a step with virtual ranks beside one of plain DistributedDataParallel, in the same processes.
+
+    python -m bench.exactness [--quick] [--steps 95] [--json FILE]
+
+8 x Linear(512, 512) under AdamW (2.1 M parameters), a global batch of 32, gloo on this machine, one thread a rank. The
+three kinds take turns, ten steps each, so that a busy machine is busy for all. Exact mode does as many passes as there
+are virtual ranks, each over fewer samples; its communication does not overlap with the backward pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
+from rich.progress import Progress
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.table import Row, add_arguments, finish
+from bench.workload import BATCH, WIDTH, build_model
+from trainer_hooks.keeper import IdleKeeper
+from trainer_hooks.run import Place, Run
+
+VIRTUAL, SAMPLES, TURN, WARM_UP = 4, 1024, 10, 5
+DDP, ORDERED, VIRTUALLY = "DDP", "in the order of ranks", f"{VIRTUAL} virtual ranks"
+KINDS = (DDP, ORDERED, VIRTUALLY)
+FLOOR = 2.0
+"""Of a step with virtual ranks, in steps of plain DDP on as many ranks."""
+
+
+@dataclass
+class Measured:
+    """Of rank 0: seconds of each step by kind, and the parameters after the same number of steps of each."""
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Training:
+    """One kind's model and a step of it."""
+
+    def __init__(self, kind: str, run: Run, data: torch.Tensor) -> None:
+        self.run, self.data = run, data
+        self.model = build_model()
+        self.whole: nn.Module = self.model
+        if kind == DDP and run.distributed:
+            self.whole = DistributedDataParallel(self.model)
+        elif kind != DDP:
+            self.whole = run.replicate(self.model, virtual_ranks=VIRTUAL if kind == VIRTUALLY else None)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.sampler = run.sampler(SAMPLES, global_batch=BATCH, seed=1)
+
+    def step(self, number: int) -> None:
+        for part in self.run.parts(self.sampler, number):
+            loss = self.whole(self.data[part.indices]).square().mean()
+            (loss * part.weight).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def rank_main(rank: int, world: int, folder: str, steps: int) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if world > 1:
+        store = dist.FileStore(f"{folder}/store-{world}", world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    data = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(0))
+    place = Place(rank=rank, world_size=world, mesh=(lambda: None) if world > 1 else None)  # type: ignore[arg-type, return-value]
+    trainings = {kind: Training(kind, Run(place, IdleKeeper()), data) for kind in KINDS}
+    measured = Measured()
+    for turn in range(-(-(steps + WARM_UP) // TURN)):
+        for kind, training in trainings.items():
+            for number in range(turn * TURN + 1, (turn + 1) * TURN + 1):
+                began = time.perf_counter()
+                training.step(number)
+                if number > WARM_UP:
+                    measured.seconds[kind].append(time.perf_counter() - began)
+    for kind, training in trainings.items():
+        measured.parameters[kind] = torch.cat([p.detach().reshape(-1) for p in training.model.parameters()])
+    if rank == 0:
+        torch.save(measured.__dict__, f"{folder}/measured-{world}")
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def measure(world: int, steps: int) -> Measured:
+    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as folder:
+        processes.spawn(rank_main, (world, folder, steps), nprocs=world)  # type: ignore[no-untyped-call]
+        return Measured(**torch.load(f"{folder}/measured-{world}", weights_only=True))
+
+
+def rows_of(worlds: dict[int, Measured]) -> list[Row]:
+    rows = []
+    for world, measured in worlds.items():
+        on = f"{world} ranks" if world > 1 else "1 rank"
+        medians = {kind: statistics.median(seconds) for kind, seconds in measured.seconds.items()}
+        rows += [Row(f"{on}: step, {kind}", medians[kind] * 1000, "ms") for kind in KINDS]
+        against = f"{DDP} on {on}, same run"
+        rows.append(Row(f"{on}: {ORDERED}", medians[ORDERED] / medians[DDP], "x", against=against))
+        rows.append(Row(f"{on}: {VIRTUALLY}", medians[VIRTUALLY] / medians[DDP], "x", FLOOR, 1.0, against))
+    differing: Callable[[str], list[int]] = lambda kind: [  # noqa: E731
+        int((m.parameters[kind] != worlds[1].parameters[kind]).sum()) for m in worlds.values()
+    ]
+    rows.append(
+        Row(
+            f"parameters that differ from one rank's, {VIRTUALLY}",
+            max(differing(VIRTUALLY)),
+            "of 2.1 M",
+            0,
+            0,
+            f"{DDP}: {max(differing(DDP))}",
+        )
+    )
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_arguments(parser)
+    parser.add_argument("--steps", type=int, default=95, help="steps of each kind that are timed")
+    given = parser.parse_args()
+    steps = 25 if given.quick else given.steps
+    worlds: dict[int, Measured] = {}
+    with Progress(transient=True) as bar:
+        for world in bar.track((4, 3, 2, 1), description="exactness"):
+            worlds[world] = measure(world, steps)
+    return finish("Exact mode beside DistributedDataParallel", rows_of(worlds), given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

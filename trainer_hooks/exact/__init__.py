@@ -1,0 +1,1 @@
+"""Exact mode: training whose numbers do not depend on how many ranks compute them (docs/decisions/0030)."""
