@@ -2,27 +2,33 @@
 
 A *segment* is one file that holds the slots of one rank::
 
-    offset 0              segment header, one page: magic, layout version, number of slots, bytes of each
-    PAGE + i * stride     slot i: header (one page), chunk digests, manifest, payload (64-byte aligned)
+    offset 0              segment header, one page (``segment_header``)
+    PAGE + i * stride     slot i: header of two records, one page (``segment_records``); chunk digests, manifest,
+                          payload (64-byte aligned)
+    the last page         the segment header once more
 
-A slot goes EMPTY -> FILLING -> SEALED. It is believed only when its header's digest is right and its state is
-SEALED; its bytes only when they hash to the chunk digests (xxh3-128 per CHUNK_BYTES of manifest and of payload).
-A writer killed in the middle of a fill leaves FILLING behind, which nobody reads.
+A slot goes EMPTY -> FILLING -> SEALED. It is believed only when a record of its header has a right digest and says
+SEALED; its chunk digests (xxh3-128 per CHUNK_BYTES of manifest and of payload) only when they hash to the header's
+digest of them; its bytes only when they hash to the chunk digests. A writer killed in the middle of a fill leaves
+FILLING behind, which nobody reads.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
-from enum import IntEnum
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import xxhash
 
-from everstep.errors import ConfigurationError, DigestMismatch, OutOfSlotMemory
+from everstep.errors import ConfigurationError, Conflict, DigestMismatch, OutOfSlotMemory
 from everstep.ids import Version
+from everstep.segment_header import NONCE_BYTES, SegmentHeader, read_header, segment_bytes, write_header
 from everstep.segment_header import PAGE as PAGE
-from everstep.segment_header import Geometry, read_geometry, segment_bytes, write_geometry
+from everstep.segment_records import MEND_FLAG_AT, RECORD_BYTES, RECORD_PLACES, Look, Records, clue
+from everstep.segment_records import SlotHeader as SlotHeader
+from everstep.segment_records import SlotState as SlotState
 
 ALIGN = 64
 CHUNK_BYTES = 8 << 20
@@ -30,29 +36,16 @@ DIGEST_BYTES = 16
 SLOTS = 5
 """Of one rank: the one being filled, the two sealed last, the committed one, and the one to be committed next."""
 
-_SLOT = struct.Struct("<IIQQQQ")
-_SLOT_DIGEST = struct.Struct("<Q")
+_WORD = struct.Struct("<Q")
+_MENDING = 0xB5E9_6A3C_1D57_F208
+"""A slot's flag while it is being mended; no flipped bit makes it of zero."""
+_FENCE = threading.Lock()
+"""Taking it orders this thread's stores before its later loads, as seen by other processes."""
 
 
 def segment_name(kind: str, number: int) -> str:
     """The file of a local rank's own slots (``own``), or of the copies of another node's rank (``replica``)."""
     return f"{kind}-{number}"
-
-
-class SlotState(IntEnum):
-    EMPTY = 0
-    FILLING = 1
-    SEALED = 2
-
-
-class SlotHeader(msgspec.Struct, frozen=True):
-    """What a slot says of itself: whose shard, of which version, how many bytes of manifest and payload."""
-
-    state: SlotState
-    rank: int
-    version: Version
-    manifest_bytes: int
-    payload_bytes: int
 
 
 def _aligned(n: int, to: int) -> int:
@@ -69,12 +62,12 @@ def slot_bytes_for(manifest_bytes: int, payload_bytes: int) -> int:
     return _aligned(_payload_offset(manifest_bytes, payload_bytes) + payload_bytes, PAGE)
 
 
-def _digest_table_bytes(payload_bytes: int) -> int:
+def _table_bytes(payload_bytes: int) -> int:
     return (chunk_count(payload_bytes) + 1) * DIGEST_BYTES
 
 
 def _payload_offset(manifest_bytes: int, payload_bytes: int) -> int:
-    return _aligned(_digest_table_bytes(payload_bytes) + manifest_bytes, ALIGN)
+    return _aligned(_table_bytes(payload_bytes) + manifest_bytes, ALIGN)
 
 
 def chunk_digests(data: memoryview) -> Iterator[bytes]:
@@ -83,81 +76,123 @@ def chunk_digests(data: memoryview) -> Iterator[bytes]:
         yield xxhash.xxh3_128_digest(data[start : start + CHUNK_BYTES])
 
 
-def format_segment(buffer: memoryview, slots: int, slot_bytes: int) -> None:
-    """Writes an empty segment's headers over ``buffer``. Raises OutOfSlotMemory where it is too small."""
+def format_segment(
+    buffer: memoryview,
+    slots: int,
+    slot_bytes: int,
+    *,
+    nonce: bytes = bytes(NONCE_BYTES),
+    kind: str = "own",
+    number: int = 0,
+    job: str = "",
+) -> None:
+    """Writes an empty segment's headers over ``buffer``, which it fills. ``nonce`` should be of no other segment.
+
+    Raises OutOfSlotMemory where the buffer is too small, ConfigurationError where it is not just as long as it must be.
+    """
     need = segment_bytes(slots, slot_bytes)
     if len(buffer) < need:
         raise OutOfSlotMemory(
             f"{slots} slots of {slot_bytes} bytes need {need} bytes with their headers, the segment has {len(buffer)}"
         )
-    if slot_bytes % PAGE:
-        raise ConfigurationError(f"slot_bytes must be a multiple of {PAGE}, not {slot_bytes}")
-    geometry = Geometry(slots, slot_bytes)
-    write_geometry(buffer, geometry)
-    for index in range(slots):
-        _SLOT.pack_into(buffer, geometry.base(index), SlotState.EMPTY, 0, 0, 0, 0, 0)
+    if slot_bytes % PAGE or len(buffer) != need:
+        raise ConfigurationError(
+            f"slot_bytes must be a multiple of {PAGE}, not {slot_bytes}; the segment is {need} bytes, not {len(buffer)}"
+        )
+    header = SegmentHeader(slots, slot_bytes, nonce, kind, number, job)
+    write_header(buffer, header)
+    records = Records(buffer, header, lambda _manifest, _payload: True)
+    for slot in range(slots):
+        records.write(slot, _EMPTY)
+
+
+_EMPTY = SlotHeader(SlotState.EMPTY, 0, Version(0, 0), 0, 0)
 
 
 class SegmentView:
     """A segment's slots over a writable (or, for readers, read-only) buffer.
 
-    A header that was damaged is made out from the rest; ``mended_header`` says so.
-    Raises DigestMismatch where the buffer is no segment of this layout.
+    A segment header of which one copy was damaged is read from the other, and where both were, from the slots;
+    ``mended_header`` says so. Raises DigestMismatch where the buffer is no segment of this layout, VersionMismatch
+    where it is one of an older layout.
     """
 
     def __init__(self, buffer: memoryview) -> None:
         self._buffer = buffer
-        self.geometry, intact = read_geometry(buffer, self._good_slot)
+        self.segment, intact = read_header(buffer, self._clue)
         self.mended_header = not intact
-        self.slots = self.geometry.slots
-        self.slot_bytes = self.geometry.slot_bytes
+        self.slots = self.segment.slots
+        self.slot_bytes = self.segment.slot_bytes
+        self._records = Records(buffer, self.segment, self._fits)
+        known = [self._records.header(slot) for slot in range(self.slots)]
+        self._sequence = max((header.sequence for header in known if header is not None), default=0)
 
-    def _good_slot(self, base: int) -> bool:
-        raw = bytes(self._buffer[base : base + _SLOT.size])
-        (digest,) = _SLOT_DIGEST.unpack_from(self._buffer, base + _SLOT.size)
-        return bool(digest == xxhash.xxh3_64_intdigest(raw))
+    def _clue(self, base: int) -> tuple[bytes, int, int] | None:
+        found = (clue(bytes(self._buffer[base + at : base + at + RECORD_BYTES])) for at in RECORD_PLACES)
+        return next((each for each in found if each is not None), None)
+
+    def _fits(self, manifest_bytes: int, payload_bytes: int) -> bool:
+        return _payload_offset(manifest_bytes, payload_bytes) + payload_bytes <= self.slot_bytes
 
     def _base(self, slot: int) -> int:
         if not 0 <= slot < self.slots:
             raise IndexError(f"slot {slot} of {self.slots}")
-        return self.geometry.base(slot)
+        return self.segment.base(slot)
+
+    # --- headers --------------------------------------------------------------------------------------------------
 
     def header(self, slot: int) -> SlotHeader | None:
-        """The slot's header, or None where its digest is wrong (a torn write) or it is empty."""
-        base = self._base(slot)
-        raw = bytes(self._buffer[base : base + _SLOT.size])
-        state, rank, generation, step, manifest_bytes, payload_bytes = _SLOT.unpack(raw)
-        (digest,) = _SLOT_DIGEST.unpack_from(self._buffer, base + _SLOT.size)
-        if state not in (SlotState.FILLING, SlotState.SEALED) or digest != xxhash.xxh3_64_intdigest(raw):
-            return None
-        if _payload_offset(manifest_bytes, payload_bytes) + payload_bytes > self.slot_bytes:
-            return None
-        return SlotHeader(SlotState(state), rank, Version(generation, step), manifest_bytes, payload_bytes)
+        """The slot's header, or None where it is empty, or damaged in both its records."""
+        if not 0 <= slot < self.slots:
+            raise IndexError(f"slot {slot} of {self.slots}")
+        header = self._records.header(slot)
+        return None if header is None or header.state is SlotState.EMPTY else header
 
-    def _write_header(self, slot: int, header: SlotHeader) -> None:
-        base = self._base(slot)
-        version = header.version
-        raw = _SLOT.pack(
-            header.state, header.rank, version.generation, version.step, header.manifest_bytes, header.payload_bytes
-        )
-        self._buffer[base : base + _SLOT.size] = raw
-        _SLOT_DIGEST.pack_into(self._buffer, base + _SLOT.size, xxhash.xxh3_64_intdigest(raw))
+    def look(self, slot: int) -> Look:
+        """Both records of the slot's header; tells a damaged slot from an empty one."""
+        return self._records.look(slot)
+
+    def mend_records(self, slot: int, look: Look) -> bool:
+        """Writes one record from the other. False where the slot is no longer what was seen, or is being filled."""
+        return self._records.mend(slot, look)
+
+    def sealed(self) -> Iterator[tuple[int, SlotHeader]]:
+        """The slots that say SEALED, with their headers."""
+        for slot in range(self.slots):
+            header = self.header(slot)
+            if header is not None and header.state is SlotState.SEALED:
+                yield slot, header
+
+    def _require(self, slot: int) -> SlotHeader:
+        header = self.header(slot)
+        if header is None:
+            raise DigestMismatch(f"slot {slot} is empty or its header is damaged")
+        return header
+
+    # --- filling --------------------------------------------------------------------------------------------------
 
     def begin(self, slot: int, rank: int, version: Version, manifest: bytes, payload_bytes: int) -> memoryview:
         """Marks the slot FILLING, writes the manifest, and returns the payload to fill.
 
-        Raises OutOfSlotMemory where manifest and payload do not fit.
+        Raises OutOfSlotMemory where manifest and payload do not fit, and Conflict where the slot is being mended.
         """
-        need = _payload_offset(len(manifest), payload_bytes) + payload_bytes
-        if need > self.slot_bytes:
+        offset = _payload_offset(len(manifest), payload_bytes)
+        if offset + payload_bytes > self.slot_bytes:
             raise OutOfSlotMemory(
-                f"a manifest of {len(manifest)} and a payload of {payload_bytes} bytes need {need} bytes, "
-                f"the slot has {self.slot_bytes}"
+                f"a manifest of {len(manifest)} and a payload of {payload_bytes} bytes need {offset + payload_bytes} "
+                f"bytes, the slot has {self.slot_bytes}"
             )
-        self._write_header(slot, SlotHeader(SlotState.FILLING, rank, version, len(manifest), payload_bytes))
-        start = self._base(slot) + PAGE + _digest_table_bytes(payload_bytes)
+        base = self._base(slot)
+        self._sequence += 1
+        header = SlotHeader(SlotState.FILLING, rank, version, len(manifest), payload_bytes, self._sequence)
+        self._records.write(slot, header)
+        with _FENCE:
+            pass
+        if self._is_being_mended(slot):
+            raise Conflict(f"slot {slot} is being mended; it can be filled in a moment")
+        start = base + PAGE + _table_bytes(payload_bytes)
         self._buffer[start : start + len(manifest)] = manifest
-        return self.payload(slot)
+        return self._buffer[base + PAGE + offset : base + PAGE + offset + payload_bytes]
 
     def seal(self, slot: int, digests: Sequence[bytes] | None = None) -> SlotHeader:
         """Writes the digests and marks the slot SEALED. The last step of a fill.
@@ -174,32 +209,35 @@ class SegmentView:
             digests = list(self._all_digests(manifest, self._payload_of(slot, header)))
         if len(digests) != chunk_count(header.payload_bytes) + 1:
             raise DigestMismatch(f"{len(digests)} digests do not seal a payload of {header.payload_bytes} bytes")
-        table = self._base(slot) + PAGE
-        for index, digest in enumerate(digests):
-            at = table + index * DIGEST_BYTES
-            self._buffer[at : at + DIGEST_BYTES] = digest
-        sealed = msgspec.structs.replace(header, state=SlotState.SEALED)
-        self._write_header(slot, sealed)
+        table = b"".join(digests)
+        start = self._base(slot) + PAGE
+        self._buffer[start : start + len(table)] = table
+        sealed = SlotHeader(
+            SlotState.SEALED,
+            header.rank,
+            header.version,
+            header.manifest_bytes,
+            header.payload_bytes,
+            header.sequence,
+            xxhash.xxh3_128_digest(table),
+        )
+        self._records.write(slot, sealed)
         return sealed
 
     def discard(self, slot: int) -> None:
         """Marks the slot EMPTY."""
-        _SLOT.pack_into(self._buffer, self._base(slot), SlotState.EMPTY, 0, 0, 0, 0, 0)
+        self._records.write(slot, msgspec.structs.replace(_EMPTY, sequence=self._sequence))
 
     @staticmethod
     def _all_digests(manifest: memoryview, payload: memoryview) -> Iterator[bytes]:
         yield xxhash.xxh3_128_digest(manifest)
         yield from chunk_digests(payload)
 
-    def _manifest_range(self, slot: int, header: SlotHeader) -> slice:
-        start = self._base(slot) + PAGE + _digest_table_bytes(header.payload_bytes)
-        return slice(start, start + header.manifest_bytes)
+    # --- reading --------------------------------------------------------------------------------------------------
 
-    def _require(self, slot: int) -> SlotHeader:
-        header = self.header(slot)
-        if header is None:
-            raise DigestMismatch(f"slot {slot} is empty or its header is torn")
-        return header
+    def _manifest_range(self, slot: int, header: SlotHeader) -> slice:
+        start = self._base(slot) + PAGE + _table_bytes(header.payload_bytes)
+        return slice(start, start + header.manifest_bytes)
 
     def payload(self, slot: int) -> memoryview:
         """The payload's bytes, unchecked."""
@@ -210,19 +248,22 @@ class SegmentView:
         return self._buffer[start : start + header.payload_bytes]
 
     def digests(self, slot: int) -> list[bytes]:
-        """The sealed digests: the manifest's, then one per payload chunk."""
-        return self._digests_of(slot, self._require(slot))
+        """The sealed digests, checked: the manifest's, then one per payload chunk. Raises DigestMismatch."""
+        table = self._table(slot, self._require(slot))
+        return [table[at : at + DIGEST_BYTES] for at in range(0, len(table), DIGEST_BYTES)]
 
-    def _digests_of(self, slot: int, header: SlotHeader) -> list[bytes]:
-        table = self._base(slot) + PAGE
-        count = chunk_count(header.payload_bytes) + 1
-        return [bytes(self._buffer[table + i * DIGEST_BYTES : table + (i + 1) * DIGEST_BYTES]) for i in range(count)]
+    def _table(self, slot: int, header: SlotHeader) -> bytes:
+        start = self._base(slot) + PAGE
+        table = bytes(self._buffer[start : start + _table_bytes(header.payload_bytes)])
+        if xxhash.xxh3_128_digest(table) != header.table:
+            raise DigestMismatch(f"the chunk digests of slot {slot} (version {header.version}) are not what was sealed")
+        return table
 
     def manifest(self, slot: int) -> bytes:
         """The manifest, checked. Raises DigestMismatch."""
         header = self._require(slot)
         manifest = bytes(self._buffer[self._manifest_range(slot, header)])
-        if xxhash.xxh3_128_digest(manifest) != self._digests_of(slot, header)[0]:
+        if xxhash.xxh3_128_digest(manifest) != self._table(slot, header)[:DIGEST_BYTES]:
             raise DigestMismatch(f"the manifest of slot {slot} (version {header.version}) is not what was sealed")
         return manifest
 
@@ -233,13 +274,13 @@ class SegmentView:
         that a slot which is filled anew meanwhile is a mismatch and nothing worse.
         """
         header = self._require(slot)
-        payload, sealed = self._payload_of(slot, header), self._digests_of(slot, header)
+        payload, table = self._payload_of(slot, header), self._table(slot, header)
         end = len(payload) if length is None else start + length
         if not 0 <= start <= end <= len(payload):
             raise IndexError(f"bytes {start} to {end} are not within a payload of {len(payload)} bytes")
         for index in range(start // CHUNK_BYTES, chunk_count(end)):
-            chunk = payload[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
-            if xxhash.xxh3_128_digest(chunk) != sealed[index + 1]:
+            sealed = table[(index + 1) * DIGEST_BYTES : (index + 2) * DIGEST_BYTES]
+            if xxhash.xxh3_128_digest(payload[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]) != sealed:
                 raise DigestMismatch(f"chunk {index} of slot {slot} is not what was sealed")
 
     def check(self, slot: int) -> None:
@@ -247,12 +288,59 @@ class SegmentView:
         self.manifest(slot)
         self.check_chunks(slot)
 
-    def sealed(self) -> Iterator[tuple[int, SlotHeader]]:
-        """The slots that say SEALED, with their headers."""
-        for slot in range(self.slots):
-            header = self.header(slot)
-            if header is not None and header.state is SlotState.SEALED:
-                yield slot, header
+    # --- mending --------------------------------------------------------------------------------------------------
+
+    def _is_being_mended(self, slot: int) -> bool:
+        at = self._base(slot) + MEND_FLAG_AT
+        return int.from_bytes(self._buffer[at : at + _WORD.size], "little") == _MENDING
+
+    def _flag(self, slot: int, value: int) -> None:
+        at = self._base(slot) + MEND_FLAG_AT
+        self._buffer[at : at + _WORD.size] = _WORD.pack(value)
+
+    def rebuilt_table(self, slot: int, header: SlotHeader) -> bytes | None:
+        """The chunk digests made anew from bytes that are whole; None where they are not."""
+        manifest = self._buffer[self._manifest_range(slot, header)]
+        table = b"".join(self._all_digests(manifest, self._payload_of(slot, header)))
+        return table if xxhash.xxh3_128_digest(table) == header.table else None
+
+    def mend(
+        self,
+        slot: int,
+        header: SlotHeader,
+        *,
+        chunks: Mapping[int, bytes] = {},
+        manifest: bytes | None = None,
+        table: bytes | None = None,
+    ) -> bool:
+        """Writes bytes into a slot that stands. False where it is no longer what ``header`` says.
+
+        For one mender at a time: the slot's own writer may begin a fill at any moment. It says FILLING and then looks
+        at the flag; the mender sets the flag and then looks at the header. So one of them sees the other and gives
+        way, and no mend ever writes into a fill.
+        """
+        self._flag(slot, _MENDING)
+        try:
+            with _FENCE:
+                pass
+            if self.header(slot) != header:
+                return False
+            base = self._base(slot) + PAGE
+            payload = base + _payload_offset(header.manifest_bytes, header.payload_bytes)
+            pieces = [(base, table), (base + _table_bytes(header.payload_bytes), manifest)]
+            for at, piece in [*pieces, *((payload + i * CHUNK_BYTES, chunk) for i, chunk in chunks.items())]:
+                if piece is not None:
+                    self._buffer[at : at + len(piece)] = piece
+            return True
+        finally:
+            self._flag(slot, 0)
+
+    def settle_mend(self, slot: int) -> bool:
+        """Ends a mend whose mender died. False where there is none."""
+        if not self._is_being_mended(slot):
+            return False
+        self._flag(slot, 0)
+        return True
 
 
 def slot_to_fill(headers: list[SlotHeader | None], keep: set[Version]) -> int:

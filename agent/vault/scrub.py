@@ -1,4 +1,4 @@
-"""Hashing what lies still: a bit that flips in a sealed slot is found here, before somebody restores from it."""
+"""Looking at what lies still: a bit that flips in a slot or its header is found before somebody restores from it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ from agent.vault.segments import Segment, SegmentKey, SegmentStore
 from agent.vault.statistics import Tally
 from everstep.clock import Clock
 from everstep.errors import DigestMismatch
+from everstep.segment_records import Look
 from everstep.slots import CHUNK_BYTES, SlotHeader
 
 log = logging.getLogger(__name__)
 
 
 class Scrubber:
-    """Goes over all sealed slots, again and again, at a bounded rate, in a thread of its own.
+    """Goes over all headers and all sealed slots, again and again, at a bounded rate, in a thread of its own.
+
+    A header of which a part is damaged is mended from its other part. Two records that do not agree may be a writer at
+    work, so they are left alone until the next round finds them just so.
 
     A slot that was not there in the round before is left for the next one: what a running job overwrites after a few
     steps has no time to rot, and hashing it once more would cost the job's own cores.
@@ -42,6 +46,7 @@ class Scrubber:
         self._interval_s = interval_s
         self._bytes_per_s = bytes_per_s
         self._seen: set[tuple[SegmentKey, int, SlotHeader]] = set()
+        self._at_odds: dict[tuple[SegmentKey, int], Look] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="scrub", daemon=True)
 
@@ -60,15 +65,31 @@ class Scrubber:
             self._stopping.wait(max(0.0, begun + self._interval_s - self._clock.monotonic()))
 
     def round(self) -> None:
-        """Hashes every slot that is sealed now and was in the round before, once."""
+        """Looks at every header, and hashes every slot that is sealed now and was in the round before, once."""
         before, self._seen = self._seen, set()
+        odd_before, self._at_odds = self._at_odds, {}
         for segment in self._store.segments():
+            self._look_at_headers(segment, odd_before)
             for slot, header in segment.view.sealed():
                 if self._stopping.is_set():
                     return
                 self._seen.add((segment.key, slot, header))
                 if (segment.key, slot, header) in before:
                     self._scrub(segment, slot, header)
+
+    def _look_at_headers(self, segment: Segment, before: dict[tuple[SegmentKey, int], Look]) -> None:
+        self._store.mend_header(segment)
+        for slot in range(segment.view.slots):
+            look = segment.view.look(slot)
+            if look.agree:
+                continue
+            self._at_odds[segment.key, slot] = look
+            if before.get((segment.key, slot)) != look:
+                continue
+            if look.header is None:
+                self._store.lost_header(segment, slot)
+            else:
+                self._store.mend_records(segment, slot, look)
 
     def _scrub(self, segment: Segment, slot: int, header: SlotHeader) -> None:
         try:

@@ -1,8 +1,9 @@
 """The node's segments: files that hold slots, made, found again, enlarged and unlinked.
 
 ``DIR/JOB/own-LOCALRANK`` is written by that rank through its own mapping, ``DIR/JOB/replica-RANK`` by this vault, with
-what other nodes' ranks sent. A file is drafted under a name that begins with a dot and renamed when its headers are
-written, so that a name always shows a whole segment. Other files there are scratch space of ranks.
+what other nodes' ranks sent, and ``DIR/JOB/parity-GROUP`` with what it made of theirs. A file is drafted under a name
+that begins with a dot and renamed when its headers are written, so that a name always shows a whole segment. Other
+files there are scratch space of ranks.
 """
 
 from __future__ import annotations
@@ -11,29 +12,32 @@ import errno
 import mmap
 import os
 import re
+import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from agent.vault.memory import Budget, allocate, populate
-from everstep.errors import ConfigurationError, DigestMismatch
+from everstep.errors import ConfigurationError, DigestMismatch, VersionMismatch
 from everstep.ids import NAME_PATTERN, Version
-from everstep.segment_header import MOST_SLOTS, PAGE, is_intact, segment_bytes, write_geometry
+from everstep.segment_header import MOST_SLOTS, NONCE_BYTES, PAGE, is_intact, segment_bytes, write_header
+from everstep.segment_records import Look
 from everstep.slots import SegmentView, SlotHeader, SlotState, format_segment, segment_name
 from everstep.wire.v1.local import SlotInfo
 
-Kind = Literal["own", "replica"]
-_FILE = re.compile(r"^(own|replica)-(0|[1-9][0-9]{0,6})$")
+Kind = Literal["own", "replica", "parity"]
+_KINDS: dict[str, Kind] = {"own": "own", "replica": "replica", "parity": "parity"}
+_FILE = re.compile(r"^(own|replica|parity)-(0|[1-9][0-9]{0,6})$")
 MOST_SLOT_BYTES = 1 << 48
 MOST_LOCAL_RANKS = 64
 
 
 class SegmentKey(msgspec.Struct, frozen=True, order=True):
-    """Which segment: a local rank's own, or the copies of a rank's slots."""
+    """Which segment: a local rank's own, the copies of a rank's slots, or a group's P or Q."""
 
     job: str
     kind: Kind
@@ -54,46 +58,79 @@ class Damage(msgspec.Struct, frozen=True):
 
 
 class Segment:
-    """A segment file, mapped; its bytes stay readable for whoever holds this, even when the file is gone."""
+    """A segment file, mapped; its bytes stay readable for whoever holds this, even when the file is gone.
+
+    Raises DigestMismatch where the file is no segment, or another one's; VersionMismatch; OSError.
+    """
 
     def __init__(self, key: SegmentKey, path: Path) -> None:
         self.key = key
         self.path = path
-        writable = key.kind == "replica"
-        self.mapping = _map(path, writable)
+        self.mapping = _map(path, key.kind != "own")
         self._file = path.stat()
         self.view = SegmentView(memoryview(self.mapping))
+        said = self.view.segment
+        self._header = msgspec.structs.replace(said, kind=key.kind, number=key.number, job=key.job)
+        if said.job and said != self._header:
+            raise DigestMismatch(f"it is the segment {said.job}/{segment_name(said.kind, said.number)}")
 
-    def discard(self, slot: int, header: SlotHeader) -> bool:
-        """Marks the slot empty if it still is what ``header`` says. Own segments are mapped writable for this alone."""
+    def discard(self, slot: int, header: SlotHeader | None) -> bool:
+        """Marks the slot empty if it still is what ``header`` says (None: damaged)."""
         try:
-            view = self.view if self.key.kind == "replica" else self._writable()
+            view = self._writable()
         except FileNotFoundError:
             return False
-        if view.header(slot) != header:
+        if view.look(slot).header != header:
             return False
         view.discard(slot)
         return True
 
     def mend_header(self) -> bool:
         """Writes the segment's header anew where the file's is damaged. False where it is not."""
-        if is_intact(memoryview(self.mapping), self.view.geometry):
+        if is_intact(memoryview(self.mapping), self._header):
             return False
-        own = self.key.kind == "own"
-        write_geometry(memoryview(_map(self.path, True) if own else self.mapping), self.view.geometry)
+        try:
+            write_header(self._writable_bytes(), self._header)
+        except FileNotFoundError:
+            return False
         return True
 
+    def mend_records(self, slot: int, look: Look) -> bool:
+        """Writes a slot's damaged record from its twin. False where the slot is no longer what was seen."""
+        try:
+            return self._writable().mend_records(slot, look)
+        except FileNotFoundError:
+            return False
+
+    def mend(self, slot: int, header: SlotHeader, **what: Any) -> bool:
+        """``SegmentView.mend``. False where the slot is no longer what ``header`` says."""
+        try:
+            return self._writable().mend(slot, header, **what)
+        except FileNotFoundError:
+            return False
+
+    def settle(self, slot: int) -> None:
+        """Ends a mend that an earlier vault began and did not end, so that the slot can be filled again."""
+        self._writable().settle_mend(slot)
+
     def _writable(self) -> SegmentView:
+        """Own segments are mapped writable for repairs alone. Raises FileNotFoundError as below."""
+        return self.view if self.key.kind != "own" else SegmentView(self._writable_bytes())
+
+    def _writable_bytes(self) -> memoryview:
         """Raises FileNotFoundError where the path does not name this file any more."""
-        view = SegmentView(memoryview(_map(self.path, True)))
+        mapping = self.mapping if self.key.kind != "own" else _map(self.path, True)
         if not os.path.samestat(self.path.stat(), self._file):
             raise FileNotFoundError(errno.ENOENT, "the segment was replaced", str(self.path))
-        return view
+        return memoryview(mapping)
 
-    def damage(self, slot: int, header: SlotHeader, message: str) -> Damage:
-        """What is told of a sealed slot."""
-        subject = f"{self.key.job}/rank{header.rank}/{header.version}"
-        return Damage(self.key.job, subject, message, {"path": str(self.path), "slot": str(slot)})
+    def damage(self, slot: int | None, header: SlotHeader | None, message: str) -> Damage:
+        """What is told of a slot, of one whose header is lost, or of the segment's own header."""
+        evidence = {"path": str(self.path)} | ({} if slot is None else {"slot": str(slot)})
+        rank = self.key.filename if header is None or self.key.kind == "parity" else f"rank{header.rank}"
+        whose = rank if header is None else f"{rank}/{header.version}"
+        where = f"/slot{slot}" if header is None and slot is not None else ""
+        return Damage(self.key.job, f"{self.key.job}/{whose}{where}", message, evidence)
 
     def info(self, node: str, slot: int, header: SlotHeader) -> SlotInfo:
         """How the inventory names a sealed slot."""
@@ -103,7 +140,7 @@ class Segment:
             version=header.version,
             path=str(self.path),
             slot=slot,
-            replica=self.key.kind == "replica",
+            replica=self.key.kind != "own",
             manifest_digest=self.view.digests(slot)[0].hex(),
         )
 
@@ -154,17 +191,23 @@ class SegmentStore:
         with self._lock:
             return {key.job for key in self._segments}
 
-    def find(self, job: str, rank: int, version: Version) -> Iterator[tuple[Segment, int, SlotHeader]]:
-        """Sealed slots that say they hold that rank's share of that version, unchecked."""
+    def find(
+        self, job: str, rank: int, version: Version, *, parity: bool = False
+    ) -> Iterator[tuple[Segment, int, SlotHeader]]:
+        """Sealed slots that say they hold that rank's share of that version (or that group's parity), unchecked."""
         for segment in self.segments(job):
+            if (segment.key.kind == "parity") != parity:
+                continue
             for slot, header in segment.view.sealed():
                 if header.rank == rank and header.version == version:
                     yield segment, slot, header
 
     def inventory(self, job: str) -> tuple[SlotInfo, ...]:
-        """The job's sealed slots. One that is filled anew at this moment is left out."""
+        """The job's sealed slots, parity apart. One that is filled anew at this moment is left out."""
         found = []
         for segment in self.segments(job):
+            if segment.key.kind == "parity":
+                continue
             for slot, header in segment.view.sealed():
                 try:
                     found.append(segment.info(self._node, slot, header))
@@ -185,16 +228,16 @@ class SegmentStore:
         with self._making_lock(key):
             old = self.get(key)
             if old is not None and old.view.slot_bytes >= slot_bytes and old.view.slots >= slots and old.path.exists():
-                self._mend_header(old)
+                self.mend_header(old)
                 return old
             wanted_bytes = max(slot_bytes, old.view.slot_bytes if old else 0)
             return self._make(key, old, -(-wanted_bytes // PAGE) * PAGE, max(slots, old.view.slots if old else 0))
 
-    def _mend_header(self, segment: Segment) -> None:
-        """A rank is about to map the file: it must find what the vault has known all the time."""
+    def mend_header(self, segment: Segment) -> None:
+        """Before a rank maps the file, and now and then: it should find what the vault has known all the time."""
         if segment.mend_header():
             message = f"the header of {segment.path} was damaged; it is written anew, and its slots stand"
-            self._tell(Damage(segment.key.job, f"{segment.key.job}/{segment.key.filename}", message, {}))
+            self._tell(segment.damage(None, None, message))
 
     def _making_lock(self, key: SegmentKey) -> threading.Lock:
         with self._lock:
@@ -208,7 +251,7 @@ class SegmentStore:
         length = segment_bytes(slots, slot_bytes)
         with self.budget.admit(length, what):
             try:
-                self._draft(draft, length, slot_bytes, slots, what, wait=key.kind == "own")
+                self._draft(key, draft, length, slot_bytes, slots, what)
                 if old is not None:
                     _carry_over(old.view, SegmentView(memoryview(_map(draft, True))))
                 draft.rename(path)
@@ -217,7 +260,7 @@ class SegmentStore:
                 raise
         return self._add(Segment(key, path))
 
-    def _draft(self, draft: Path, length: int, slot_bytes: int, slots: int, what: str, wait: bool) -> None:
+    def _draft(self, key: SegmentKey, draft: Path, length: int, slot_bytes: int, slots: int, what: str) -> None:
         draft.unlink(missing_ok=True)
         descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
@@ -225,8 +268,9 @@ class SegmentStore:
         finally:
             os.close(descriptor)
         mapping = _map(draft, True)
-        format_segment(memoryview(mapping), slots, slot_bytes)
-        if wait:
+        buffer, nonce = memoryview(mapping), secrets.token_bytes(NONCE_BYTES)
+        format_segment(buffer, slots, slot_bytes, nonce=nonce, kind=key.kind, number=key.number, job=key.job)
+        if key.kind == "own":
             populate(mapping)
         else:
             threading.Thread(target=populate, args=(mapping,), daemon=True, name="populate").start()
@@ -257,34 +301,47 @@ class SegmentStore:
         name = _FILE.match(path.name)
         if name is None:
             return 0
-        key = SegmentKey(job, "own" if name[1] == "own" else "replica", int(name[2]))
+        key = SegmentKey(job, _KINDS[name[1]], int(name[2]))
         try:
             segment = Segment(key, path)
+        except VersionMismatch as error:
+            raise ConfigurationError(f"{path} cannot be taken over: {error}") from error
         except (DigestMismatch, OSError) as error:
             path.unlink(missing_ok=True)
             self._tell(Damage(job, f"{job}/{path.name}", f"{path} is given up: {error}", {"path": str(path)}))
             return 0
-        self._mend_header(segment)
-        return self._clean(self._add(segment))
+        self.mend_header(segment)
+        return sum(self._adopt_slot(segment, slot) for slot in range(self._add(segment).view.slots))
 
-    def _clean(self, segment: Segment) -> int:
-        """Discards what cannot be believed; returns how many sealed slots can."""
-        good = 0
-        for slot in range(segment.view.slots):
-            header = segment.view.header(slot)
-            if header is None:
-                continue
-            if header.state is SlotState.SEALED:
-                try:
-                    segment.view.check(slot)
-                except DigestMismatch as error:
-                    segment.discard(slot, header)
-                    self._tell(segment.damage(slot, header, f"{error}; the slot is discarded"))
-                else:
-                    good += 1
-            elif segment.key.kind == "replica":
+    def _adopt_slot(self, segment: Segment, slot: int) -> bool:
+        """Whether the slot is sealed and good. What cannot be believed is discarded."""
+        segment.settle(slot)
+        header = segment.view.look(slot).header
+        if header is None:
+            self.lost_header(segment, slot)
+        elif header.state is SlotState.SEALED:
+            try:
+                segment.view.check(slot)
+            except DigestMismatch as error:
                 segment.discard(slot, header)
-        return good
+                self._tell(segment.damage(slot, header, f"{error}; the slot is discarded"))
+            else:
+                return True
+        elif header.state is not SlotState.EMPTY and segment.key.kind != "own":
+            segment.discard(slot, header)
+        return False
+
+    def lost_header(self, segment: Segment, slot: int) -> None:
+        """Both records of a slot's header are damaged: what it held, if it held anything, cannot be told any more."""
+        if segment.discard(slot, None):
+            message = f"slot {slot} of {segment.path} is discarded: both records of its header were damaged"
+            self._tell(segment.damage(slot, None, message))
+
+    def mend_records(self, segment: Segment, slot: int, look: Look) -> None:
+        """One record of a slot's header is not what the other one is: damaged, or its writer died between the two."""
+        if segment.mend_records(slot, look) and look.bad:
+            message = f"a record of the header of slot {slot} of {segment.path} was damaged; it is mended from its twin"
+            self._tell(segment.damage(slot, None if look.state is SlotState.EMPTY else look.header, message))
 
     # --- the end --------------------------------------------------------------------------------------------------
 

@@ -9,9 +9,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.errors import ConfigurationError, DigestMismatch, OutOfSlotMemory
+from everstep.errors import ConfigurationError, DigestMismatch, OutOfSlotMemory, VersionMismatch
 from everstep.ids import Version
 from everstep.segment_header import PAGE, segment_bytes
+from everstep.segment_records import RECORD_PLACES
 from everstep.slots import (
     CHUNK_BYTES,
     SegmentView,
@@ -43,7 +44,9 @@ def sealed_header(step: int) -> SlotHeader:
 def test_what_was_sealed_is_read_back(manifest: bytes, payload: bytes) -> None:
     view = segment(slot_bytes_for(len(manifest), len(payload)))
     filled(view, 2, Version(4, 5), payload, manifest)
-    assert list(view.sealed()) == [(2, SlotHeader(SlotState.SEALED, 3, Version(4, 5), len(manifest), len(payload)))]
+    ((slot, header),) = view.sealed()
+    assert (slot, header.state, header.rank, header.version) == (2, SlotState.SEALED, 3, Version(4, 5))
+    assert (header.manifest_bytes, header.payload_bytes) == (len(manifest), len(payload))
     view.check(2)
     assert view.manifest(2) == manifest
     assert view.payload(2) == payload
@@ -57,24 +60,52 @@ def test_a_fill_that_was_broken_off_is_not_believed() -> None:
     assert list(view.sealed()) == []
 
 
-def test_a_torn_header_reads_as_empty() -> None:
+def test_one_damaged_record_is_read_from_its_twin_and_two_are_told_from_an_empty_slot() -> None:
     buffer = memoryview(bytearray(segment_bytes(1, PAGE)))
     format_segment(buffer, 1, PAGE)
     view = SegmentView(buffer)
+    assert (view.look(0).state, view.look(0).agree) == (SlotState.EMPTY, True)
     filled(view, 0, Version(1, 1), b"x")
+    sealed = view.header(0)
     buffer[PAGE + 8] ^= 1
+    assert view.header(0) == sealed
+    assert view.look(0).bad == (0,)
+    buffer[PAGE + RECORD_PLACES[1] + 8] ^= 1
     assert view.header(0) is None
-    with pytest.raises(DigestMismatch, match="empty or its header is torn"):
+    assert (view.look(0).state, view.look(0).bad) == (SlotState.DAMAGED, (0, 1))
+    with pytest.raises(DigestMismatch, match="empty or its header is damaged"):
         view.payload(0)
 
 
-def test_a_header_of_an_unknown_state_reads_as_empty() -> None:
+def test_zeros_are_damaged_and_not_empty() -> None:
     buffer = memoryview(bytearray(segment_bytes(1, PAGE)))
     format_segment(buffer, 1, PAGE)
-    raw = struct.pack("<IIQQQQ", 7, 0, 1, 1, 0, 0)
-    buffer[PAGE : PAGE + len(raw)] = raw
-    struct.pack_into("<Q", buffer, PAGE + len(raw), xxhash.xxh3_64_intdigest(raw))
-    assert SegmentView(buffer).header(0) is None
+    buffer[PAGE : 2 * PAGE] = bytes(PAGE)
+    assert SegmentView(buffer).look(0).state is SlotState.DAMAGED
+
+
+def test_a_record_of_an_unknown_state_or_of_another_slot_is_not_believed() -> None:
+    view = segment(slots=2)
+    for state, slot in ((SlotState.DAMAGED, 0), (SlotState.SEALED, 1)):
+        record = view._records._pack(slot, SlotHeader(state, 0, Version(1, 1), 0, 0))
+        for place in RECORD_PLACES:
+            view._buffer[PAGE + place : PAGE + place + len(record)] = record
+        assert view.look(0).state is SlotState.DAMAGED
+
+
+def test_a_segment_of_layout_1_is_refused_with_what_to_do() -> None:
+    buffer = memoryview(bytearray(segment_bytes(1, PAGE)))
+    struct.pack_into("<8sIIQ", buffer, 0, b"EVRSTEP\x01", 1, 1, PAGE)
+    with pytest.raises(VersionMismatch, match="let the jobs that have slots here end"):
+        SegmentView(buffer)
+
+
+def test_two_fills_of_one_version_have_headers_that_differ() -> None:
+    view = segment()
+    filled(view, 0, Version(1, 1), b"x")
+    first = view.header(0)
+    filled(SegmentView(view._buffer), 0, Version(1, 1), b"x")
+    assert view.header(0) != first
 
 
 @pytest.mark.parametrize("at", [0, CHUNK_BYTES - 1, CHUNK_BYTES, 2 * CHUNK_BYTES + 99])
@@ -119,17 +150,17 @@ def test_the_wrong_number_of_digests_seals_nothing() -> None:
 def test_a_slot_too_small_says_how_much_is_needed() -> None:
     with pytest.raises(OutOfSlotMemory, match=r"need \d+ bytes, the slot has 4096"):
         segment(PAGE).begin(0, 0, Version(1, 1), b"", PAGE)
-    with pytest.raises(OutOfSlotMemory, match="need 36864 bytes with their headers, the segment has 100"):
+    with pytest.raises(OutOfSlotMemory, match="need 40960 bytes with their headers, the segment has 100"):
         format_segment(memoryview(bytearray(100)), 4, PAGE)
 
 
 def test_slots_that_are_not_whole_pages_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="multiple of 4096"):
-        format_segment(memoryview(bytearray(1 << 16)), 1, 5000)
+        format_segment(memoryview(bytearray(segment_bytes(1, 5000))), 1, 5000)
 
 
 def test_bytes_that_are_no_segment_are_refused() -> None:
-    for data in (b"", bytes(PAGE), b"EVRSTEP\x01" + bytes(PAGE)):
+    for data in (b"", bytes(PAGE), b"EVRSTEP\x02" + bytes(PAGE), bytes(8 * PAGE)):
         with pytest.raises(DigestMismatch, match=r"no segment|not a segment"):
             SegmentView(memoryview(data))
 

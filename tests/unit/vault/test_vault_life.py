@@ -114,7 +114,7 @@ def test_more_memory_than_the_limit_is_refused_with_the_arithmetic(fleet: Vaults
     second = client.ask(local.OpenSegment, job=JOB, local_rank=1, slot_bytes=2 << 20, slots=SLOTS)
     assert isinstance(second, local.Failed)
     assert second.code == "slot_memory"
-    assert "5 slots of 2097152 bytes for job/own-1 needs 10510336 bytes; 5267456 of --memory-limit 10485760" in (
+    assert "5 slots of 2097152 bytes for job/own-1 needs 10514432 bytes; 5271552 of --memory-limit 10485760" in (
         second.message
     )
     assert isinstance(client.ask(local.OpenSegment, job=JOB, local_rank=1, slot_bytes=4096, slots=SLOTS), local.Segment)

@@ -14,7 +14,9 @@ from agent.vault.segments import SegmentKey, SegmentStore
 from agent.vault.statistics import Tally
 from everstep.clock import ManualClock
 from everstep.ids import Version
-from everstep.slots import CHUNK_BYTES, SegmentView, slot_bytes_for
+from everstep.segment_header import PAGE
+from everstep.segment_records import RECORD_PLACES
+from everstep.slots import CHUNK_BYTES, SegmentView, SlotState, slot_bytes_for
 from everstep.vocabulary import Action, FindingKind, Mode, Severity
 from everstep.wire.v1 import local
 from everstep.wire.v1.training import FindingRaised
@@ -35,6 +37,7 @@ class Bench:
         self.tally = Tally()
         clock = ManualClock()
         findings = Findings("n1", clock, self.tally, self.told.append)
+        self.store.listen(findings.damage)
         self.scrubber = Scrubber(self.store, findings, self.tally, clock, interval_s=1.0, bytes_per_s=1e12)
 
     def rounds(self, count: int) -> None:
@@ -103,6 +106,68 @@ def test_a_flipped_bit_in_the_manifest_is_found_too(bench: Bench) -> None:
         file.write(b"n")
     bench.rounds(2)
     assert "manifest" in bench.told[0].finding.message
+
+
+def test_a_flipped_bit_among_the_chunk_digests_is_found_too(bench: Bench) -> None:
+    bench.fill(0, Version(1, 1))
+    flip(bench, bench.rank.segment.base(0) + PAGE + 17)
+    bench.rounds(2)
+    assert "the chunk digests" in bench.told[0].finding.message
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_flipped_bit_in_a_slots_header_is_mended_and_told_once(bench: Bench, number: int) -> None:
+    bench.fill(1, Version(4, 5))
+    good = bench.rank.look(1)
+    flip(bench, bench.rank.segment.base(1) + RECORD_PLACES[number] + 9)
+    bench.rounds(1)
+    assert bench.told == []  # it may be a writer at work
+    bench.rounds(3)
+    (raised,) = bench.told
+    assert raised.finding.subject == "job/rank2/4:5"
+    assert "mended from its twin" in raised.finding.message
+    assert bench.rank.look(1) == good
+
+
+def test_a_slot_whose_header_is_lost_is_told_and_free_again(bench: Bench) -> None:
+    bench.fill(1, Version(4, 5))
+    for place in RECORD_PLACES:
+        flip(bench, bench.rank.segment.base(1) + place + 9)
+    bench.rounds(3)
+    (raised,) = bench.told
+    assert raised.finding.subject == "job/own-0/slot1"
+    assert bench.rank.look(1).state is SlotState.EMPTY
+
+
+def test_a_flipped_bit_in_an_empty_slots_header_is_told_of_the_segment(bench: Bench) -> None:
+    flip(bench, bench.rank.segment.base(1) + 9)
+    bench.rounds(2)
+    assert bench.told[0].finding.subject == "job/own-0/slot1"
+    assert bench.rank.look(1).agree
+
+
+def test_a_flipped_bit_in_the_segments_header_is_mended_and_told_once(bench: Bench) -> None:
+    flip(bench, 13)
+    bench.rounds(2)
+    (raised,) = bench.told
+    assert raised.finding.subject == "job/own-0"
+    assert map_segment(bench.segment.path).mended_header is False
+
+
+def test_a_writer_that_died_between_two_records_is_no_damage(bench: Bench) -> None:
+    bench.fill(1, Version(4, 5))
+    before = bench.rank.look(1).raw[1]
+    bench.rank.discard(1)
+    place = bench.rank.segment.base(1) + RECORD_PLACES[1]
+    bench.rank._buffer[place : place + len(before)] = before
+    bench.rounds(3)
+    assert bench.told == []
+    assert bench.rank.look(1).agree
+    assert bench.rank.look(1).state is SlotState.EMPTY
+
+
+def flip(bench: Bench, at: int) -> None:
+    bench.rank._buffer[at] ^= 4
 
 
 def test_a_slot_that_is_filled_again_and_again_is_never_misjudged(bench: Bench) -> None:

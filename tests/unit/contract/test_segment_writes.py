@@ -1,0 +1,234 @@
+"""A writer may die between any two words of what it writes; whoever reads then reads by the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everstep.errors import Conflict, DigestMismatch
+from everstep.ids import Version
+from everstep.segment_header import PAGE, segment_bytes
+from everstep.slots import SegmentView, SlotState, format_segment
+
+WORD = 8
+OLD, NEW = Version(1, 1), Version(1, 2)
+Write = tuple[int, bytes]
+
+
+class Written:
+    """A buffer that remembers each word that was written to it, in order."""
+
+    def __init__(self, image: bytearray) -> None:
+        self.image = image
+        self.words: list[Write] = []
+
+    def __len__(self) -> int:
+        return len(self.image)
+
+    def __getitem__(self, key: slice) -> memoryview:
+        return memoryview(bytes(self.image[key]))
+
+    def __setitem__(self, key: slice, data: bytes) -> None:
+        for at in range(key.start, key.start + len(data), WORD):
+            word = bytes(data[at - key.start : at - key.start + WORD])
+            self.words.append((at, word))
+            self.image[at : at + len(word)] = word
+
+
+def empty(slots: int = 2) -> bytearray:
+    image = bytearray(segment_bytes(slots, PAGE))
+    format_segment(memoryview(image), slots, PAGE)
+    return image
+
+
+def view_of(image: bytearray | Written) -> SegmentView:
+    return SegmentView(cast(memoryview, image) if isinstance(image, Written) else memoryview(image))
+
+
+def fill(view: SegmentView, slot: int, version: Version, payload: bytes) -> None:
+    view.begin(slot, 0, version, b"manifest", len(payload))
+    view._buffer[payload_range(view, slot)] = payload  # a Written gives out copies
+    view.seal(slot)
+
+
+def payload_range(view: SegmentView, slot: int) -> slice:
+    header = view.header(slot)
+    assert header is not None
+    start = PAGE + slot * (PAGE + view.slot_bytes) + PAGE + 64
+    return slice(start, start + header.payload_bytes)
+
+
+def cuts(image: bytearray, work: Callable[[SegmentView], object]) -> Iterator[bytearray]:
+    """The image after no word of what ``work`` writes, after the first, and so on to the last."""
+    written = Written(bytearray(image))
+    work(view_of(written))
+    now = bytearray(image)
+    yield bytearray(now)
+    for at, word in written.words:
+        now[at : at + len(word)] = word
+        yield bytearray(now)
+
+
+def version_and_state(image: bytearray, slot: int) -> tuple[SlotState, Version | None]:
+    look = view_of(image).look(slot)
+    return look.state, None if look.header is None or look.state is SlotState.EMPTY else look.header.version
+
+
+@given(old=st.binary(min_size=1, max_size=100), new=st.binary(min_size=1, max_size=100))
+@settings(max_examples=30, deadline=None)
+def test_a_fill_that_is_cut_anywhere_leaves_the_old_slot_whole_or_a_filling_one(old: bytes, new: bytes) -> None:
+    image = empty()
+    fill(view_of(image), 0, OLD, old)
+    fill(view_of(image), 1, OLD, b"a neighbour")
+    seen = []
+    for cut in cuts(image, lambda view: fill(view, 0, NEW, new)):
+        view = view_of(cut)
+        view.check(1)
+        state = version_and_state(cut, 0)
+        if not seen or seen[-1] != state:
+            seen.append(state)
+        if state[0] is SlotState.SEALED:
+            view.check(0)
+            assert view.payload(0) == (old if state[1] == OLD else new)
+    assert seen == [(SlotState.SEALED, OLD), (SlotState.FILLING, NEW), (SlotState.SEALED, NEW)]
+
+
+def test_a_first_fill_that_is_cut_anywhere_is_never_damaged() -> None:
+    states = [version_and_state(cut, 0)[0] for cut in cuts(empty(), lambda view: fill(view, 0, NEW, b"payload"))]
+    assert states == sorted(states)
+    assert set(states) == {SlotState.EMPTY, SlotState.FILLING, SlotState.SEALED}
+
+
+def test_a_discard_that_is_cut_anywhere_leaves_the_slot_or_an_empty_one() -> None:
+    image = empty()
+    fill(view_of(image), 0, OLD, b"old")
+    seen = []
+    for cut in cuts(image, lambda view: view.discard(0)):
+        state = version_and_state(cut, 0)
+        if state[0] is SlotState.SEALED:
+            view_of(cut).check(0)
+        seen.append(state)
+    assert set(seen) == {(SlotState.SEALED, OLD), (SlotState.EMPTY, None)}
+    assert seen == sorted(seen, key=lambda state: state[0] is SlotState.EMPTY)
+
+
+def test_what_a_cut_left_at_odds_is_mended_to_what_was_read() -> None:
+    image = empty()
+    fill(view_of(image), 0, OLD, b"old")
+    for cut in [*cuts(image, lambda view: fill(view, 0, NEW, b"new")), *cuts(image, lambda view: view.discard(0))]:
+        view = view_of(cut)
+        look = view.look(0)
+        mended = view.mend_records(0, look)
+        after = view.look(0)
+        assert after.header == look.header
+        assert mended == (look.state is not SlotState.FILLING)
+        assert after.agree or not mended
+
+
+def test_a_fill_that_is_cut_is_followed_by_one_that_is_not() -> None:
+    image = empty()
+    fill(view_of(image), 0, OLD, b"old")
+    for cut in cuts(image, lambda view: fill(view, 0, NEW, b"new")):
+        view = view_of(cut)
+        fill(view, 0, Version(2, 3), b"newer")
+        view.check(0)
+        assert view.payload(0) == b"newer"
+        assert view.look(0).agree
+
+
+def test_a_mend_that_is_cut_anywhere_leaves_bytes_that_are_right_or_known_to_be_wrong() -> None:
+    image = empty()
+    fill(view_of(image), 0, OLD, b"0123456789abcdef")
+    view = view_of(image)
+    header = view.header(0)
+    assert header is not None
+    image[payload_range(view, 0).start + 9] ^= 1
+    for cut in cuts(image, lambda view: view.mend(0, header, chunks={0: b"0123456789abcdef"}, manifest=b"manifest")):
+        after = view_of(cut)
+        assert after.header(0) == header
+        try:
+            after.check(0)
+        except DigestMismatch:
+            continue
+        assert after.payload(0) == b"0123456789abcdef"
+    after.check(0)
+
+
+def test_a_slot_whose_mender_died_can_be_filled_when_that_is_settled() -> None:
+    image = empty()
+    fill(view_of(image), 0, OLD, b"old")
+    header = view_of(image).header(0)
+    assert header is not None
+    _, begun, *_ = cuts(image, lambda view: view.mend(0, header, manifest=b"manifest"))
+    view = view_of(begun)
+    with pytest.raises(Conflict, match="being mended"):
+        view.begin(0, 0, NEW, b"", 3)
+    assert view.settle_mend(0)
+    assert not view.settle_mend(0)
+    fill(view, 0, NEW, b"new")
+    view.check(0)
+
+
+class Racing(Written):
+    """A buffer that is handed to ``other`` just before the ``at``-th access to it."""
+
+    def __init__(self, image: bytearray, at: int, other: Callable[[], object]) -> None:
+        super().__init__(image)
+        self._left = at
+        self._other = other
+
+    def _tick(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._other()
+
+    def __getitem__(self, key: slice) -> memoryview:
+        self._tick()
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: slice, data: bytes) -> None:
+        self._tick()
+        super().__setitem__(key, data)
+
+
+def race(at: int, *, mender_first: bool) -> tuple[bytearray, list[bool]]:
+    """The slot after one of the two ran whole before the ``at``-th access of the other; and who had his way."""
+    image = empty()
+    fill(view_of(image), 0, OLD, b"old bytes")
+    header = view_of(image).header(0)
+    assert header is not None
+
+    def mend(image: bytearray | Written) -> bool:
+        return view_of(image).mend(0, header, chunks={0: b"OLD BYTES"})
+
+    def refill(image: bytearray | Written) -> bool:
+        try:
+            fill(view_of(image), 0, NEW, b"new bytes")
+        except Conflict:
+            return False
+        return True
+
+    first, second = (mend, refill) if mender_first else (refill, mend)
+    done: list[bool] = []
+    done.insert(0, first(Racing(image, at, lambda: done.append(second(image)))))
+    return image, done
+
+
+@pytest.mark.parametrize("mender_first", [True, False])
+def test_a_mend_never_spoils_what_a_fill_seals(mender_first: bool) -> None:
+    """What is sealed in the end holds what its writer wrote, wherever the other came between."""
+    outcomes = set()
+    for at in range(1, 60):
+        image, done = race(at, mender_first=mender_first)
+        view = view_of(image)
+        header = view.header(0)
+        assert header is not None
+        if header.state is SlotState.SEALED and header.version == NEW:
+            assert bytes(view.payload(0)) == b"new bytes"
+            view.check(0)
+        outcomes.add(tuple(done))
+    assert len(outcomes - {(True,)}) > 1  # each of them was in the other's way at some point
