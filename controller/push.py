@@ -64,7 +64,8 @@ class Encoded(msgspec.Struct, frozen=True):
 class Outgoing(msgspec.Struct, frozen=True, kw_only=True):
     """A directive for a node.
 
-    ``durable``: stored until acknowledged. ``topic``: a newer one of the same topic makes this one pointless.
+    ``durable``: stored until acknowledged. ``topic``: a newer one of the same topic makes this one pointless, if it
+    ``replaces`` others.
     """
 
     node: str
@@ -72,10 +73,33 @@ class Outgoing(msgspec.Struct, frozen=True, kw_only=True):
     body: Body
     durable: bool = True
     topic: str = ""
+    replaces: bool = True
 
     def encoded(self) -> Encoded:
         """For an answer that carries it."""
         return Encoded(self.seq, msgspec.Raw(self.body.json))
+
+
+def generation_topic(job: str) -> str:
+    """A node that is away needs the newest generation of a job only: it is not sent all those that it has missed."""
+    return f"generation/{job}"
+
+
+class _Job(msgspec.Struct):
+    job: str
+
+
+class _NewGeneration(msgspec.Struct, tag="NewGeneration"):
+    """What is read of a stored generation."""
+
+    spec: _Job
+
+
+def _stored_topic(text: str) -> str:
+    try:
+        return generation_topic(msgspec.json.decode(text, type=_NewGeneration).spec.job)
+    except msgspec.ValidationError:
+        return ""
 
 
 class Receiver(Protocol):
@@ -107,12 +131,14 @@ class Outbox:
         self._receivers: dict[str, Receiver] = {}
         self._later: dict[str, list[Outgoing]] = {}
         self._pruned: dict[str, int] = {}
+        self._dropped: list[tuple[str, int]] = []
         self.closed = False
-        bodies: dict[str, Body] = {}
+        bodies: dict[str, tuple[Body, str]] = {}
         for row in rows:
             if row.body not in bodies:
-                bodies[row.body] = Body(row.body)
-            self._queues[row.node].append(Outgoing(node=row.node, seq=row.seq, body=bodies[row.body]))
+                bodies[row.body] = (Body(row.body), _stored_topic(row.body))
+            body, topic = bodies[row.body]
+            self._queues[row.node].append(Outgoing(node=row.node, seq=row.seq, body=body, topic=topic))
 
     def number(self, node: str) -> int:
         """Takes the node's next number."""
@@ -132,13 +158,13 @@ class Outbox:
         """Queues what is committed (in order of its numbers per node) and hands it to whoever is there for it."""
         fresh: dict[str, list[Outgoing]] = {}
         for one in outgoing:
-            if one.topic:
+            if one.topic and one.replaces:
                 self._drop(one.node, one.topic)
             self._queues[one.node].append(one)
             fresh.setdefault(one.node, []).append(one)
         hints = len(fresh) > HINTS_AT_ONCE
         for node, directives in fresh.items():
-            if hints and directives[-1].topic and len(directives) == 1:
+            if hints and not directives[-1].durable and len(directives) == 1:
                 self._put_off(node, directives[0])
             else:
                 self._push(node, directives)
@@ -190,6 +216,7 @@ class Outbox:
     def _drop(self, node: str, topic: str) -> None:
         queue = self._queues[node]
         if any(one.topic == topic for one in queue):
+            self._dropped += [(node, one.seq) for one in queue if one.topic == topic and one.durable]
             self._queues[node] = deque(one for one in queue if one.topic != topic)
 
     def acknowledge(self, node: str, through: int) -> None:
@@ -208,6 +235,11 @@ class Outbox:
         """What was acknowledged since the last call: node to number."""
         pruned, self._pruned = self._pruned, {}
         return pruned
+
+    def take_dropped(self) -> list[tuple[str, int]]:
+        """Stored directives that newer ones made pointless since the last call: nodes and numbers."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
 
     def pending(self, node: str, after: int = 0) -> tuple[Outgoing, ...]:
         """What the node has not acknowledged, beyond ``after``, in order."""

@@ -17,7 +17,7 @@ from controller.core import fleet
 from controller.core.records import JobRecord, VersionRecord
 from controller.core.state import FleetState
 from controller.metrics import Metrics
-from controller.push import Body, Outbox, Outgoing
+from controller.push import Body, Outbox, Outgoing, generation_topic
 from controller.standing import StandingFindings, without_findings
 from controller.store.records import (
     AuditRow,
@@ -168,6 +168,7 @@ class Transaction:
         ]
         if self._batch:
             self._batch.pruned = self._outbox.take_pruned()
+            self._batch.dropped = self._outbox.take_dropped()
         return self._batch
 
     def _collect(self, effect: fx.Effect, now: float) -> None:
@@ -212,14 +213,19 @@ class Transaction:
             self._metrics.recovered(job.job, recovery.reason, recovery.seconds)
 
     def _send(self, node: str, body: Any) -> None:
-        """A notice of versions is only a hint, said again with the next one: it is pushed, but not stored."""
-        notice = isinstance(body, VersionNotice)
+        """A notice of versions is only a hint, said again with the next one: it is pushed, but not stored. A generation
+        makes older ones of its job pointless, unless it begins at a boundary that these have to reach first."""
         kept = self._bodies.get(id(body))  # the object is kept too: its id is its own only while it lives
         encoded = kept[1] if kept else Body(_text(body), _reference(body))
         self._bodies[id(body)] = (body, encoded)
-        topic = f"versions/{body.job}" if notice else ""
+        durable, topic, replaces = True, "", True
+        if isinstance(body, VersionNotice):
+            durable, topic = False, f"versions/{body.job}"
+        elif isinstance(body, NewGeneration):
+            topic, replaces = generation_topic(body.spec.job), body.spec.after_step is None
+        seq = self._outbox.number(node)
         self.outgoing.append(
-            Outgoing(node=node, seq=self._outbox.number(node), body=encoded, durable=not notice, topic=topic)
+            Outgoing(node=node, seq=seq, body=encoded, durable=durable, topic=topic, replaces=replaces)
         )
 
 

@@ -156,7 +156,8 @@ class Batch(msgspec.Struct, kw_only=True):
 
     ``nodes``, ``jobs`` and ``fleet`` are documents that replace what is there. ``standing`` maps (node, key) to a
     finding's document, or to nothing where it stands no more. ``pruned`` maps a node to the
-    directive number up to which it has everything; ``marks`` maps (node, incarnation) to its newest report number.
+    directive number up to which it has everything; ``dropped`` are nodes and numbers of directives that newer ones made
+    pointless; ``marks`` maps (node, incarnation) to its newest report number.
     ``number`` is the store's: one more than that of the batch before, so that none is applied twice.
     """
 
@@ -173,6 +174,7 @@ class Batch(msgspec.Struct, kw_only=True):
     audit: list[AuditRow] = msgspec.field(default_factory=list)
     outbox: list[OutboxRow] = msgspec.field(default_factory=list)
     pruned: dict[str, int] = msgspec.field(default_factory=dict)
+    dropped: list[tuple[str, int]] = msgspec.field(default_factory=list)
     marks: dict[tuple[str, int], int] = msgspec.field(default_factory=dict)
     poisoned: list[PoisonedRow] = msgspec.field(default_factory=list)
     credentials: dict[str, CredentialRow] = msgspec.field(default_factory=dict)
@@ -194,7 +196,10 @@ class Batch(msgspec.Struct, kw_only=True):
             self.versions[place] = row
         for name in _REPLACED:
             getattr(self, name).update(getattr(later, name))
-        self.outbox = [row for row in self.outbox if row.seq > self.pruned.get(row.node, -1)]
+        dropped = set(self.dropped)
+        self.outbox = [
+            row for row in self.outbox if row.seq > self.pruned.get(row.node, -1) and (row.node, row.seq) not in dropped
+        ]
 
     def size(self) -> int:
         """About how many bytes of memory it holds."""
@@ -208,7 +213,7 @@ class Batch(msgspec.Struct, kw_only=True):
 
 _REPLACED = ("nodes", "standing", "jobs", "pruned", "marks", "credentials", "remedies")
 _KEYED = (*_REPLACED, "versions")
-_LISTED = ("generations", "recoveries", "verdicts", "audit", "outbox", "poisoned", "findings")
+_LISTED = ("generations", "recoveries", "verdicts", "audit", "outbox", "dropped", "poisoned", "findings")
 _ROW_BYTES = 400
 """Of an object's own in memory, beside its text."""
 

@@ -188,6 +188,9 @@ _STANDS_NO_MORE = delete(tables.standing_findings).where(
 _PRUNE_OUTBOX = delete(tables.outbox).where(
     and_(tables.outbox.c.node == bindparam("of"), tables.outbox.c.seq <= bindparam("last"))
 )
+_DROP_OUTBOX = delete(tables.outbox).where(
+    and_(tables.outbox.c.node == bindparam("of"), tables.outbox.c.seq == bindparam("is"))
+)
 _PRUNE_MARKS = delete(tables.report_marks).where(
     and_(tables.report_marks.c.node == bindparam("of"), tables.report_marks.c.incarnation < bindparam("last"))
 )
@@ -207,6 +210,7 @@ def _write_delivery(connection: Connection, batch: Batch, lives: dict[str, int])
     ]
     pruned = [{"of": node, "last": through} for node, through in batch.pruned.items()]
     execute_many(connection, _PRUNE_OUTBOX, pruned)
+    execute_many(connection, _DROP_OUTBOX, [{"of": node, "is": seq} for node, seq in batch.dropped])
     upsert(connection, tables.report_marks, marks)
     begun = {node: life for node, life in batch.marks if lives.get(node) != life}
     execute_many(connection, _PRUNE_MARKS, [{"of": node, "last": life} for node, life in begun.items()])

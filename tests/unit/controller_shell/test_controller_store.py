@@ -118,6 +118,14 @@ def test_findings_written_together_leave_what_one_after_another_would_leave(engi
     assert len(expected) > 100
 
 
+def test_directives_that_newer_ones_made_pointless_are_deleted_and_no_others(engine: Engine, writer: Writer) -> None:
+    rows = [OutboxRow(node=node, seq=seq, body="{}") for node in ("n1", "n2") for seq in (1, 2, 3)]
+    commit(writer, Batch(outbox=rows))
+    commit(writer, Batch(dropped=[("n1", 2), ("n2", 1)]))
+    left = [(row.node, row.seq) for row in Writer(engine).take_over().outbox]
+    assert left == [("n1", 1), ("n1", 3), ("n2", 2), ("n2", 3)]
+
+
 def test_everything_that_was_committed_is_loaded_by_the_next_controller(engine: Engine, writer: Writer) -> None:
     commit(
         writer,

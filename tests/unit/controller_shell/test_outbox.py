@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from controller.push import HINTS_AT_ONCE, SPAN, Body, Outbox, Outgoing
+from controller.push import HINTS_AT_ONCE, SPAN, Body, Outbox, Outgoing, generation_topic
 from controller.store.records import OutboxRow
 
 
@@ -43,6 +43,40 @@ def test_a_newer_hint_of_the_same_topic_replaces_the_older() -> None:
     outbox.deliver([outgoing(outbox, "a", topic="versions/j"), outgoing(outbox, "a")])
     outbox.deliver([outgoing(outbox, "a", topic="versions/j"), outgoing(outbox, "a", topic="versions/k")])
     assert seqs(outbox, "a") == [2, 3, 4]
+
+
+def generation(outbox: Outbox, number: int, *, at_boundary: bool = False) -> Outgoing:
+    text = f'{{"type":"NewGeneration","spec":{{"job":"j","number":{number}}}}}'
+    return Outgoing(
+        node="a", seq=outbox.number("a"), body=Body(text), topic=generation_topic("j"), replaces=not at_boundary
+    )
+
+
+def test_a_node_that_is_away_is_kept_one_generation_of_a_job_and_not_all_it_has_missed() -> None:
+    outbox = Outbox(0)
+    for number in range(1, 5):
+        outbox.deliver([generation(outbox, number), outgoing(outbox, "a", f"kill {number}")])
+    assert [one.body.text for one in outbox.pending("a")][-2:] == [generation(Outbox(0), 4).body.text, "kill 4"]
+    assert outbox.depth("a") == 5, "a generation, and four directives of other kinds"
+    assert outbox.take_dropped() == [("a", 1), ("a", 3), ("a", 5)]
+    assert outbox.take_dropped() == []
+
+
+def test_a_generation_that_begins_at_a_boundary_leaves_the_one_that_must_reach_it() -> None:
+    outbox = Outbox(0)
+    outbox.deliver([generation(outbox, 1)])
+    outbox.deliver([generation(outbox, 2, at_boundary=True)])
+    assert seqs(outbox, "a") == [1, 2]
+    outbox.deliver([generation(outbox, 3)])
+    assert seqs(outbox, "a") == [3]
+
+
+def test_a_stored_generation_gives_way_to_one_of_a_later_life() -> None:
+    stored = generation(Outbox(0), 1).body.text
+    outbox = Outbox(2, [OutboxRow(node="a", seq=SPAN + 4, body=stored), OutboxRow(node="a", seq=SPAN + 5, body="{}")])
+    outbox.deliver([generation(outbox, 2)])
+    assert seqs(outbox, "a") == [SPAN + 5, 2 * SPAN + 1]
+    assert outbox.take_dropped() == [("a", SPAN + 4)]
 
 
 class Session:
