@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 setup: $(STAMP) ## make .venv with everything pinned by constraints.txt
 
 .PHONY: demo
-demo: $(STAMP) ## a real training run through six faults, on this machine (FAST=1, LAYOUT=fsdp2)
+demo: $(STAMP) ## a real training run through seven faults, on this machine (FAST=1, LAYOUT=fsdp2)
 	$(BIN)/python -m examples.demo $(if $(FAST),--fast) $(if $(LAYOUT),--layout $(LAYOUT))
 
 .PHONY: test

@@ -26,6 +26,8 @@ from everstep.wire.v1 import operator as op
 from everstep.wire.v1.evidence import Evidence
 from everstep.wire.v1.training import GenerationSpec
 
+ORDERED = ("operator.", "credential.")
+"""How the kinds of events begin that tell what people ordered."""
 PAGE = 100
 LONGEST_PAGE = 1000
 VERDICTS_IN_EVIDENCE = 100
@@ -53,12 +55,12 @@ class HistoryRoutes:
 
     async def events(self, request: Request, _who: Identity) -> op.EventList:
         asked = asgi.query(request.scope)
-        return await self._events(asked, asked.get("kind", ""))
+        return await self._events(asked, (asked["kind"],) if asked.get("kind") else ())
 
     async def audit(self, request: Request, _who: Identity) -> op.EventList:
-        return await self._events(asgi.query(request.scope), "operator.")
+        return await self._events(asgi.query(request.scope), ORDERED)
 
-    async def _events(self, asked: dict[str, str], kind: str) -> op.EventList:
+    async def _events(self, asked: dict[str, str], kinds: tuple[str, ...]) -> op.EventList:
         after, limit = asgi.integer(asked, "after", 0), page_size(asked)
 
         def read(reader: Reader) -> list[op.Event]:
@@ -68,7 +70,7 @@ class HistoryRoutes:
                 trace=asked.get("trace", ""),
                 node=asked.get("node", ""),
                 job=asked.get("job", ""),
-                kind=kind,
+                kinds=kinds,
                 newest=bool(flag(asked, "newest")),
             )
             return [event_of(row) for row in rows]

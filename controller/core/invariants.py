@@ -1,4 +1,7 @@
-"""What must hold after every event; checked in simulation, and asserted in production where that is cheap."""
+"""What must hold after every event; checked in simulation and in every test of the core.
+
+That evictions stay within their budgets hangs on when each was decided; ``tests/sim/checkers/budget.py`` follows that.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import msgspec
 from controller.core import correlation, suspicion
 from controller.core.jobs import offer_to_jobs
 from controller.core.losses import lose_doubtful, remove_launcher, running_spec
-from controller.core.membership import jobs_seated_on, most_nodes, seats_of
+from controller.core.membership import ENDED, jobs_seated_on, most_nodes, seats_of
 from controller.core.quarantine import begin_probation, check_probation, check_quarantine, set_state
 from controller.core.records import JobRecord
 from controller.core.suspicion import Answer
@@ -306,12 +306,14 @@ def _check_gone(turn: Turn, node: str, gone_at: float) -> None:
 
 
 def expect_launchers(turn: Turn, node: str) -> None:
-    """The agent began a new life: launchers on its node have to join again, or are taken for gone."""
+    """The agent began a new life: launchers on its node have to join again, or are taken for gone. Of a job that is
+    over, nobody is expected any more."""
     live = turn.state.live_nodes[node]
     unconfirmed = False
     for name in live.jobs:
-        launcher = turn.state.jobs[name].launchers.get(node)
-        if launcher is not None:
+        job = turn.state.jobs[name]
+        launcher = job.launchers.get(node)
+        if launcher is not None and job.state not in ENDED:
             launcher.confirmed, unconfirmed = False, True
             turn.job_changed(name)
     if unconfirmed:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from sqlalchemy import Connection, Engine, desc, select
+from sqlalchemy import Connection, Engine, desc, or_, select
 
 from controller.store import tables
 from controller.store.records import AuditRow, VersionRow
@@ -46,20 +46,20 @@ class Reader:
         trace: str = "",
         node: str = "",
         job: str = "",
-        kind: str = "",
+        kinds: Sequence[str] = (),
         newest: bool = False,
     ) -> list[AuditRow]:
         """Rows with an id over ``after``, oldest first: of all that match, the first (or ``newest``) ``limit``.
 
-        ``kind``: those whose kind begins so.
+        ``kinds``: those whose kind begins with one of them; all where there is none.
         """
         audit = tables.audit.c
         wanted = [audit.id > after]
         for column, value in ((audit.trace, trace), (audit.node, node), (audit.job, job)):
             if value:
                 wanted.append(column == value)
-        if kind:
-            wanted.append(audit.kind.startswith(kind, autoescape=True))
+        if kinds:
+            wanted.append(or_(*(audit.kind.startswith(kind, autoescape=True) for kind in kinds)))
         order = desc(audit.id) if newest else audit.id
         with self._engine.connect() as connection:
             rows = connection.execute(select(tables.audit).where(*wanted).order_by(order).limit(limit)).mappings()

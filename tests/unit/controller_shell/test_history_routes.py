@@ -12,6 +12,7 @@ from everstep.vocabulary import Decision, NodeState
 from everstep.wire.v1 import history as past
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.agent import Domain, Gpu
+from everstep.wire.v1.enrolment import Issued, IssueViewer
 from everstep.wire.v1.evidence import Evidence
 from everstep.wire.v1.training import FindingCleared, FindingRaised
 from tests.support.controllers import OPERATOR, VIEWER, InProcess, Refused, Speaker, get, post
@@ -150,6 +151,12 @@ def test_what_people_ordered_is_read_apart_from_what_happened(client: TestClient
     assert (event.kind, event.detail["actor"], event.detail["reason"]) == ("operator.hold", "olga", "a smell of smoke")
     kinds = {event.kind for event in get(client, "/v1/events?kind=node.", op.EventList).events}
     assert kinds == {"node.registered"}
+
+
+def test_what_people_did_with_credentials_is_an_order_too(client: TestClient) -> None:
+    post(client, "/v1/credentials", IssueViewer(subject="grafana", reason="a new screen"), Issued)
+    kinds = [event.kind for event in get(client, "/v1/audit", op.EventList).events]
+    assert kinds == ["credential.issued"]
 
 
 def test_a_node_that_goes_to_repair_has_its_evidence_in_one_document(client: TestClient) -> None:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from controller.core import policy as policy_module
+from controller.core.effects import PutJob
 from controller.core.events import ControllerStarted, OperatorAction, StoreChanged
 from controller.core.fleet import Heard
 from controller.core.generations import EPOCH_SPAN
@@ -387,3 +388,15 @@ def test_an_exception_that_another_node_raised_before_is_not_tried_again() -> No
     fleet.raise_user_error(0)
     assert fleet.job_state() is JobState.FAILED
     assert "n2 raised the same before" in fleet.job().sentence
+
+
+def test_a_node_that_comes_back_does_not_write_the_jobs_that_are_over() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.resume()
+    fleet.finish(0, 1)
+    assert fleet.job_state() is JobState.FINISHED
+    before = len(fleet.effects)
+    fleet.register("n1")
+    assert not [effect for effect in fleet.effects[before:] if isinstance(effect, PutJob)]
+    assert fleet.state.live_nodes["n1"].rejoin_due is None
