@@ -1,0 +1,245 @@
+"""Who writes which bytes of a version, and where in its file. Pure: the same manifests give the same files anywhere.
+
+Every rank's share becomes one file. What several ranks stored alike is written by one of them. In a file stand torch
+archives one behind another: first those of small values, then those of boxes, in the order in which they lie in the
+slot, so that it is read once from front to back.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from agent.spill.dcp_metadata import Chunk, ObjectEntry, Path, Place, TensorEntry
+from agent.spill.names import OWN, Names, own_path
+from agent.spill.torch_zip import RawTensor, TensorArchive, object_archive
+from everstep.boxes import Box, Extent, Range, byte_ranges, whole
+from everstep.errors import ConfigurationError, MalformedMessage, NotRestorable
+from everstep.ids import Version
+from everstep.manifests import BLOB_PREFIX, Manifest, Stored, Tensor
+
+
+class Written(msgspec.Struct, frozen=True):
+    """Box ``box`` of catalog tensor ``tensor``, from these byte ranges of a rank's payload."""
+
+    tensor: int
+    box: Box
+    ranges: tuple[Range, ...]
+
+
+class Division(msgspec.Struct, frozen=True):
+    """What each rank writes, and for each tensor the rank that writes its first part."""
+
+    shares: dict[int, tuple[Written, ...]]
+    first: tuple[int, ...]
+
+
+def divide(manifests: Mapping[int, Manifest]) -> Division:
+    """Gives every byte of the version to one rank that stored it: of several, to the one with the least so far.
+
+    Raises NotRestorable where the manifests do not make up every tensor, or are of different jobs.
+    """
+    if not manifests:
+        raise NotRestorable("no slot of the version is there to be written to storage")
+    ranks = sorted(manifests)
+    catalog = manifests[ranks[0]].catalog
+    holders: list[dict[Box, list[tuple[int, Stored]]]] = [defaultdict(list) for _ in catalog]
+    for rank in ranks:
+        if manifests[rank].catalog != catalog:
+            raise NotRestorable("the slots of the version are of different models")
+        for stored in manifests[rank].stored:
+            holders[stored.tensor][stored.box].append((rank, stored))
+    shares: dict[int, list[Written]] = {rank: [] for rank in ranks}
+    load = dict.fromkeys(ranks, 0)
+    first = [ranks[0]] * len(catalog)
+    for index, tensor in enumerate(catalog):
+        parts = _parts(index, tensor, holders[index], load)
+        for rank, written in parts:
+            shares[rank].append(written)
+        first[index] = parts[0][0] if parts else ranks[0]
+        if not parts:
+            shares[ranks[0]].append(Written(index, whole(tensor.shape), ()))
+    return Division({rank: tuple(sorted(share, key=_place)) for rank, share in shares.items()}, tuple(first))
+
+
+def _place(written: Written) -> tuple[int, int, Box]:
+    return written.ranges[0][0] if written.ranges else -1, written.tensor, written.box
+
+
+def _parts(
+    index: int, tensor: Tensor, holders: Mapping[Box, list[tuple[int, Stored]]], load: dict[int, int]
+) -> list[tuple[int, Written]]:
+    """Disjoint parts that make up the tensor, each with the rank that writes it; none where it has no bytes."""
+    rest = [whole(tensor.shape)] if whole(tensor.shape).volume else []
+    parts: list[tuple[int, Written]] = []
+    for box in sorted(holders, key=lambda b: (b.offset, -b.volume, b.size)):
+        rank, stored = min(holders[box], key=lambda held: (load[held[0]], held[0]))
+        lacking: list[Box] = []
+        for gap in rest:
+            common = gap.intersect(box)
+            if common is None:
+                lacking.append(gap)
+                continue
+            lacking += gap.without(common)
+            ranges = tuple(byte_ranges(stored.box, common, tensor.itemsize, stored.at))
+            parts.append((rank, Written(index, common, ranges)))
+            load[rank] += common.volume * tensor.itemsize
+        rest = lacking
+    if rest:
+        raise NotRestorable(f"{tensor.name}: the part at {rest[0].offset} of size {rest[0].size} is in no slot")
+    return parts
+
+
+class Literal(msgspec.Struct, frozen=True):
+    """Bytes of a file that are not a slot's."""
+
+    data: bytes
+
+
+class FromSlot(msgspec.Struct, frozen=True):
+    """A tensor's archive around bytes of the slot's payload."""
+
+    archive: TensorArchive
+    ranges: tuple[Range, ...]
+
+
+class FilePlan(msgspec.Struct, frozen=True):
+    """One rank's file: what it is made of, and what ``.metadata`` says of it.
+
+    ``left_out`` cannot be written plainly and is only in Everstep's own copy of the Python state.
+    """
+
+    name: str
+    length: int
+    pieces: tuple[Literal | FromSlot, ...]
+    tensors: tuple[TensorEntry, ...]
+    objects: tuple[ObjectEntry, ...]
+    left_out: tuple[str, ...]
+
+
+def file_of(
+    rank: int, manifest: Manifest, division: Division, state: Mapping[str, object], blob_bytes: int, version: Version
+) -> FilePlan:
+    """The file of one rank's share.
+
+    ``state`` is the rank's Python state, which lies in its slot in ``blob_bytes`` bytes. Raises MalformedMessage for a
+    dtype that torch does not have.
+    """
+    lowest = min(division.shares)
+    names = Names(manifest.catalog, state)
+    page = _Page(f"__{rank}_0.distcp")
+    if rank == lowest:
+        page.add_value(own_path("version"), _numbers(version.generation, version.step))
+        for path, value in names.shared(state):
+            page.add_value(path, value)
+    index_of = {tensor.name: index for index, tensor in enumerate(manifest.catalog)}
+    for parameter, path, value in names.scalars(state):
+        index = index_of.get(parameter)
+        if rank == (lowest if index is None else division.first[index]):
+            page.add_value(path, value)
+    blob = (manifest.blob_at + BLOB_PREFIX, blob_bytes)
+    page.add_slot([own_path("blob", str(rank))], "uint8", 1, (blob_bytes,), whole((blob_bytes,)), (blob,))
+    for written in division.shares[rank]:
+        tensor = manifest.catalog[written.tensor]
+        page.add_tensor(names.tensor(tensor), tensor, written)
+    return page.done()
+
+
+def _numbers(*values: int) -> RawTensor:
+    return RawTensor("int64", (len(values),), b"".join(v.to_bytes(8, "little", signed=True) for v in values))
+
+
+class _Page:
+    """A file while it is planned."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._at = 0
+        self._pieces: list[Literal | FromSlot] = []
+        self._tensors: list[TensorEntry] = []
+        self._objects: list[ObjectEntry] = []
+        self._left_out: list[str] = []
+
+    def _place(self, length: int) -> Place:
+        place = Place(self._name, self._at, length)
+        self._at += length
+        return place
+
+    def add_value(self, path: Path, value: object) -> None:
+        """A small value; one that is a tensor becomes a tensor's entry."""
+        try:
+            data = object_archive(value)
+        except (ConfigurationError, MalformedMessage):
+            self._left_out.append(".".join(map(str, path)))
+            return
+        place = self._place(len(data))
+        self._pieces.append(Literal(data))
+        if isinstance(value, RawTensor):
+            chunk = Chunk(whole(value.shape), place)
+            self._tensors.append(TensorEntry(path, value.dtype, value.shape, (chunk,)))
+        else:
+            self._objects.append(ObjectEntry(path, place))
+
+    def add_tensor(self, paths: Sequence[Path], tensor: Tensor, written: Written) -> None:
+        """A part of a tensor. Of one that each rank has for itself all ranks' are kept in a place of Everstep's, and
+        rank 0's stands in the ordinary place, as it would with torch."""
+        if not tensor.own:
+            self.add_slot(paths, tensor.dtype, tensor.itemsize, tensor.shape, written.box, written.ranges)
+            return
+        every = own_path("own", tensor.name)
+        self.add_slot([every], tensor.dtype, tensor.itemsize, tensor.shape, written.box, written.ranges)
+        if written.box.offset[0] == 0 and (written.box.size[0] == 1 or not written.box.volume):
+            box = Box(written.box.offset[1:], written.box.size[1:])
+            self.add_slot(paths, tensor.dtype, tensor.itemsize, tensor.shape[1:], box, written.ranges)
+
+    def add_slot(
+        self, paths: Iterable[Path], dtype: str, itemsize: int, shape: Extent, box: Box, ranges: tuple[Range, ...]
+    ) -> None:
+        """A box whose bytes are in the slot, under each of the paths."""
+        archive = TensorArchive(dtype, itemsize, box.size)
+        chunk = Chunk(box, self._place(archive.length))
+        self._pieces.append(FromSlot(archive, ranges))
+        self._tensors += [TensorEntry(path, dtype, shape, (chunk,)) for path in paths]
+
+    def done(self) -> FilePlan:
+        return FilePlan(
+            self._name,
+            self._at,
+            tuple(self._pieces),
+            tuple(self._tensors),
+            tuple(self._objects),
+            tuple(self._left_out),
+        )
+
+
+def merge(
+    files: Iterable[tuple[Sequence[TensorEntry], Sequence[ObjectEntry]]],
+) -> tuple[list[TensorEntry], list[ObjectEntry]]:
+    """All files' entries as one checkpoint's: a tensor's parts together, and of two values of one path the first.
+
+    A value whose path is a tensor's too, or that would lie where Everstep's own things are, is left out. Raises
+    MalformedMessage where files disagree about a tensor.
+    """
+    tensors: dict[Path, TensorEntry] = {}
+    objects: dict[Path, ObjectEntry] = {}
+    for some_tensors, some_objects in files:
+        for entry in some_tensors:
+            known = tensors.get(entry.path)
+            if known is None:
+                tensors[entry.path] = entry
+            elif (known.dtype, known.shape) != (entry.dtype, entry.shape):
+                raise MalformedMessage(f"two files say different things of {'.'.join(map(str, entry.path))}")
+            else:
+                tensors[entry.path] = msgspec.structs.replace(known, chunks=known.chunks + entry.chunks)
+        for value in some_objects:
+            objects.setdefault(value.path, value)
+    taken = {".".join(map(str, path)) for path in tensors}
+    plain: list[ObjectEntry] = []
+    for value in objects.values():
+        key = ".".join(map(str, value.path))
+        if key not in taken and value.path[0] != OWN:
+            taken.add(key)
+            plain.append(value)
+    return list(tensors.values()), plain

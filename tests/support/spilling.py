@@ -1,0 +1,109 @@
+"""Slots of several ranks as they are after a snapshot, made in one process, for what writes them to storage."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import nn
+
+from agent.spill.__main__ import Order, Source
+from everstep.ids import Version
+from everstep.slots import SegmentView, format_segment, segment_bytes, slot_bytes_for
+from trainer_hooks.snapshot.copy import Sources, slot_view, write_blob
+from trainer_hooks.snapshot.layout import Sharing, encode
+from trainer_hooks.snapshot.plan import divide, manifest_for
+from trainer_hooks.state import TrackedState, TrackedTensor
+
+
+class Odd(nn.Module):
+    """Tied and shared parts, running statistics, an empty and a scalar tensor, extra state.
+
+    ``odd_dtypes``: those too that gloo and FSDP2 do not take.
+    """
+
+    def __init__(self, *, odd_dtypes: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first = nn.Linear(5, 7)
+        self.tied = nn.Linear(5, 7, bias=False)
+        self.tied.weight = self.first.weight
+        self.again = self.first
+        self.norm = nn.BatchNorm1d(7)
+        self.low = nn.Parameter(torch.randn(6, 3).to(torch.bfloat16 if odd_dtypes else torch.float32))
+        self.register_buffer("empty", torch.empty(0, 3))
+        self.register_buffer("scalar", torch.tensor(3, dtype=torch.int32))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("quarter", torch.arange(4.0).half())
+        if odd_dtypes:
+            self.register_buffer("eight", torch.arange(9.0).reshape(3, 3).to(torch.float8_e4m3fn))
+        self.seen = 3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = self.norm(self.first(x) + self.tied(x) + self.again(x))
+        return mixed.sum() + self.low.float().square().sum()
+
+    def get_extra_state(self) -> dict[str, object]:
+        return {"seen": self.seen, "when": [1, 2]}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 5, generator=torch.Generator().manual_seed(step))).backward()
+        optimizer.step()
+
+
+def sharded(tensors: Sequence[TrackedTensor], rank: int, world: int) -> list[TrackedTensor]:
+    """What this rank would hold if each tensor that has rows were cut along them."""
+    return [_cut(t, rank, world) if t.shape and t.sharing is Sharing.EQUAL else t for t in tensors]
+
+
+def _cut(tensor: TrackedTensor, rank: int, world: int) -> TrackedTensor:
+    box = tensor.box.chunk(0, rank, world)
+    local = tensor.local.narrow(0, box.offset[0] - tensor.box.offset[0], box.size[0])
+    return msgspec.structs.replace(tensor, box=box, local=local)
+
+
+def fill_slots(
+    folder: Path, state: TrackedState, version: Version, *, world: int = 1, layout: str = "replicated", nodes: int = 0
+) -> Order:
+    """A sealed slot of each rank in a file of its own; an order to write them, with its URL left to the caller."""
+    tensors = state.tensors()
+    held = [sharded(tensors, r, world) if layout == "sharded" else tensors for r in range(world)]
+    layouts = [state.layout(held[r], r, world) for r in range(world)]
+    shares = divide(layouts, [f"n{r % (nodes or world)}" for r in range(world)], 2)
+    blob = state.blob()
+    sources, manifests = [], {}
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank in range(world):
+        manifest = manifest_for(rank, layouts, shares[rank], 2 * len(blob))
+        body = encode(manifest)
+        slot_bytes = slot_bytes_for(len(body), manifest.payload_bytes)
+        path = folder / f"own-{rank}"
+        with path.open("x+b") as file:
+            file.truncate(segment_bytes(1, slot_bytes))
+            buffer = memoryview(mmap.mmap(file.fileno(), 0))
+        format_segment(buffer, 1, slot_bytes)
+        view = SegmentView(buffer)
+        payload = view.begin(0, rank, version, body, manifest.payload_bytes)
+        flat = torch.frombuffer(payload, dtype=torch.uint8)
+        targets = [
+            slot_view(flat, s.at, t.dtype, s.box.size[1:] if t.own else s.box.size)
+            for s in manifest.stored
+            for t in (manifest.catalog[s.tensor],)
+        ]
+        copies = Sources(held[rank], shares[rank])
+        copies.begin()
+        copies.copy(shares[rank], targets, digest=False)
+        write_blob(payload, manifest, blob)
+        view.seal(0)
+        sources.append(Source(rank=rank, path=str(path), slot=0))
+        manifests[rank] = body
+    return Order(url="", version=version, sources=tuple(sources), manifests=manifests, complete=True)

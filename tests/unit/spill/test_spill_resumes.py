@@ -1,0 +1,192 @@
+"""Writers of checkpoints that are killed, find damage, or are not alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import nn
+
+from agent.spill.__main__ import Order, Outcome, carry_out
+from agent.spill.retention import folder_of
+from agent.spill.target import Directory, open_target
+from everstep.errors import DigestMismatch, MalformedMessage, NotFound, NotRestorable
+from everstep.ids import Version
+from everstep.slots import SegmentView
+from tests.support.killed_spill import contents
+from tests.support.spilling import fill_slots
+from tests.support.vaults import map_segment
+from trainer_hooks.state import TrackedState
+
+VERSION = Version(2, 7)
+ROOT = Path(__file__).parents[3]
+
+
+def small_job(tmp_path: Path, **how: Any) -> Order:
+    torch.manual_seed(5)
+    model = nn.Linear(3, 4)
+    state = TrackedState({"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)})
+    return fill_slots(tmp_path / "slots", state, VERSION, **{"world": 2, "layout": "sharded", **how})
+
+
+def written_to(order: Order, folder: Path) -> Outcome:
+    return carry_out(msgspec.structs.replace(order, url=str(folder)))
+
+
+def slot_of(order: Order, rank: int) -> SegmentView:
+    return map_segment(Path(order.sources[rank].path))
+
+
+def test_a_writer_that_is_killed_at_any_write_leaves_no_trace_in_the_result(tmp_path: Path) -> None:
+    order = small_job(tmp_path)
+    written_to(order, tmp_path / "whole")
+    (tmp_path / "order").write_bytes(msgspec.msgpack.encode(order))
+    command = [sys.executable, "-m", "tests.support.killed_spill", str(tmp_path / "order"), str(tmp_path / "out")]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert said.returncode == 0, said.stderr
+    deaths, *seen = said.stdout.split()
+    assert int(deaths) > 25
+    assert seen == [contents(tmp_path / "whole")]
+
+
+def test_what_is_there_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = small_job(tmp_path)
+    written_to(order, tmp_path / "out")
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("written again")
+
+    monkeypatch.setattr(Directory, "grow", refuse)
+    assert written_to(order, tmp_path / "out").whole
+
+
+@pytest.mark.parametrize("harm", ["flipped", "shorter", "longer", "other"])
+def test_a_file_that_an_earlier_writer_left_is_believed_byte_by_byte(tmp_path: Path, harm: str) -> None:
+    order = small_job(tmp_path)
+    written_to(order, tmp_path / "whole")
+    written_to(order, tmp_path / "out")
+    folder = tmp_path / "out" / folder_of(VERSION)
+    (folder / ".metadata").unlink()
+    (folder / ".everstep" / "1").unlink()
+    data = bytearray((folder / "__1_0.distcp").read_bytes())
+    data[len(data) // 2] ^= harm == "flipped"
+    harmed = {"flipped": data, "shorter": data[: len(data) // 3], "longer": data + b"more", "other": b"x" * 9}
+    (folder / "__1_0.distcp").write_bytes(harmed[harm])
+    written_to(order, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_flipped_bit_in_a_slot_is_never_written_as_a_checkpoint(tmp_path: Path) -> None:
+    order = small_job(tmp_path)
+    slot_of(order, 1).payload(0)[5] ^= 4
+    with pytest.raises(DigestMismatch, match="rank 1's 2:7"):
+        written_to(order, tmp_path / "out")
+    folder = tmp_path / "out" / folder_of(VERSION)
+    assert not (folder / ".metadata").exists()
+    assert not (folder / ".everstep" / "1").exists()
+
+
+def test_a_slot_that_was_filled_anew_is_refused(tmp_path: Path) -> None:
+    order = small_job(tmp_path)
+    slot_of(order, 0).begin(0, 0, Version(2, 8), b"", 8)
+    with pytest.raises(NotFound, match="not there any more"):
+        written_to(order, tmp_path / "out")
+
+
+def test_a_slot_with_another_manifest_than_the_others_were_told_is_refused(tmp_path: Path) -> None:
+    order = small_job(tmp_path)
+    swapped = msgspec.structs.replace(order, manifests={0: order.manifests[1], 1: order.manifests[0]})
+    with pytest.raises(MalformedMessage, match="another manifest"):
+        written_to(swapped, tmp_path / "out")
+
+
+def test_a_version_that_is_not_whole_is_not_begun(tmp_path: Path) -> None:
+    order = small_job(tmp_path)
+    lacking = msgspec.structs.replace(order, manifests={0: order.manifests[0]}, sources=order.sources[:1])
+    with pytest.raises(NotRestorable, match=r"model\.weight"):
+        written_to(lacking, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_nodes_write_their_ranks_and_the_last_one_makes_it_a_checkpoint(tmp_path: Path) -> None:
+    order = small_job(tmp_path)
+    nodes = [msgspec.structs.replace(order, sources=(source,)) for source in order.sources]
+    assert not written_to(nodes[1], tmp_path / "out").whole
+    assert written_to(nodes[0], tmp_path / "out").whole
+    written_to(order, tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_files_of_another_division_of_the_version_do_not_complete_it(tmp_path: Path) -> None:
+    order = small_job(tmp_path, layout="replicated", world=3, nodes=3)
+    fewer = {rank: body for rank, body in order.manifests.items() if rank != 2}
+    other = msgspec.structs.replace(order, manifests=fewer, sources=order.sources[:2])
+    written_to(msgspec.structs.replace(order, sources=order.sources[:2]), tmp_path / "out")
+    try:
+        outcome = written_to(other, tmp_path / "out")
+    except NotRestorable:
+        pytest.fail("with two copies of each byte, two of three ranks hold everything")
+    assert outcome.whole
+    written_to(other, tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("url", ["memory://spilled", "local://{}/object-store"])
+def test_an_object_store_holds_the_same(tmp_path: Path, url: str) -> None:
+    order = small_job(tmp_path)
+    url = url.format(tmp_path)
+    assert carry_out(msgspec.structs.replace(order, url=url)).whole
+    assert carry_out(msgspec.structs.replace(order, url=url)).whole, "a second writer finds it done"
+    written_to(order, tmp_path / "whole")
+    place = open_target(url)
+    assert folder_of(VERSION) in place.folders()
+    for path in (tmp_path / "whole").rglob("*"):
+        if path.is_file():
+            assert place.get(str(path.relative_to(tmp_path / "whole"))) == path.read_bytes()
+    place.remove(folder_of(VERSION))
+    assert folder_of(VERSION) not in place.folders()
+    assert place.get(f"{folder_of(VERSION)}/.metadata") is None
+
+
+def spill(order: bytes) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "agent.spill"]
+    return subprocess.run(command, input=order, cwd=ROOT, capture_output=True, timeout=60)
+
+
+def test_the_command_says_what_came_of_an_order(tmp_path: Path) -> None:
+    order = msgspec.structs.replace(small_job(tmp_path), url=str(tmp_path / "out"))
+    said = spill(msgspec.msgpack.encode(order))
+    assert said.returncode == 0, said.stderr
+    outcome = msgspec.json.decode(said.stdout, type=Outcome)
+    assert (outcome.ranks, outcome.whole, outcome.folder) == ((0, 1), True, folder_of(VERSION))
+    files = sum(os.path.getsize(p) for p in (tmp_path / "out").rglob("*.distcp"))
+    assert outcome.bytes == files
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"url": "relative/path"}, b"give an absolute path, or a URL"),
+        ({"url": "nosuch://bucket/x"}, b"install fsspec"),
+        ({"version": Version(2, 8)}, b"is not there any more"),
+    ],
+    ids=["relative", "unknown", "gone"],
+)
+def test_the_command_says_what_is_wrong_and_ends_with_1(tmp_path: Path, change: Any, sentence: bytes) -> None:
+    order = msgspec.structs.replace(small_job(tmp_path), url=str(tmp_path / "out"))
+    said = spill(msgspec.msgpack.encode(msgspec.structs.replace(order, **change)))
+    assert said.returncode == 1
+    assert sentence in said.stderr
+    assert b"Traceback" not in said.stderr
+
+
+def test_an_order_that_is_none_is_refused() -> None:
+    said = spill(b"\xc1")
+    assert said.returncode == 1
+    assert b"DecodeError" in said.stderr
