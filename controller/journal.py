@@ -41,7 +41,8 @@ SEGMENT_BYTES = 64 << 20
 SEGMENT_S = 86400.0
 """Seconds after which the next segment begins."""
 MOST_WAITING_BYTES = 16 << 20
-"""What may wait for the disk; beyond it the segment ends there, and another begins."""
+"""What may wait for the disk beside how a segment begins, which is the whole state; beyond it the segment ends there,
+and another begins."""
 RETRY_S = 10.0
 """Seconds from the beginning of a segment that failed to that of the next: each costs the whole state in words."""
 FLUSH_BYTES = 64 << 10
@@ -97,6 +98,7 @@ class Journal:
         self._segment: _Segment | None = None
         self._waiting = bytearray()
         self._writing: Future[None] | None = None
+        self._beginning_bytes = 0
         self._flushed_at = 0.0
         self.gaps = 0
 
@@ -119,6 +121,7 @@ class Journal:
         self._end_segment()
         self._segment = _Segment(self._directory / f"{int(now * 1000):015d}-{state.epoch}{SUFFIX}", now)
         self._add(Beginning(version=__version__, at=now, state=msgspec.Raw(_blanked(state))))
+        self._beginning_bytes = len(self._waiting)
         self._thread.submit(_prune, self._directory, self._most_bytes, now - self._keep_s)
 
     def _is_over(self, segment: _Segment, now: float) -> bool:
@@ -142,7 +145,7 @@ class Journal:
         """Hands what waits to the disk's thread, unless that is busy: then the next call does."""
         segment = self._segment
         if segment is None or not self._waiting or (self._writing is not None and not self._writing.done()):
-            if len(self._waiting) > MOST_WAITING_BYTES:
+            if len(self._waiting) > MOST_WAITING_BYTES + self._beginning_bytes:
                 self._give_up()
             return
         self._writing = self._thread.submit(segment.write, bytes(self._waiting))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from controller.core import corruption, holds, quarantine, second_pass
 from controller.core.eviction import serving
+from controller.core.own_findings import clear_own, raise_own
 from controller.core.probes import Outcome, overdue, take_result
 from controller.core.rules import SecondPass
 from controller.core.state import Case
 from controller.core.turn import Turn
-from controller.core.verdict import convict, look_again
-from everstep.vocabulary import Decision, NodeState
+from controller.core.verdict import convict, judge, look_again
+from everstep.vocabulary import Decision, Finding, FindingKind, NodeState, Severity
 from everstep.wire.v1.training import ProbeFinished
 
 
@@ -42,12 +43,34 @@ def check_care(turn: Turn, node: str) -> None:
 
 
 def _conclude(turn: Turn, outcome: Outcome | None) -> None:
-    if outcome is None or outcome.probe.candidate is None:
+    if outcome is None:
         return
-    if outcome.probe.case:
+    if outcome.probe.candidate is None:
+        if outcome.slow:
+            _suspect_link(turn, outcome)
+    elif outcome.probe.case:
         _settle_if_over(turn, second_pass.took(turn, outcome))
     else:
         quarantine.examined(turn, outcome)
+
+
+def _suspect_link(turn: Turn, outcome: Outcome) -> None:
+    """An all-reduce that a person asked for was slow: partners known to be good tell at which end."""
+    for node in outcome.probe.nodes:
+        peers = [other for other in outcome.probe.nodes if other != node]
+        if not peers or not serving(turn, node):
+            continue
+        finding = Finding(
+            kind=FindingKind.NETWORK_SLOW_LINK,
+            subject=peers[0] if len(peers) == 1 else outcome.name,
+            severity=Severity.WARNING,
+            message=outcome.failure,
+            since=turn.now,
+            trace=turn.trace,
+            evidence={"peer": peers[0]} if len(peers) == 1 else {},
+        )
+        raise_own(turn, node, finding)
+        judge(turn, node, finding)
 
 
 def _settle_if_over(turn: Turn, case: Case | None) -> None:
@@ -62,6 +85,9 @@ def _settle_if_over(turn: Turn, case: Case | None) -> None:
         corruption.case_settled(turn, case)
     else:
         _settle_pair(turn, case)
+        for node in case.passed:
+            own = turn.state.nodes[node].own
+            clear_own(turn, node, [key for key, found in own.items() if found.kind is FindingKind.NETWORK_SLOW_LINK])
 
 
 def _settle_pair(turn: Turn, case: Case) -> None:

@@ -26,13 +26,14 @@ PARTNERLESS_S = 0.5
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a probe ended. ``failure``: in a sentence, empty where it passed. ``wrong``: the work was done, with a wrong
-    result. ``mute``: somebody did not answer in time, which proves nothing."""
+    result. ``mute``: somebody did not answer in time, which proves nothing. ``slow``: it passed, too slowly."""
 
     name: str
     probe: Probe
     failure: str = ""
     wrong: bool = False
     mute: bool = False
+    slow: bool = False
 
 
 def start_probe(
@@ -93,12 +94,12 @@ def take_result(turn: Turn, node: str, report: ProbeFinished) -> Outcome | None:
         sentence = ""
     del turn.state.probes[report.probe]
     failure = sentence and f"{sentence} ({' with '.join(probe.nodes)})"
-    return Outcome(name=report.probe, probe=probe, failure=failure, wrong=report.wrong)
+    return Outcome(name=report.probe, probe=probe, failure=failure, wrong=report.wrong, slow=bool(slow))
 
 
 def _slow(turn: Turn, probe: Probe, report: ProbeFinished) -> str:
     least = turn.policy.slow_link_bytes_per_s
-    if not report.ok or not report.rows or probe.kind is not ProbeKind.ALL_REDUCE or probe.candidate is None:
+    if not report.ok or not report.rows or probe.kind is not ProbeKind.ALL_REDUCE:
         return ""
     size, _, rate = max(report.rows)
     return f"slow, {rate / 1e9:.3f} GB/s of {least / 1e9:g} at {size} bytes" if rate < least else ""

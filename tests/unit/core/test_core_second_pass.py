@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from controller.core.events import ProbeRequested
 from controller.core.policy import CorePolicy
 from everstep.vocabulary import Finding, FindingKind, JobState, NodeState, ProbeKind, Severity
 from everstep.wire.v1.agent import Domain
@@ -167,6 +168,24 @@ def test_a_slow_probe_on_the_way_back_is_a_failed_one() -> None:
     fleet.report("n2", ProbeFinished(probe=name, ok=True, rows=rows))
     assert "slow, 0.400 GB/s of 1 at 1048576 bytes" in audits(fleet.effects, "probe.result")[-1]
     assert len(fleet.state.cases) == 1
+
+
+@pytest.mark.parametrize("bad", [{"n1"}, set()])
+def test_a_slow_probe_that_a_person_asked_for_is_settled_with_good_partners(bad: set[str]) -> None:
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), slow_link_bytes_per_s=1e9, eviction_count=10))
+    fleet.start(4)
+    fleet.advance(301.0, "n1", "n2", "n3", "n4")
+    fleet.feed(ProbeRequested(nodes=("n1", "n2"), actor="ada"))
+    name = next(iter(fleet.state.probes))
+    fleet.report("n1", ProbeFinished(probe=name, ok=True, rows=((1 << 20, 0.01, 4e8),)))
+    assert set(_pairs(fleet)) == {"n1", "n2"}
+    assert set(_pairs(fleet).values()) == {"n3", "n4"}
+    said = [verdict for suspect in ("n1", "n2") for verdict in _answer(fleet, suspect, ok=suspect not in bad)]
+    assert {node for node, decision in said if decision == "evict"} == bad
+    kinds = {node: [found.kind for found in fleet.state.nodes[node].own.values()] for node in ("n1", "n2")}
+    assert kinds["n2"] == []
+    assert kinds["n1"] == ([FindingKind.NETWORK_SLOW_LINK] if bad else [])
+    assert fleet.state.nodes["n2"].undecided == {}
 
 
 # --- digests -----------------------------------------------------------------------------------------------------

@@ -5,12 +5,14 @@ from __future__ import annotations
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from controller import journal
 from controller.core.events import Event
 from controller.core.policy import CorePolicy
 from controller.core.turn import Turn
@@ -162,6 +164,27 @@ def test_a_disk_that_takes_nothing_costs_the_journal_a_gap_and_decisions_nothing
     fleet.journal.close()
     assert fleet.journal.gaps == 1
     assert _steps(folder)
+
+
+@pytest.mark.parametrize(("entries", "gaps"), [(1, 0), (200, 1)])
+def test_a_large_state_that_waits_for_a_busy_disk_is_no_reason_for_a_gap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entries: int, gaps: int
+) -> None:
+    monkeypatch.setattr(journal, "MOST_WAITING_BYTES", 4096)
+    fleet = JournaledFleet(tmp_path / "journal", segment_bytes=1)
+    fleet.start(4)
+    fleet.journal.drain()
+    busy, free = threading.Event(), threading.Event()
+    fleet.journal._writing = fleet.journal._thread.submit(lambda: (busy.set(), free.wait(30)))  # type: ignore[assignment]
+    try:
+        assert busy.wait(30)
+        for step in range(5, 5 + entries):
+            fleet.seal(step)
+            fleet.journal.flush()
+    finally:
+        free.set()
+    fleet.journal.close()
+    assert fleet.journal.gaps == gaps
 
 
 def test_another_policy_tells_what_it_would_have_done(fleet: JournaledFleet, tmp_path: Path) -> None:
