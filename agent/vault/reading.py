@@ -132,14 +132,16 @@ class Library:
         self._store = store
         self._findings = findings
 
-    def open(self, job: str, rank: int, version: Version, ranges: Sequence[Range]) -> Reading:
+    def open(self, job: str, rank: int, version: Version, ranges: Sequence[Range], *, parity: bool = False) -> Reading:
         """A checked reading of a rank's share of a version: the manifest and what ``ranges`` touch hash right.
+
+        ``parity``: of the parity of the group with that number instead.
 
         A slot that does not is given up, and the next one tried. Raises NotFound where no slot holds it,
         DigestMismatch where all that did were bad, MalformedMessage for ranges outside the payload.
         """
         bad: DigestMismatch | None = None
-        for segment, slot, header in self._store.find(job, rank, version):
+        for segment, slot, header in self._store.find(job, rank, version, parity=parity):
             try:
                 reading = Reading(segment, slot, header)
                 reading.check(ranges)
@@ -152,4 +154,5 @@ class Library:
                 return reading
         if bad is not None:
             raise bad
-        raise NotFound(f"no sealed slot here holds version {version} of rank {rank} of job {job}")
+        whose = "the parity of group" if parity else "rank"
+        raise NotFound(f"no sealed slot here holds version {version} of {whose} {rank} of job {job}")

@@ -13,7 +13,7 @@ from everstep.errors import OutOfSlotMemory, PermissionDenied
 MOST_VECTORS = 512
 """Views written by one system call; Linux takes 1,024."""
 
-_SEGMENT_NAMES = ("own-", "replica-", ".")
+_SEGMENT_NAMES = ("own-", "replica-", "parity-", ".")
 
 
 class Scratch:

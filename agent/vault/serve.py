@@ -25,9 +25,12 @@ from everstep.errors import (
 )
 from everstep.slots import CHUNK_BYTES
 from everstep.wire.v1.transfer import (
+    MAX_TRANSFER_FRAME_BYTES,
     Ack,
     Data,
     DataEnd,
+    Digests,
+    DigestsAsk,
     Get,
     InventoryAsk,
     InventoryList,
@@ -200,6 +203,8 @@ class Conversation:
             self.channel.send(Ack())
         elif isinstance(request, Get):
             self._answers.get(self.job, request, self.channel)
+        elif isinstance(request, DigestsAsk):
+            self.channel.send(self._answers.digests(self.job, request))
         else:
             assert isinstance(request, InventoryAsk)
             self.channel.send(InventoryList(slots=self._answers.store.inventory(self.job)))
@@ -231,9 +236,20 @@ class Answers:
 
         Raises NotFound where there is none, or it was filled anew on the way; DigestMismatch; MalformedMessage.
         """
-        reading = self._library.open(job, get.rank, get.version, get.ranges)
+        reading = self._library.open(job, get.rank, get.version, get.ranges, parity=get.parity)
         sent = self._send_ranges(reading, get, channel) if get.ranges else _send_manifest(reading, channel)
         self._tally.add("served_bytes", sent)
+
+    def digests(self, job: str, ask: DigestsAsk) -> Digests:
+        """What is sealed. Raises NotFound, DigestMismatch, and ConfigurationError where it is too much to be said."""
+        reading = self._library.open(job, ask.rank, ask.version, (), parity=ask.parity)
+        digests = b"".join(reading.digests)
+        if len(reading.manifest) + len(digests) > MAX_TRANSFER_FRAME_BYTES - 4096:
+            raise ConfigurationError(
+                f"manifest and digests of rank {ask.rank} take {len(reading.manifest) + len(digests)} bytes, "
+                f"and at most {MAX_TRANSFER_FRAME_BYTES - 4096} can be sent: name fewer tensors in one slot"
+            )
+        return Digests(payload_bytes=len(reading.payload), manifest=reading.manifest, digests=digests)
 
     def _send_ranges(self, reading: Reading, get: Get, channel: Channel) -> int:
         lengths = [length for _, length in get.ranges]

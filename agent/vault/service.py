@@ -14,6 +14,9 @@ from agent.vault.fetch import Fetcher
 from agent.vault.findings import Findings
 from agent.vault.jobs import JobBook
 from agent.vault.local import Client, LocalServer
+from agent.vault.parity.decode import Decoder
+from agent.vault.parity.encode import Encoder
+from agent.vault.parity.shards import Shards
 from agent.vault.peers import Peers
 from agent.vault.reading import Library
 from agent.vault.receive import Receiver
@@ -37,6 +40,8 @@ from everstep.wire.v1.local import (
     Inventory,
     InventoryAnswer,
     OpenSegment,
+    Protect,
+    Protected,
     Segment,
     SlotInfo,
     SlotSealed,
@@ -74,6 +79,9 @@ class Vault:
         sender = Sender(settings, self._peers, findings, self._tally, self._streams)
         self._replicator = Replicator(settings.node, store, self._book, sender, self._tally, self._threads)
         self._fetcher = Fetcher(settings, store, library, self._peers, findings, self._tally, self._streams)
+        shards = Shards(settings, library, self._peers, findings)
+        self._encoder = Encoder(settings.node, store, self._book, shards, self._tally, self._streams)
+        self._decoder = Decoder(store, shards, self._tally, self._streams)
         self._receiver = Receiver(store, self._book, findings, self._tally)
         self.transfers = TransferServer(
             settings, store, self._book, library, self._receiver, self._tally, self._witness
@@ -112,7 +120,7 @@ class Vault:
 
     async def handle(self, message: ToVault, client: Client) -> FromVault:
         """The answer to one request. Raises EverstepError for a refusal."""
-        if isinstance(message, Configure | Forget | Statistics):
+        if isinstance(message, Configure | Forget | Protect | Statistics):
             self._meet_supervisor(client)
         match message:
             case OpenSegment():
@@ -120,8 +128,12 @@ class Vault:
             case SlotSealed():
                 return await self._replicator.replicate(message)
             case Fetch():
-                landed = await self._in_thread(lambda: self._fetcher.fetch(message))
+                fetcher = self._decoder if message.group else self._fetcher
+                landed = await self._in_thread(lambda: fetcher.fetch(message))
                 return Fetched(request=message.request, bytes=landed)
+            case Protect():
+                letter = await self._in_thread(lambda: self._encoder.protect(message))
+                return Protected(request=message.request, parity=letter)
             case Inventory():
                 return await self._inventory(message)
             case Configure():
@@ -142,6 +154,7 @@ class Vault:
         self._book.forget(message.job)
         self._replicator.forget(message.job)
         self._receiver.forget(message.job)
+        self._encoder.forget(message.job)
         self._peers.forget(message.job)
         await self._in_thread(lambda: self._store.forget(message.job))
         return Done(request=message.request)

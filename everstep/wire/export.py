@@ -10,11 +10,33 @@ from typing import Any
 
 import msgspec
 
-from everstep.wire.v1 import agent, directives, enrolment, evidence, local, operator, session, training, transfer
+from everstep.wire.v1 import (
+    agent,
+    directives,
+    enrolment,
+    evidence,
+    local,
+    operator,
+    parity,
+    session,
+    training,
+    transfer,
+)
 from everstep.wire.v1.base import Message
 
 SCHEMA_DIRECTORY = Path(__file__).parent / "schema"
-MODULES: tuple[ModuleType, ...] = (agent, directives, enrolment, evidence, local, operator, session, training, transfer)
+MODULES: tuple[ModuleType, ...] = (
+    agent,
+    directives,
+    enrolment,
+    evidence,
+    local,
+    operator,
+    parity,
+    session,
+    training,
+    transfer,
+)
 
 
 def _messages(module: ModuleType) -> list[type[Message]]:

@@ -13,10 +13,12 @@ frame is ``Hello``; the agent answers ``Welcome``, then sends directives of that
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Literal
 
 from everstep.ids import GenerationNumber, JobId, NodeId, Rank, Version
 from everstep.wire.v1.base import Message
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob, VersionNotice
+from everstep.wire.v1.parity import ParityGroup
 from everstep.wire.v1.training import (
     CollectiveFailed,
     FindingRaised,
@@ -219,6 +221,9 @@ class Fetch(Message, frozen=True, kw_only=True, tag=True):
 
     ``ranges`` are (offset, length) in the slot's payload; they land one after another from ``into_offset`` on in the
     file ``into`` (a scratch file under the segment directory). Empty ranges: the manifest lands there.
+
+    ``group``: nobody holds the slot any more; make it again from this group that it is a member of (``node`` says
+    nothing then). ``Failed`` with NotRestorable where more is lost than the group bears.
     """
 
     request: int
@@ -229,6 +234,7 @@ class Fetch(Message, frozen=True, kw_only=True, tag=True):
     ranges: tuple[tuple[int, int], ...]
     into: str
     into_offset: int = 0
+    group: ParityGroup | None = None
 
 
 class Fetched(Message, frozen=True, kw_only=True, tag=True):
@@ -238,6 +244,28 @@ class Fetched(Message, frozen=True, kw_only=True, tag=True):
 
 class Done(Message, frozen=True, kw_only=True, tag=True):
     request: int
+
+
+class Protect(Message, frozen=True, kw_only=True, tag=True):
+    """From the supervisor of a home of parity: make P or Q of a group's shards of ``version``. Answer: Protected.
+
+    The members' vaults are read, so the version must stay in their slots meanwhile. ``keep``: versions whose parity
+    must not be overwritten by this one. ``Failed`` with NotFound where a member does not hold its shard any more.
+    """
+
+    request: int
+    job: JobId
+    generation: GenerationNumber
+    version: Version
+    group: ParityGroup
+    keep: tuple[Version, ...] = ()
+
+
+class Protected(Message, frozen=True, kw_only=True, tag=True):
+    """P or Q of the group is sealed here, made of bytes that hashed as their ranks had sealed them."""
+
+    request: int
+    parity: Literal["P", "Q"]
 
 
 class Statistics(Message, frozen=True, kw_only=True, tag=True):
@@ -250,8 +278,9 @@ class StatisticsAnswer(Message, frozen=True, kw_only=True, tag=True):
     """Counts since the vault started (``counters``), requests refused since then by code, and what is there now.
 
     Counters: replicated_slots, replicated_bytes (sent and acknowledged), received_slots, received_bytes (sealed here
-    for others), superseded, served_bytes, fetched_bytes, scrubbed_slots, scrubbed_bytes, corrupt_slots,
-    corrupt_transfers. Levels: segment_bytes, free_bytes, sealed_slots, peer_connections.
+    for others), superseded, served_bytes, fetched_bytes, parity_slots, parity_bytes (made here), decoded_bytes (made
+    again from parity), scrubbed_slots, scrubbed_bytes, corrupt_slots, corrupt_transfers. Levels: segment_bytes,
+    free_bytes, sealed_slots, peer_connections.
     """
 
     request: int
@@ -278,7 +307,16 @@ class VaultFinding(Message, frozen=True, kw_only=True, tag=True):
     finding: FindingRaised
 
 
-ToVault = OpenSegment | SlotSealed | Configure | Forget | Inventory | Fetch | Statistics
+ToVault = OpenSegment | SlotSealed | Configure | Forget | Inventory | Fetch | Protect | Statistics
 FromVault = (
-    Segment | Replicated | InventoryAnswer | Fetched | Done | Failed | VaultFinding | PeerLost | StatisticsAnswer
+    Segment
+    | Replicated
+    | InventoryAnswer
+    | Fetched
+    | Protected
+    | Done
+    | Failed
+    | VaultFinding
+    | PeerLost
+    | StatisticsAnswer
 )

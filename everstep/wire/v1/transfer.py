@@ -14,6 +14,7 @@ Then the client asks and the server answers, one request at a time:
 * ``Put`` -> ``Ready`` (or ``Ack``: the slot is here already); ``Part`` with its chunks, on this connection or on
   others of the same client, each -> ``PartDone``; ``PutDone`` -> ``Ack``, once every chunk has hashed right.
 * ``Get`` -> ``Data`` with its pieces, ``DataEnd``.
+* ``DigestsAsk`` -> ``Digests``.
 * ``InventoryAsk`` -> ``InventoryList``.
 
 Bulk bytes follow a frame raw, in pieces of at most CHUNK_BYTES. One status byte after each piece says whether the
@@ -133,11 +134,15 @@ class Ack(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Get(Message, frozen=True, kw_only=True, tag=True):
-    """Byte ranges (offset, length) of a sealed slot's payload; no ranges: its manifest."""
+    """Byte ranges (offset, length) of a sealed slot's payload; no ranges: its manifest.
+
+    ``parity``: not of a rank's slot, but of the parity of the group with that number.
+    """
 
     rank: Rank
     version: Version
     ranges: Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(max_length=MAX_RANGES)]
+    parity: bool = False
 
 
 class Data(Message, frozen=True, kw_only=True, tag=True):
@@ -149,6 +154,22 @@ class Data(Message, frozen=True, kw_only=True, tag=True):
 class DataEnd(Message, frozen=True, kw_only=True, tag=True):
     """After the bulk: the xxh3-128 of each range (or of the manifest), one after another."""
 
+    digests: bytes
+
+
+class DigestsAsk(Message, frozen=True, kw_only=True, tag=True):
+    """What was sealed as that rank's version (``parity``: as that of the group with that number)?"""
+
+    rank: Rank
+    version: Version
+    parity: bool = False
+
+
+class Digests(Message, frozen=True, kw_only=True, tag=True):
+    """``digests``: the manifest's and each payload chunk's xxh3-128, one after another."""
+
+    payload_bytes: Count
+    manifest: bytes
     digests: bytes
 
 
@@ -169,8 +190,8 @@ class Refused(Message, frozen=True, kw_only=True, tag=True):
 
 Opening = Greeting | Proof
 OpeningAnswer = Challenge | Proof | Refused
-Request = Put | Part | PutDone | Get | InventoryAsk
-Answer = Ready | PartDone | Ack | Data | DataEnd | InventoryList | Refused
+Request = Put | Part | PutDone | Get | DigestsAsk | InventoryAsk
+Answer = Ready | PartDone | Ack | Data | DataEnd | Digests | InventoryList | Refused
 
 
 def prove(secret: bytes, role: str, greeting: Greeting, challenge: Challenge) -> bytes:

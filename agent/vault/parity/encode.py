@@ -1,0 +1,156 @@
+"""Making a group's P or Q on the node that is its home: members' chunks come in, side by side, and one comes out.
+
+Each chunk is hashed against what its rank sealed before it counts; the parity's own chunks are hashed as they are
+made. Members are read as any reader reads them, so a member that moves on meanwhile ends the work, and the slot that
+was begun is discarded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from concurrent.futures import Executor
+from functools import partial
+
+import xxhash
+
+from agent.vault.jobs import JobBook
+from agent.vault.parity import gf
+from agent.vault.parity.manifest import LETTERS, Letter, MemberFacts, ParityManifest
+from agent.vault.parity.shards import Place, Shards, all_at_once, not_a_home, require
+from agent.vault.segments import Segment, SegmentKey, SegmentStore
+from agent.vault.statistics import Tally
+from everstep.errors import ConfigurationError, NotFound
+from everstep.slots import CHUNK_BYTES, chunk_count, slot_bytes_for, slot_to_fill
+from everstep.wire.v1.local import Protect
+from everstep.wire.v1.transfer import MAX_TRANSFER_FRAME_BYTES
+
+PARITY_SLOTS = 2
+"""The version that is protected, and the next one while it is made."""
+
+
+class Encoder:
+    """Answers Protect. Runs in worker threads; ``streams`` reads the members side by side."""
+
+    def __init__(
+        self, node: str, store: SegmentStore, book: JobBook, shards: Shards, tally: Tally, streams: Executor
+    ) -> None:
+        self._node = node
+        self._store = store
+        self._book = book
+        self._shards = shards
+        self._tally = tally
+        self._streams = streams
+        self._lock = threading.Lock()
+        self._making: defaultdict[SegmentKey, threading.Lock] = defaultdict(threading.Lock)
+
+    def protect(self, ask: Protect) -> Letter:
+        """Returns which of P and Q is sealed here now. One that is here already, of these very shards, is kept.
+
+        Raises StaleGeneration, NotFound where this node is no home of the group or a member does not hold its shard,
+        Unavailable, DigestMismatch for a member's bytes that are not what it sealed, OutOfSlotMemory, and
+        ConfigurationError for a group that parity cannot be made of.
+        """
+        self._book.current(ask.job, ask.generation)
+        manifest = self._manifest(ask)
+        key = SegmentKey(ask.job, "parity", ask.group.group)
+        with self._lock:
+            making = self._making[key]
+        with making:
+            self._make(ask, key, manifest)
+        return manifest.letter
+
+    def _manifest(self, ask: Protect) -> ParityManifest:
+        group = ask.group
+        _check(ask)
+        if self._node not in group.parity:
+            raise not_a_home(self._node, group.group)
+        places = [Place(ask.job, node, rank, ask.version) for rank, node in group.members]
+        found = require(all_at_once(self._streams, [partial(self._shards.facts, place) for place in places]))
+        return ParityManifest(
+            letter=LETTERS[group.parity.index(self._node)],
+            group=group.group,
+            version=ask.version,
+            members=tuple(
+                MemberFacts(rank=place.number, node=place.node, sealed=facts)
+                for place, facts in zip(places, found, strict=True)
+            ),
+        )
+
+    def _make(self, ask: Protect, key: SegmentKey, manifest: ParityManifest) -> None:
+        said = manifest.encode()
+        size = len(said) + (chunk_count(manifest.payload_bytes) + 1) * 16
+        if size > MAX_TRANSFER_FRAME_BYTES - 4096:
+            raise ConfigurationError(
+                f"the manifests and digests of group {ask.group.group} take {size} bytes, and at most "
+                f"{MAX_TRANSFER_FRAME_BYTES - 4096} can be sent: make groups of fewer members"
+            )
+        segment = self._store.open(key, slot_bytes_for(len(said), manifest.payload_bytes), PARITY_SLOTS)
+        self._still_wanted(ask.job)
+        if _holds(segment, ask, said):
+            return
+        slot = slot_to_fill([segment.view.header(slot) for slot in range(segment.view.slots)], set(ask.keep))
+        payload = segment.view.begin(slot, ask.group.group, ask.version, said, manifest.payload_bytes)
+        try:
+            digests = [xxhash.xxh3_128_digest(said), *self._fill(ask, manifest, payload)]
+            self._book.current(ask.job, ask.generation)
+            segment.view.seal(slot, digests)
+        except BaseException:
+            segment.view.discard(slot)
+            raise
+        self._tally.add("parity_slots")
+        self._tally.add("parity_bytes", manifest.payload_bytes)
+
+    def _still_wanted(self, job: str) -> None:
+        """Making a segment takes a while; a job that ended meanwhile must not leave it behind."""
+        try:
+            self._book.facts(job)
+        except NotFound:
+            self._store.forget(job)
+            raise
+
+    def _fill(self, ask: Protect, manifest: ParityManifest, payload: memoryview) -> list[bytes]:
+        """Writes the parity chunk by chunk; the digest of each."""
+        buffers = [memoryview(bytearray(min(CHUNK_BYTES, m.sealed.payload_bytes))) for m in manifest.members]
+        digests = []
+        for index in range(chunk_count(manifest.payload_bytes)):
+            chunks = self._gather(ask, manifest, index, buffers)
+            into = payload[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+            gf.encode(chunks, **{manifest.letter.lower(): into})
+            digests.append(xxhash.xxh3_128_digest(into))
+        return digests
+
+    def _gather(
+        self, ask: Protect, manifest: ParityManifest, index: int, buffers: list[memoryview]
+    ) -> list[memoryview]:
+        chunks = [buffer[: m.sealed.chunk_bytes(index)] for m, buffer in zip(manifest.members, buffers, strict=True)]
+        works = [
+            partial(self._shards.chunk, Place(ask.job, m.node, m.rank, ask.version), m.sealed, index, chunk)
+            for m, chunk in zip(manifest.members, chunks, strict=True)
+            if chunk
+        ]
+        require(all_at_once(self._streams, works))
+        return chunks
+
+    def forget(self, job: str) -> None:
+        """The job is over; what is being made finds no segment to be kept in."""
+        with self._lock:
+            for key in [k for k in self._making if k.job == job]:
+                del self._making[key]
+
+
+def _check(ask: Protect) -> None:
+    group = ask.group
+    nodes = [node for _, node in group.members]
+    if len({*nodes, *group.parity}) != len(nodes) + 2:
+        raise ConfigurationError(
+            f"group {group.group} has a node twice ({', '.join([*nodes, *group.parity])}): "
+            "members and parity must be on different nodes, or one loss costs two shards"
+        )
+
+
+def _holds(segment: Segment, ask: Protect, manifest: bytes) -> bool:
+    return any(
+        header.version == ask.version and segment.view.manifest(slot) == manifest
+        for slot, header in segment.view.sealed()
+    )
