@@ -26,7 +26,7 @@ class Findings:
         self._tally = tally
         self._tell = tell
 
-    def slot_corrupt(self, segment: Segment, slot: int, header: SlotHeader, error: Exception, seen_by: str) -> bool:
+    def slot_corrupt(self, segment: Segment, slot: int, header: SlotHeader, error: object, seen_by: str) -> bool:
         """A sealed slot does not hash right. False where it is no longer that slot, so that there is no finding.
 
         One slot says nothing about the node's fitness to compute, and another holder has the bytes: a warning that

@@ -10,6 +10,10 @@ from everstep.errors import ConfigurationError, NotFound, StaleGeneration
 from everstep.wire.v1.local import Configure
 
 SHORTEST_SECRET = 16
+MOST_SEEN = 4
+"""Nodes that are remembered to have held a rank's share: more than there are copies of it."""
+MOST_ASKED = 16
+"""Nodes that are worth asking for a share when nothing is known of it."""
 
 
 class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +37,7 @@ class JobBook:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._jobs: dict[str, JobFacts] = {}
+        self._seen: dict[tuple[str, int], list[str]] = {}
 
     def configure(self, message: Configure) -> JobFacts:
         """Takes the supervisor's word. Raises StaleGeneration for an old one, ConfigurationError for a weak secret."""
@@ -68,9 +73,26 @@ class JobBook:
             raise StaleGeneration(f"job {job} is in generation {facts.generation}, {generation} is over")
         return facts
 
+    def saw(self, job: str, rank: int, node: str) -> None:
+        """``node`` holds, or held, that rank's share of some version."""
+        with self._lock:
+            if job in self._jobs:
+                nodes = self._seen.get((job, rank), [])
+                self._seen[job, rank] = [node, *(other for other in nodes if other != node)][:MOST_SEEN]
+
+    def likely_holders(self, job: str, rank: int, besides: str) -> list[str]:
+        """Whom to ask for that rank's share: who was seen with it, latest first, then others. Raises NotFound."""
+        holders = self.facts(job).holders
+        with self._lock:
+            seen = self._seen.get((job, rank), [])
+        asked = [node for node in dict.fromkeys([*seen, *holders]) if node in holders and node != besides]
+        return asked[:MOST_ASKED]
+
     def forget(self, job: str) -> None:
         with self._lock:
             self._jobs.pop(job, None)
+            for key in [key for key in self._seen if key[0] == job]:
+                del self._seen[key]
 
     def __len__(self) -> int:
         return len(self._jobs)

@@ -178,6 +178,7 @@ class Receiver:
             _discard_others(incoming)
             with self._lock:
                 del self._incoming[incoming.id]
+        self._book.saw(job, put.rank, sender)
         self._tally.add("received_slots")
         self._tally.add("received_bytes", put.payload_bytes + len(put.manifest))
 

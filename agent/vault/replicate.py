@@ -106,6 +106,9 @@ class Replicator:
         nodes = tuple(dict.fromkeys(n for n in message.to if n != self._node))
         outcomes = await asyncio.gather(*(self._lane(message.job, header.rank, n).submit(task) for n in nodes))
         failed = {node: why for node, why in zip(nodes, outcomes, strict=True) if why}
+        for node in nodes:
+            if node not in failed:
+                self._book.saw(message.job, header.rank, node)
         return Replicated(request=message.request, nodes=tuple(n for n in nodes if n not in failed), failed=failed)
 
     def _sealed(self, message: SlotSealed) -> tuple[Segment, SlotHeader]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
+from functools import partial
 
 from agent.vault.findings import Findings
+from agent.vault.repair import Bad, Repairer
 from agent.vault.segments import Segment, SegmentKey, SegmentStore
 from agent.vault.statistics import Tally
 from everstep.clock import Clock
 from everstep.errors import DigestMismatch
 from everstep.segment_records import Look
-from everstep.slots import CHUNK_BYTES, SlotHeader
+from everstep.slots import CHUNK_BYTES, SlotHeader, chunk_count
 
 log = logging.getLogger(__name__)
 
@@ -19,8 +22,9 @@ log = logging.getLogger(__name__)
 class Scrubber:
     """Goes over all headers and all sealed slots, again and again, at a bounded rate, in a thread of its own.
 
-    A header of which a part is damaged is mended from its other part. Two records that do not agree may be a writer at
-    work, so they are left alone until the next round finds them just so.
+    Bytes that are not what was sealed are mended from another holder of the same share; where there is none the slot
+    is discarded. A header of which a part is damaged is mended from its other part. Two records that do not agree may
+    be a writer at work, so they are left alone until the next round finds them just so.
 
     A slot that was not there in the round before is left for the next one: what a running job overwrites after a few
     steps has no time to rot, and hashing it once more would cost the job's own cores.
@@ -36,6 +40,7 @@ class Scrubber:
         findings: Findings,
         tally: Tally,
         clock: Clock,
+        repairer: Repairer,
         interval_s: float,
         bytes_per_s: float,
     ) -> None:
@@ -43,6 +48,7 @@ class Scrubber:
         self._findings = findings
         self._tally = tally
         self._clock = clock
+        self._repairer = repairer
         self._interval_s = interval_s
         self._bytes_per_s = bytes_per_s
         self._seen: set[tuple[SegmentKey, int, SlotHeader]] = set()
@@ -92,24 +98,46 @@ class Scrubber:
                 self._store.mend_records(segment, slot, look)
 
     def _scrub(self, segment: Segment, slot: int, header: SlotHeader) -> None:
-        try:
-            self._hash(segment, slot, header)
-        except (DigestMismatch, IndexError) as error:
-            # A fill announces itself in the header before it touches a byte: the same header means the same bytes.
-            if segment.view.header(slot) == header and self._store.get(segment.key) is segment:
-                self._findings.slot_corrupt(segment, slot, header, error, seen_by="scrubber")
-        else:
+        bad = self._hash(segment, slot, header)
+        if bad is None:
             self._tally.add("scrubbed_slots")
+            return
+        # A fill announces itself in the header before it touches a byte: the same header means the same bytes.
+        if segment.view.header(slot) != header or self._store.get(segment.key) is not segment:
+            return
+        source = self._repairer.mend(segment, slot, header, bad)
+        if source:
+            message = f"{bad.words}; it is mended from {source}"
+            self._findings.damage(segment.damage(slot, header, message), seen_by="scrubber")
+        elif not self._stopping.is_set():  # else nobody was asked
+            self._findings.slot_corrupt(segment, slot, header, bad.words, seen_by="scrubber")
 
-    def _hash(self, segment: Segment, slot: int, header: SlotHeader) -> None:
-        segment.view.manifest(slot)
+    def _hash(self, segment: Segment, slot: int, header: SlotHeader) -> Bad | None:
+        """What does not hash right; None where all does, and where the slot is no longer what it was."""
+        words: list[str] = []
+        table = self._says(words, partial(segment.view.digests, slot))
+        manifest = not table and self._says(words, partial(segment.view.manifest, slot))
         self._pause(header.manifest_bytes)
-        for start in range(0, header.payload_bytes, CHUNK_BYTES):
+        chunks = []
+        for index in range(0 if table else chunk_count(header.payload_bytes)):
+            start = index * CHUNK_BYTES
             length = min(CHUNK_BYTES, header.payload_bytes - start)
-            segment.view.check_chunks(slot, start, length)
+            if self._says(words, partial(segment.view.check_chunks, slot, start, length)):
+                chunks.append(index)
             self._pause(length)
             if self._stopping.is_set() or segment.view.header(slot) != header:
-                return
+                return None
+        return Bad(table, manifest, tuple(chunks), words[0]) if words else None
+
+    @staticmethod
+    def _says(words: list[str], check: Callable[[], object]) -> bool:
+        """Whether ``check`` finds bad bytes; why goes to ``words``."""
+        try:
+            check()
+        except (DigestMismatch, IndexError) as error:
+            words.append(str(error))
+            return True
+        return False
 
     def _pause(self, count: int) -> None:
         self._tally.add("scrubbed_bytes", count)

@@ -20,6 +20,7 @@ from agent.vault.parity.shards import Shards
 from agent.vault.peers import Peers
 from agent.vault.reading import Library
 from agent.vault.receive import Receiver
+from agent.vault.repair import Repairer
 from agent.vault.replicate import Replicator
 from agent.vault.scrub import Scrubber
 from agent.vault.segments import SegmentKey, SegmentStore
@@ -87,8 +88,9 @@ class Vault:
             settings, store, self._book, library, self._receiver, self._tally, self._witness
         )
         self._local = LocalServer(settings.socket_path, self.handle, self._tally.refuse)
+        repairer = Repairer(settings, self._book, self._peers)
         self._scrubber = Scrubber(
-            store, findings, self._tally, clock, settings.scrub_interval_s, settings.scrub_bytes_per_s
+            store, findings, self._tally, clock, repairer, settings.scrub_interval_s, settings.scrub_bytes_per_s
         )
 
     @property

@@ -9,9 +9,14 @@ from pathlib import Path
 import pytest
 
 from agent.vault.findings import Findings
+from agent.vault.jobs import JobBook
+from agent.vault.peers import Peers
+from agent.vault.repair import Repairer
 from agent.vault.scrub import Scrubber
 from agent.vault.segments import SegmentKey, SegmentStore
+from agent.vault.settings import VaultSettings
 from agent.vault.statistics import Tally
+from agent.vault.witness import Witness
 from everstep.clock import ManualClock
 from everstep.ids import Version
 from everstep.segment_header import PAGE
@@ -38,7 +43,10 @@ class Bench:
         clock = ManualClock()
         findings = Findings("n1", clock, self.tally, self.told.append)
         self.store.listen(findings.damage)
-        self.scrubber = Scrubber(self.store, findings, self.tally, clock, interval_s=1.0, bytes_per_s=1e12)
+        settings = VaultSettings(node="n1", run_dir=directory, segment_dir=directory)
+        book = JobBook()
+        repairer = Repairer(settings, book, Peers(settings, book, clock, Witness("n1", book, clock, lambda _: None)))
+        self.scrubber = Scrubber(self.store, findings, self.tally, clock, repairer, interval_s=1.0, bytes_per_s=1e12)
 
     def rounds(self, count: int) -> None:
         for _ in range(count):
@@ -108,11 +116,23 @@ def test_a_flipped_bit_in_the_manifest_is_found_too(bench: Bench) -> None:
     assert "manifest" in bench.told[0].finding.message
 
 
-def test_a_flipped_bit_among_the_chunk_digests_is_found_too(bench: Bench) -> None:
+def test_a_flipped_bit_among_the_chunk_digests_is_mended_from_the_slots_own_bytes(bench: Bench) -> None:
     bench.fill(0, Version(1, 1))
     flip(bench, bench.rank.segment.base(0) + PAGE + 17)
+    bench.rounds(3)
+    (raised,) = bench.told
+    assert "the chunk digests" in raised.finding.message
+    assert "mended from its own bytes" in raised.finding.message
+    bench.rank.check(0)
+
+
+def test_flipped_bits_among_the_chunk_digests_and_in_what_they_are_of_cost_the_slot(bench: Bench) -> None:
+    bench.fill(0, Version(1, 1))
+    flip(bench, bench.rank.segment.base(0) + PAGE + 17)
+    bench.rank.payload(0)[5] ^= 1
     bench.rounds(2)
-    assert "the chunk digests" in bench.told[0].finding.message
+    assert "the slot is discarded" in bench.told[0].finding.message
+    assert bench.rank.header(0) is None
 
 
 @pytest.mark.parametrize("number", [0, 1])
