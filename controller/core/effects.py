@@ -131,8 +131,9 @@ class Remedy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class RequestRemedy(msgspec.Struct, frozen=True, tag=True):
-    """Carry the remedy out, once; ``events.ActionReported`` tells the outcome. A later one for the node replaces
-    those that were not begun."""
+    """Carry the remedy out, once; ``events.ActionReported`` tells the outcome. Remedies of a node are carried out in
+    order; one that was not begun is dropped where a later one makes it pointless (a cordon by its end, a cure by the
+    next step, repair, or the way back)."""
 
     remedy: Remedy
 

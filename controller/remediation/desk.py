@@ -2,13 +2,14 @@
 
 A remedy is stored in the transaction that decided it. Before it is first asked for it is stored as begun, so that the
 next life of a controller, finding it begun, reads back before it asks again. Remedies of one node follow one another;
-different nodes do not wait for each other.
+different nodes do not wait for each other. One that was not begun is dropped where a later one makes it pointless.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,14 @@ PATIENCE_S = {
 }
 """Seconds until a remedy that was not confirmed is given up. A reboot waits for the node to be idle, and for its
 firmware's memory test."""
+_CURES = frozenset({RemedyKind.RESET_GPU, RemedyKind.REBOOT})
+_GIVES_WAY_TO = {
+    RemedyKind.CORDON: frozenset({RemedyKind.UNCORDON}),
+    RemedyKind.UNCORDON: frozenset({RemedyKind.CORDON}),
+    **dict.fromkeys(_CURES, _CURES | {RemedyKind.REPAIR, RemedyKind.UNCORDON}),
+}
+"""What makes a remedy pointless that was not begun: of cordons the opposite, of a cure the next step of the ladder, a
+person, or that the node serves again. A cordon stands beside the cure that follows it, and every repair is told."""
 ASK_AGAIN = Backoff(floor_s=0.5, ceiling_s=30.0)
 """Between two attempts, and between two looks at whether it is done."""
 
@@ -75,7 +84,7 @@ class RemedyDesk:
         self._queues: dict[str, deque[RemedyRow]] = {}
         self._workers: dict[str, asyncio.Task[None]] = {}
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="remedy")
-        self._left = sorted(rows, key=lambda row: row.requested_at)
+        self._left = sorted(rows, key=_place)
 
     def start(self) -> None:
         """Goes on with what an earlier life left."""
@@ -108,18 +117,14 @@ class RemedyDesk:
         queue = self._queues[node]
         try:
             while queue:
-                await self._carry_out(queue[0], superseded=self._is_superseded(queue))
+                await self._carry_out(queue[0], later=_replaced_by(queue))
                 queue.popleft()
         finally:
             del self._queues[node], self._workers[node]
 
-    @staticmethod
-    def _is_superseded(queue: deque[RemedyRow]) -> bool:
-        return len(queue) > 1 and queue[0].state is RemedyState.WANTED
-
-    async def _carry_out(self, row: RemedyRow, *, superseded: bool) -> None:
-        if superseded:
-            await self._end(row, RemedyState.SUPERSEDED, "a later one replaced it before it was begun")
+    async def _carry_out(self, row: RemedyRow, *, later: RemedyRow | None) -> None:
+        if later is not None:
+            await self._end(row, RemedyState.SUPERSEDED, f"{later.id} ({later.kind}) replaced it before it was begun")
             return
         remedy = msgspec.json.decode(row.doc, type=Remedy)
         begun_before = row.state is RemedyState.BEGUN
@@ -167,7 +172,7 @@ class RemedyDesk:
     async def _end(self, row: RemedyRow, state: RemedyState, detail: str) -> None:
         ended = msgspec.structs.replace(row, state=state, detail=detail[:1024], ended_at=self._now())
         report = None
-        if state is not RemedyState.SUPERSEDED:
+        if state is not RemedyState.SUPERSEDED or row.kind in _CURES:  # a cure may be waited for
             trace = msgspec.json.decode(row.doc, type=Remedy).trace
             ok = state is RemedyState.CONFIRMED
             report = ActionReported(id=row.id, node=row.node, ok=ok, detail=detail[:1024], trace=trace)
@@ -193,3 +198,17 @@ class RemedyDesk:
             except EverstepError as error:  # the node is gone from the records: there is nobody to tell
                 log.warning("the outcome of remedy %s was not taken up: %s", row.id, error)
                 return
+
+
+def _replaced_by(queue: deque[RemedyRow]) -> RemedyRow | None:
+    """The remedy in ``queue`` that makes its first one pointless."""
+    first, *rest = queue
+    if first.state is not RemedyState.WANTED:
+        return None
+    stronger = _GIVES_WAY_TO.get(RemedyKind(first.kind), frozenset())
+    return next((row for row in rest if row.kind in stronger), None)
+
+
+def _place(row: RemedyRow) -> tuple[float, list[int]]:
+    """The order of decisions: those of one moment by the numbers in their ids, of which 10 comes after 9."""
+    return row.requested_at, [int(digits) for digits in re.findall(r"\d+", row.id)]

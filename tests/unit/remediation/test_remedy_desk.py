@@ -173,3 +173,35 @@ def test_nothing_is_begun_while_the_database_is_away() -> None:
     run(machine, book, wanted(1))
     assert machine.applied == ["n1-a1"]
     assert book.states("n1-a1") == ["begun", "confirmed"]
+
+
+def test_a_cordon_stands_beside_the_cure_that_was_decided_with_it() -> None:
+    machine, book = Machine(), Book()
+    run(machine, book, wanted(1), wanted(2, RemedyKind.REBOOT))
+    assert machine.applied == ["n1-a1", "n1-a2"]
+    assert [(told.id, told.ok) for told in book.told] == [("n1-a1", True), ("n1-a2", True)]
+
+
+def test_a_cure_that_was_not_begun_gives_way_to_the_next_step_or_the_way_back_and_the_core_hears_of_it() -> None:
+    for later in (RemedyKind.RESET_GPU, RemedyKind.REBOOT, RemedyKind.REPAIR, RemedyKind.UNCORDON):
+        machine, book = Machine(), Book()
+        machine.kinds = frozenset(RemedyKind)
+        run(machine, book, wanted(1, RemedyKind.REBOOT), wanted(2, later))
+        assert machine.applied == ["n1-a2"]
+        assert book.states("n1-a1") == ["superseded"]
+        assert [(told.id, told.ok) for told in book.told] == [("n1-a1", False), ("n1-a2", True)]
+        assert book.told[0].detail == f"n1-a2 ({later}) replaced it before it was begun"
+
+
+def test_every_repair_is_told_whatever_follows_it() -> None:
+    machine, book = Machine(), Book()
+    machine.kinds = frozenset(RemedyKind)
+    run(machine, book, wanted(1), wanted(2, RemedyKind.REPAIR), wanted(3, RemedyKind.UNCORDON))
+    assert machine.applied == ["n1-a2", "n1-a3"]
+
+
+def test_what_was_decided_in_one_moment_keeps_its_order_across_a_crash() -> None:
+    machine, book = Machine(), Book()
+    left = [wanted(10, RemedyKind.REBOOT, requested_at=5.0), wanted(9, requested_at=5.0)]
+    run(machine, book, left=left)
+    assert machine.applied == ["n1-a9", "n1-a10"]
