@@ -92,7 +92,9 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     correlated_s: float = 120.0
     """Seconds within which they must show it. Afterwards those on which it still stands are looked at again."""
     heals: str = ""
-    """What has been done where it was found, for findings that need no more: said, and not held against the node."""
+    """What has been done where it was found, for findings that need no more: said, and not held against the node. Where
+    reports are counted (``n_of``), as long as there are fewer; each finding then counts once, however often it is told.
+    """
 
     @property
     def id(self) -> str:

@@ -191,16 +191,14 @@ def judge(turn: Turn, node: str, finding: Finding, *, written: bool = True, agai
     ``written``: findings of its kind do not flap, so advice on it is worth a line. ``again``: it stood before.
     """
     record, rule = turn.state.nodes[node], turn.policy.rules.rule(finding)
-    if rule.heals:
-        if written and not again:
-            _say(turn, node, Decision.NO_ACTION, f"{finding.message}: {rule.heals}", finding)
+    if rule.heals and again:
         return
     count = _count(record, rule, finding, turn.now, bad=True) if rule.n_of[1] > 1 else 1
     if again and rule.n_of[0] == 1:
         return
-    if not rule.applies(finding) or count < rule.n_of[0]:
+    if (rule.heals and rule.n_of[0] == 1) or not rule.applies(finding) or count < rule.n_of[0]:
         if written and not again:
-            _advise(turn, node, finding)
+            _advise(turn, node, finding, rule)
         return
     if turn.now < record.booted_at + rule.boot_grace_s:
         _look_later(turn, node, finding, "boot grace", record.booted_at + rule.boot_grace_s)
@@ -268,7 +266,10 @@ def _leave_to_holder(turn: Turn, node: str, finding: Finding, rule: Rule) -> Non
     _say(turn, node, Decision.RECOMMEND, words, finding, rung)
 
 
-def _advise(turn: Turn, node: str, finding: Finding) -> None:
+def _advise(turn: Turn, node: str, finding: Finding, rule: Rule) -> None:
+    if rule.heals:
+        _say(turn, node, Decision.NO_ACTION, f"{finding.message}: {rule.heals}", finding)
+        return
     if finding.severity is not Severity.CRITICAL or finding.mode is Mode.OBSERVE:
         return
     what = "look at it" if finding.action is Action.NONE else finding.action.replace("_", " ")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
+from controller.core.effects import PutVerdict
 from controller.core.events import OperatorAction, ProbeRequested
 from controller.core.policy import CorePolicy
 from everstep.errors import Conflict, NotFound
-from everstep.vocabulary import Action, Finding, FindingKind, JobState, Mode, NodeState, Severity
+from everstep.vocabulary import Action, Finding, FindingKind, JobState, Mode, NodeState, ProbeKind, Severity
 from everstep.wire.v1.agent import Gpu
 from everstep.wire.v1.directives import KillRank, RunProbe
 from tests.support.core_fleet import CoreFleet, decisions, generations, sent, xid
@@ -62,6 +65,41 @@ def test_a_corrupt_slot_is_judged_once_whoever_found_it_and_however_it_was_told(
     assert decisions(fleet.beat("n2", scrubbing)) == []
     another = msgspec.structs.replace(restoring, subject="job/rank1/1:11")
     assert decisions(fleet.raise_finding("n2", another)) == [("n2", "no_action")]
+
+
+def _rotten(step: int, **more: Any) -> Finding:
+    words = {"severity": Severity.WARNING, "mode": Mode.OBSERVE, "message": "it is mended from n4"}
+    return Finding(kind=FindingKind.SLOT_CORRUPT, subject=f"job/rank1/1:{step}", **(words | more))
+
+
+def test_slots_that_rot_on_one_node_again_and_again_are_a_reason_to_test_its_memory() -> None:
+    fleet = _running()
+    for step in (1, 2):
+        assert decisions(fleet.raise_finding("n2", _rotten(step))) == [("n2", "no_action")]
+        assert decisions(fleet.raise_finding("n3", _rotten(step))) == [("n3", "no_action")]
+        fleet.now += 1000.0
+    effects = fleet.raise_finding("n2", _rotten(3))
+    (sentence,) = [effect.verdict.sentence for effect in effects if isinstance(effect, PutVerdict)]
+    assert "recommended for n2: drain" in sentence
+    assert "report 3 of 3 within 86400 s" in sentence
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+    rule = fleet.policy.rules.of_kind(FindingKind.SLOT_CORRUPT)
+    assert rule.diagnostics[0] is ProbeKind.MEMORY
+
+
+def test_one_rotten_slot_counts_once_however_many_tell_of_it() -> None:
+    fleet = _running()
+    for since in range(1, 9):
+        fleet.raise_finding("n2", _rotten(1, since=float(since)))
+    assert ("n2", "recommend") not in decisions(fleet.effects)
+
+
+def test_rotten_slots_of_different_days_are_no_reason() -> None:
+    fleet = _running()
+    for step in range(1, 5):
+        assert decisions(fleet.raise_finding("n2", _rotten(step))) == [("n2", "no_action")]
+        fleet.clear_finding("n2", _rotten(step).key)
+        fleet.now += 50_000.0
 
 
 def test_a_finding_that_grows_worse_is_judged_again() -> None:
