@@ -14,37 +14,46 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer_hooks.exact.sums import VirtualMean
+from trainer_hooks.exact.sums import Room, VirtualMean
 from trainer_hooks.exact.tree import Partial
 
 
 class Gradients:
-    """Those of parameters of one dtype and device, one after another in a flat buffer ``[n]``."""
+    """Those of parameters of one dtype and device, one after another in flat buffers ``[n]`` that are used again."""
 
     def __init__(self, parameters: list[nn.Parameter], mean: VirtualMean) -> None:
         self._parameters = parameters
         self._mean = mean
-        self._partial: Partial[torch.Tensor] = mean.partial()
+        self._room = Room()
+        self._spare: list[torch.Tensor] = []
+        self._partial: Partial[torch.Tensor] = mean.partial(self._add)
 
     def begin(self) -> None:
         """A step: what gradients there are belong to the one before."""
-        self._partial = self._mean.partial()
+        self._spare += [values for _, values in self._partial.parts]
+        self._partial = self._mean.partial(self._add)
         for parameter in self._parameters:
             parameter.grad = None
 
     def take(self) -> None:
         """A virtual rank's gradients are there: takes them away. A parameter that it did not use counts as zero."""
         taken = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-        self._partial.append(torch.cat([gradient.reshape(-1) for gradient in taken]))
+        flat = self._spare.pop() if self._spare else taken[0].new_empty(sum(p.numel() for p in self._parameters))
+        torch.cat([gradient.reshape(-1) for gradient in taken], out=flat)
+        self._partial.append(flat)
         for parameter in self._parameters:
             parameter.grad = None
 
     def give(self) -> None:
         """The mean over all virtual ranks as the parameters' gradients. A collective."""
         sizes = [parameter.numel() for parameter in self._parameters]
-        values_of_all = torch.split(self._mean.mean(self._partial), sizes)
+        values_of_all = torch.split(self._mean.mean(self._partial, self._room), sizes)
         for parameter, values in zip(self._parameters, values_of_all, strict=True):
             parameter.grad = values.view_as(parameter)
+
+    def _add(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        self._spare.append(right)
+        return left.add_(right)
 
 
 class VirtualReplicas:
