@@ -74,7 +74,8 @@ class Sampler(Protocol):
 
     def weight(self, step: int) -> float: ...
 
-    def of(self, rank: int, world_size: int) -> Sampler: ...
+    def of(self, rank: int, world_size: int) -> Sampler:
+        """The same samples, as another rank of another number of ranks has them."""
 
 
 class ElasticSampler:

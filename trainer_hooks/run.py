@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import repeat
 from typing import Any
 
 import msgspec
@@ -16,6 +17,9 @@ from trainer_hooks.data import ElasticSampler, Sampler
 from trainer_hooks.exact.replicas import VirtualReplicas
 from trainer_hooks.exact.sums import VirtualMean
 from trainer_hooks.keeper import Keeper
+from trainer_hooks.loading.loader import Loader, is_stream
+from trainer_hooks.loading.stateful import OfOneRank, is_stateful_loader
+from trainer_hooks.loading.stream import StreamSampler
 from trainer_hooks.replicate import replicate
 from trainer_hooks.rng import EVERYBODY, seed_step
 from trainer_hooks.waits import Waits
@@ -38,12 +42,13 @@ class Part(msgspec.Struct, frozen=True):
     """What one rank, physical or virtual, computes of a step.
 
     rank: the number of the stream of random numbers that it has. indices: its samples, int64. weight: what to multiply
-    its mean loss by, so that the mean over ranks is the mean over samples.
+    its mean loss by, so that the mean over ranks is the mean over samples. batch: of ``run.loader``, what it loaded.
     """
 
     rank: int
     indices: torch.Tensor
     weight: float
+    batch: Any = None
 
 
 class Run:
@@ -60,6 +65,7 @@ class Run:
         self._virtual: VirtualMean | None = None
         self._replicas: list[VirtualReplicas] = []
         self._unfinished_parts = False
+        self._loaders: list[Loader] = []
 
     @property
     def rank(self) -> int:
@@ -115,6 +121,37 @@ class Run:
             drop_last=drop_last,
         )
 
+    def loader(
+        self, dataset: Any, *, global_batch: int, seed: int = 0, drop_last: bool = False, **options: Any
+    ) -> Loader:
+        """A DataLoader whose batches are asked for by step: ``loader.batch(step)``, or ``parts(loader, step)``.
+
+        Map-style data are shuffled as by ``sampler``. Iterable data come in their own order, each rank its share of
+        every global batch; give the data set ``seek(position)`` (see trainer_hooks.loading.stream), or each rank reads
+        what the others need as well, and after a restore everything that came before. ``options`` go to DataLoader:
+        num_workers, prefetch_factor, collate_fn and so on. What a data set or a collate function draws at random for a
+        sample depends on (seed, step, its place in the global batch) only.
+
+        Raises TypeError for options that are not the user's to choose here, ValueError where a batch cannot be taken
+        from the data or split over the ranks.
+        """
+        sampler: ElasticSampler | StreamSampler
+        if is_stream(dataset):
+            if drop_last:
+                raise TypeError("drop_last has no meaning for iterable data: their length is not known")
+            sampler = StreamSampler(global_batch=global_batch, rank=self.rank, world_size=self.world_size)
+        else:
+            sampler = self.sampler(len(dataset), global_batch=global_batch, seed=seed, drop_last=drop_last)
+        made = Loader(dataset, sampler, self._played, seed, options)
+        self._loaders.append(made)
+        return made
+
+    def _played(self) -> list[tuple[int, int]]:
+        """The ranks whose parts this one computes, and of how many."""
+        if self._virtual is None:
+            return [(self.rank, self.world_size)]
+        return [(rank, self._virtual.virtual_ranks) for rank in self._virtual.mine]
+
     def replicate(
         self, model: nn.Module, *, exact: bool = True, virtual_ranks: int | None = None, **options: Any
     ) -> nn.Module:
@@ -146,22 +183,24 @@ class Run:
         return model
 
     def parts(self, sampler: Sampler, step: int) -> Iterator[Part]:
-        """What this rank computes of ``step``: of each part do a forward and a backward pass.
+        """What this rank computes of ``step``: of each part do a forward and a backward pass. Takes a loader, too.
 
         One part without virtual ranks. With them one for each that this rank plays, with random streams seeded from
         (seed, step, virtual rank); when the loop ends the gradients are there, those of an earlier step are dropped at
         its beginning, and streams are the same on all ranks from there on.
         """
+        batches = sampler.batches(step) if isinstance(sampler, Loader) else repeat(None)
         if self._virtual is None:
-            yield Part(self.rank, sampler.indices(step), sampler.weight(step))
+            yield Part(self.rank, sampler.indices(step), sampler.weight(step), next(batches))
             return
         self._unfinished_parts = True
         for replicas in self._replicas:
             replicas.begin()
         for rank in self._virtual.mine:
-            seed_step(self._seed, step, rank)
             share = sampler.of(rank, self._virtual.virtual_ranks)
-            yield Part(rank, share.indices(step), share.weight(step))
+            batch = next(batches)
+            seed_step(self._seed, step, rank)
+            yield Part(rank, share.indices(step), share.weight(step), batch)
             for replicas in self._replicas:
                 replicas.take()
         for replicas in self._replicas:
@@ -177,9 +216,13 @@ class Run:
         waits for the copy to be complete.
 
         Raises TypeError for an object that cannot be tracked, NotRestorable where the objects are others than those
-        that were stored.
+        that were stored, or a StatefulDataLoader meets another world size.
         """
-        self._finished = self._keeper.track(objects)
+        kept = {
+            key: OfOneRank(tracked, self.rank, self.world_size) if is_stateful_loader(tracked) else tracked
+            for key, tracked in objects.items()
+        }
+        self._finished = self._keeper.track(kept)
         for tracked in objects.values():
             if isinstance(tracked, torch.optim.Optimizer):
                 tracked.register_step_pre_hook(lambda *_: self._keeper.before_update())
@@ -230,3 +273,8 @@ class Run:
     def atomic(self) -> AbstractContextManager[None]:
         """A section that no regrouping interrupts, such as the writing of a file. Keep it short."""
         return self._keeper.atomic()
+
+    def close(self) -> None:
+        """The training function was left: ends the workers of its loaders. Whoever entered it calls this."""
+        for loader in self._loaders:
+            loader.close()

@@ -192,8 +192,10 @@ class Worker:
         )
         self._attendant.keeper = keeper
         self._presence.enter()
-        failure = self._interrupter.call(partial(train, Run(self._place(group), keeper)))
+        run = Run(self._place(group), keeper)
+        failure = self._interrupter.call(partial(train, run))
         self._presence.leave()
+        run.close()
         self._timeline = Timeline(self._presence.disturbance())
         self._timeline.end("abort")
         if failure is not None and self._is_news(spec, failure):

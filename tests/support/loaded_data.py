@@ -1,0 +1,84 @@
+"""Data sets that say which sample each is, and what was drawn at random for it."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+SIZE = 41
+Sample = tuple[int, float]
+
+
+def sample(index: int) -> Sample:
+    """With noise of every generator."""
+    return index, torch.rand(1).item() + random.random() + float(np.random.rand())
+
+
+def as_tuple(samples: Sequence[Any]) -> tuple[Any, ...]:
+    """A collate function that changes nothing."""
+    return tuple(samples)
+
+
+class Numbers(Dataset[Sample]):
+    """Map-style."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Sample:
+        return sample(index)
+
+
+class Together(Numbers):
+    """Fetches a batch at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[Sample]:
+        noise = torch.rand(1).item()
+        return [(index, noise) for index in indices]
+
+
+class Counted(IterableDataset[Sample]):
+    """One after another; ``read`` counts."""
+
+    def __init__(self, size: int = SIZE) -> None:
+        self.size = size
+        self.read = 0
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    def __iter__(self) -> Iterator[Sample]:
+        for index in range(self.size):
+            self.read += 1
+            yield sample(index)
+
+
+class Jumping(Counted):
+    """Can seek."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._at = 0
+
+    def seek(self, position: int) -> None:
+        self._at = position % SIZE
+
+    def __iter__(self) -> Iterator[Sample]:
+        for index in range(self._at, SIZE):
+            self.read += 1
+            yield sample(index)
+
+
+class Stuck(Numbers):
+    """A sample that never comes."""
+
+    def __getitem__(self, index: int) -> Sample:
+        threading.Event().wait()
+        return sample(index)

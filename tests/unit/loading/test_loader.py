@@ -1,0 +1,188 @@
+"""What a step loads is a function of the step: not of workers, ranks, prefetching or what was loaded before."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import Dataset
+
+from tests.support.loaded_data import SIZE, Counted, Jumping, Numbers, Stuck, Together, as_tuple
+from tests.support.vaults import until
+from trainer_hooks.data import ElasticSampler
+from trainer_hooks.keeper import IdleKeeper
+from trainer_hooks.loading.stream import Reader, StreamSampler
+from trainer_hooks.run import Place, Run
+
+BATCH, STEPS, SEED = 7, 20, 3  # 140 samples: several epochs of 41, which straddle
+KINDS = {"map-style": Numbers, "fetched together": Together, "stream": Counted, "stream that jumps": Jumping}
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+]
+
+
+def run_of(rank: int = 0, world: int = 1) -> Run:
+    return Run(Place(rank=rank, world_size=world), IdleKeeper())
+
+
+def loaded(dataset: Any, first: int = 1, last: int = STEPS, rank: int = 0, world: int = 1, **options: Any) -> list[Any]:
+    """What one rank loads, step by step."""
+    run = run_of(rank, world)
+    loader = run.loader(dataset, global_batch=BATCH, seed=SEED, collate_fn=as_tuple, **options)
+    try:
+        return [loader.batch(step) for step in range(first, last + 1)]
+    finally:
+        run.close()
+
+
+@pytest.fixture(params=KINDS)
+def make(request: pytest.FixtureRequest) -> type[Dataset[Any]]:
+    return KINDS[request.param]
+
+
+def expected(make: type[Dataset[Any]]) -> list[list[int]]:
+    if issubclass(make, Counted):
+        return [[n % SIZE for n in range((step - 1) * BATCH, step * BATCH)] for step in range(1, STEPS + 1)]
+    sampler = ElasticSampler(SIZE, global_batch=BATCH, seed=SEED)
+    return [sampler.indices(step).tolist() for step in range(1, STEPS + 1)]
+
+
+def test_each_step_has_its_samples_through_several_epochs(make):
+    assert [[index for index, _ in batch] for batch in loaded(make())] == expected(make)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_neither_samples_nor_what_is_drawn_for_them_depend_on_workers(make, workers):
+    assert loaded(make(), num_workers=workers, prefetch_factor=2) == loaded(make())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_nor_on_the_number_of_ranks(make, world):
+    if make is Together:  # one draw for what is fetched at once
+        return
+    ranks = [loaded(make(), rank=rank, world=world) for rank in range(world)]
+    assert [sum(parts, ()) for parts in zip(*ranks, strict=True)] == loaded(make())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_nor_on_where_the_loading_began(make, workers):
+    assert loaded(make(), first=13, num_workers=workers) == loaded(make())[12:]
+
+
+def test_steps_in_any_order_have_their_own_samples(make):
+    run = run_of()
+    loader = run.loader(make(), global_batch=BATCH, seed=SEED, collate_fn=as_tuple)
+    whole = loaded(make())
+    assert [loader.batch(step) for step in (4, 5, 2, 3, 20)] == [whole[step - 1] for step in (4, 5, 2, 3, 20)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loading_takes_no_random_number_from_the_training(make, workers):
+    def draws(load: bool) -> list[float]:
+        run, numbers = run_of(), []
+        loader = run.loader(make(), global_batch=BATCH, collate_fn=as_tuple, num_workers=workers)
+        for step in run.steps(until=3, seed=9):
+            numbers.append(random.random())
+            if load:
+                loader.batch(step)
+            numbers += [torch.rand(1).item(), random.random(), float(np.random.rand())]
+        run.close()
+        return numbers
+
+    assert draws(load=True) == draws(load=False)
+
+
+def test_virtual_ranks_load_each_its_own_part(make):
+    if make is Together:
+        return
+    run = run_of()
+    loader = run.loader(make(), global_batch=BATCH, seed=SEED, collate_fn=as_tuple, num_workers=2)
+    run.replicate(torch.nn.Linear(1, 1), virtual_ranks=3)
+    for step in (1, 2):
+        parts = list(run.parts(loader, step))
+        assert [len(part.batch) for part in parts] == [2, 2, 3]
+        assert sum((part.batch for part in parts), ()) == loaded(make())[step - 1]
+    next(run.parts(loader, 3))
+    assert sum((part.batch for part in run.parts(loader, 4)), ()) == loaded(make())[3], "though step 3 was left early"
+    run.close()
+
+
+def test_batches_are_collated_as_torch_does_where_nothing_else_is_asked_for(make):
+    index, noise = run_of().loader(make(), global_batch=BATCH).batch(1)
+    assert (index.dtype, index.shape, noise.dtype) == (torch.int64, (BATCH,), torch.float64)
+
+
+def test_a_stream_that_jumps_reads_what_it_uses_and_one_that_cannot_everything_before():
+    jumping, plain = Jumping(), Counted()
+    loaded(jumping, first=10, last=12, rank=1, world=2)
+    loaded(plain, first=10, last=12, rank=1, world=2)
+    assert jumping.read == 3 * 4
+    assert plain.read == 12 * BATCH
+    assert plain.epochs == [0, 1, 2]
+
+
+def test_a_stream_without_samples_is_an_error():
+    with pytest.raises(ValueError, match="an epoch of them has no samples"):
+        Reader(Counted(0)).read(0)
+
+
+@given(st.integers(1, 40), st.lists(st.integers(1, 16), min_size=1, max_size=12))
+def test_positions_of_a_stream_do_not_depend_on_the_world_sizes(batch, worlds):
+    for step, world in enumerate(worlds, start=1):
+        world = min(world, batch)
+        parts = [StreamSampler(global_batch=batch, rank=r, world_size=world) for r in range(world)]
+        positions = torch.cat([part.indices(step) for part in parts]).tolist()
+        assert positions == list(range((step - 1) * batch, step * batch))
+        assert sum(part.weight(step) for part in parts) / world == pytest.approx(1.0, rel=1e-12)
+
+
+@pytest.mark.parametrize("option", ["batch_size", "shuffle", "sampler", "generator", "persistent_workers"])
+def test_options_that_are_not_the_users_are_refused_by_name(option):
+    with pytest.raises(TypeError, match=f"run.loader has no {option}: "):
+        run_of().loader(Numbers(), global_batch=BATCH, **{option: 1})
+
+
+def test_a_stream_has_no_last_batch_to_drop():
+    with pytest.raises(TypeError, match="no meaning for iterable data"):
+        run_of().loader(Counted(), global_batch=BATCH, drop_last=True)
+
+
+def test_a_batch_too_small_for_the_ranks_is_refused_for_streams_too():
+    with pytest.raises(ValueError, match="at least 9, or fewer ranks"):
+        run_of(0, 9).loader(Counted(), global_batch=BATCH)
+
+
+def test_an_error_of_the_data_is_raised_and_the_next_step_begins_anew():
+    class Torn(Numbers):
+        torn = True
+
+        def __getitem__(self, index: int) -> tuple[int, float]:
+            if self.torn:
+                raise KeyError("mine")
+            return super().__getitem__(index)
+
+    dataset = Torn()
+    loader = run_of().loader(dataset, global_batch=BATCH, seed=SEED, collate_fn=as_tuple)
+    with pytest.raises(KeyError, match="mine"):
+        loader.batch(1)
+    dataset.torn = False
+    assert loader.batch(2) == loaded(Numbers())[1]
+
+
+def test_workers_end_with_their_generation_whatever_they_wait_for():
+    before = set(multiprocessing.active_children())
+    run = run_of()
+    loader = run.loader(Stuck(), global_batch=BATCH, num_workers=2)
+    loader._iterator = loader._begin(1, [loader.of(0, 1)])
+    ours = set(multiprocessing.active_children()) - before
+    assert len(ours) == 2
+    run.close()
+    until(lambda: not any(worker.is_alive() for worker in ours), "the end of both")

@@ -1,0 +1,73 @@
+"""A real StatefulDataLoader that is tracked goes on where its rank was, or is refused with what to do instead."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from everstep.errors import NotRestorable
+from trainer_hooks.keeper import IdleKeeper
+from trainer_hooks.run import Place, Run
+from trainer_hooks.snapshot.blob import decode_blob, encode_blob
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+
+class Stored(IdleKeeper):
+    """Takes what is tracked, and restores what was stored before, as bytes."""
+
+    def __init__(self, blob: bytes | None = None) -> None:
+        self.blob = blob
+        self.tracked: Any = None
+
+    def track(self, objects: Any) -> int:
+        self.tracked = objects["loader"]
+        if self.blob is not None:
+            self.tracked.load_state_dict(decode_blob(self.blob))
+        return 0
+
+    def keep(self) -> bytes:
+        return encode_blob(self.tracked.state_dict())
+
+
+def new_loader() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return StatefulDataLoader(
+            list(range(30)), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1)
+        )
+
+
+def tracked(keeper: Stored, rank: int, world: int) -> Any:
+    loader = new_loader()
+    Run(Place(rank=rank, world_size=world), keeper).track(loader=loader)
+    return loader
+
+
+def test_it_goes_on_where_it_was_at_the_same_world_size():
+    keeper = Stored()
+    batches = iter(tracked(keeper, 1, 2))
+    next(batches)
+    next(batches)
+    blob = keeper.keep()
+    rest = [batch.tolist() for batch in batches]
+    assert [batch.tolist() for batch in tracked(Stored(blob), 1, 2)] == rest
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "reason"),
+    [
+        (1, 3, "stored on 2 ranks, and there are 3 now"),
+        (0, 2, "loader of rank 0 was lost|StatefulDataLoader of rank 0"),
+    ],
+)
+def test_another_world_size_or_rank_is_refused_with_what_to_do(rank, world, reason):
+    keeper = Stored()
+    next(iter(tracked(keeper, 1, 2)))
+    with pytest.raises(NotRestorable, match=f"({reason}).*Use run.loader"):
+        tracked(Stored(keeper.keep()), rank, world)
