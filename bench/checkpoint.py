@@ -1,0 +1,103 @@
+"""Checkpoints in memory beside the machine's own limits and beside what others do, in one run.
+
+    python -m bench.checkpoint [--quick] [--kills 500] [--repeats 5] [--no-peers] [--only NAME] [--curve FILE.png]
+        [--json FILE]
+
+1 GiB of fp32 in 64 tensors on one rank, and 4 x 256 MiB on four ranks of four nodes: real vault processes, snapshots
+and restores as a training run makes them, every byte looked at after a restore. Limits (memcpy into warm shared
+memory, raw loopback TCP) are taken in turns with what is held against them. Floors and aims are set for these sizes:
+in the quick size the rows that depend on it are not judged. Each process computes on one thread, as launchers have it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.progress import Progress
+
+from bench.checkpoint_rows import four, losses, peers, single, transfer
+from bench.checkpoint_rows.curves import curves
+from bench.checkpoint_rows.processes import Crew
+from bench.checkpoint_rows.rank import Size
+from bench.table import Row, add_arguments, finish, write_json
+
+TENSORS, TENSOR_BYTES, QUICK_TENSOR_BYTES = 64, 16 << 20, 1 << 20
+SMALL_TENSORS = 1000
+REPEATS, QUICK_REPEATS = 5, 3
+KILLS, QUICK_KILLS = 500, 6
+
+
+def parts(crew: Crew, options: argparse.Namespace) -> list[tuple[str, Callable[[], list[Row]]]]:
+    """What is measured, in order, by name."""
+    judged = not options.quick
+    each = QUICK_TENSOR_BYTES if options.quick else TENSOR_BYTES
+    one, repeats = Size(TENSORS, each), options.repeats
+    found: list[tuple[str, Callable[[], list[Row]]]] = [
+        ("one rank", lambda: single.large(crew, one, repeats, judged)),
+        ("many tensors", lambda: single.small(crew, SMALL_TENSORS, max(repeats, 10))),
+        ("a slot to a peer", lambda: transfer.replicated(crew, one.nbytes, repeats, judged)),
+        ("four replicas", lambda: four.replicas(crew, Size(TENSORS, each // 4, "replicas"), repeats, judged)),
+        ("four shards", lambda: four.shards(crew, Size(TENSORS, each, "shards"), repeats, judged)),
+        ("gpu", gpu),
+    ]
+    if not options.no_peers:
+        found.append(("peers", lambda: peers.rows(crew, one, repeats, slow=not options.quick)))
+    found += [(f"double kills, r = {r}", lambda r=r: losses.rows(options.kills, r)) for r in (2, 3)]  # type: ignore[misc]
+    found.append(("double kills, parity", parity))
+    return [part for part in found if not options.only or options.only in part[0]]
+
+
+def gpu() -> list[Row]:
+    """What only a GPU can say."""
+    why = "not measured: this bench has no GPU part yet" if torch.cuda.is_available() else "no GPU on this machine"
+    return [
+        Row("GPU: blocked by a snapshot, against the step", None, "%", against=why),
+        Row("GPU: copy against the PCIe limit", None, "%", against=why),
+    ]
+
+
+def parity() -> list[Row]:
+    """What is not there."""
+    return [Row("double kills, parity groups: committed versions lost", None, "", 0, 0, "no parity groups yet")]
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.checkpoint", description=(__doc__ or "").splitlines()[0])
+    add_arguments(parser)
+    parser.add_argument("--repeats", type=int, help=f"of each measurement (default {REPEATS}; quick {QUICK_REPEATS})")
+    parser.add_argument("--kills", type=int, help=f"double kills of each kind (default {KILLS}; quick {QUICK_KILLS})")
+    parser.add_argument("--no-peers", action="store_true", help="leave torch.save, DCP and NVIDIA's out")
+    parser.add_argument("--only", help="run the parts whose name contains this")
+    parser.add_argument("--curve", type=Path, metavar="PNG", help="instead: growth of stall and restore, drawn")
+    options = parser.parse_args(argv)
+    options.repeats = options.repeats or (QUICK_REPEATS if options.quick else REPEATS)
+    options.kills = options.kills or (QUICK_KILLS if options.quick else KILLS)
+    return options
+
+
+def main(argv: list[str]) -> int:
+    options = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
+    rows: list[Row] = []
+    with Crew() as crew:
+        if options.curve:
+            return finish("Growth of stall and restore", curves(crew, options.curve, options.quick), options.json)
+        wanted = parts(crew, options)
+        with Progress() as progress:
+            task = progress.add_task("checkpoint", total=len(wanted))
+            for name, part in wanted:
+                progress.update(task, description=name)
+                rows += part()
+                if options.json is not None:
+                    write_json(options.json, rows)  # what was measured so far outlives a part that fails
+                progress.advance(task)
+    return finish("Checkpoints in memory", rows, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,166 @@
+"""Rows of four ranks on four nodes: stalls, copies on other nodes, and what is left when a node goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from bench.checkpoint_rows.fleet import Fleet, MemoryWatch
+from bench.checkpoint_rows.limits import loopback
+from bench.checkpoint_rows.processes import Crew
+from bench.checkpoint_rows.rank import Restores, Size, Stalls, restores, snapshots
+from bench.checkpoint_rows.single import COMPUTE_TIMES, MEMCPY_BYTES_PER_S, MIB, marks, phases, stall_rows
+from bench.table import Row
+from everstep.ids import Version
+
+NODES = ("n1", "n2", "n3", "n4")
+SPARE = "n5"
+REPLICAS = 2
+
+
+def replicas(crew: Crew, size: Size, repeats: int, judged: bool) -> list[Row]:
+    """Four ranks that hold the same: each stores its part of what two of them must."""
+    with Fleet(NODES) as fleet:
+        stalls, _ = _snapshots(crew, fleet, size, repeats)
+    name = f"4 replicas of {size.nbytes / MIB:.0f} MiB"
+    memcpy = _slowest(stalls, "memcpy")
+    digested = _slowest(stalls, "digested")
+    return [
+        Row(f"{name}: memcpy of what each stores, all at once", memcpy * 1e3, "ms", against=_bytes(stalls)),
+        *stall_rows(name, _merged(stalls), memcpy, judged),
+        Row(f"{name}: blocked by a version that is digested", digested * 1e3, "ms", against="two a second, every 50th"),
+    ]
+
+
+def shards(crew: Crew, size: Size, repeats: int, judged: bool) -> list[Row]:
+    """Four FSDP2 shards with a copy of each on another node; then one node is lost with its memory."""
+    name = f"4 FSDP2 shards of {size.nbytes / MIB / 4:.0f} MiB"
+    with Fleet(NODES) as fleet, MemoryWatch(fleet.memory) as watch:
+        stalls, version = _snapshots(crew, fleet, size, repeats)
+        most, stated = watch.most_bytes, fleet.stated_bytes()
+        own = max(vault.own_bytes() for vault in fleet.vaults.values())
+        raw = loopback(crew, fleet.warm, len(NODES), size.nbytes, repeats)
+        rows = [
+            *_stalls(name, stalls, judged),
+            *_replicated(name, stalls, raw, size, judged),
+            *_memory(most, stated, own, size),
+        ]
+        filled = _restores(crew, fleet, NODES, size, repeats, version)
+        rows += _own(name, filled, judged)
+        fleet.lose(NODES[-1])
+        fleet.start(SPARE)
+        one_stream = loopback(crew, fleet.warm, 1, size.nbytes // 4, repeats)
+        filled = _restores(crew, fleet, (*NODES[:3], SPARE), size, repeats, version)
+        rows += _lost(name, filled, one_stream, judged)
+        fleet.lose(SPARE)
+        filled = _restores(crew, fleet, NODES[:3], size, repeats, version)
+    took = median(max(one.fill[number] for one in filled) for number in range(repeats))
+    total = f"{size.nbytes / MIB:.0f} MiB of FSDP2 state: 4 ranks to 3"
+    against = f"{_from(filled)}, nothing from disk"
+    return [*rows, Row(total, took, "s", *marks(judged, 1.5, 0.5), against), *phases(total, filled)]
+
+
+def _snapshots(crew: Crew, fleet: Fleet, size: Size, repeats: int) -> tuple[list[Stalls], Version]:
+    spec = fleet.generation(NODES, REPLICAS)
+    compute_s = max(0.05, COMPUTE_TIMES * size.nbytes / MEMCPY_BYTES_PER_S)
+    warm = str(fleet.warm)
+    each = [(spec, rank, s, warm, size, repeats, compute_s) for rank, s in enumerate(fleet.sockets(NODES))]
+    stalls: list[Stalls] = crew.run(snapshots, each)
+    return stalls, Version(spec.number, stalls[0].last)
+
+
+def _restores(
+    crew: Crew, fleet: Fleet, nodes: Sequence[str], size: Size, repeats: int, version: Version
+) -> list[Restores]:
+    spec = fleet.generation(nodes, REPLICAS, floor=version)
+    warm, sockets = str(fleet.warm), fleet.sockets(nodes)
+    each = [(spec, rank, socket, warm, size, repeats, version.step) for rank, socket in enumerate(sockets)]
+    filled: list[Restores] = crew.run(restores, each)
+    return filled
+
+
+def _slowest(stalls: Sequence[Stalls], what: str) -> float:
+    """The slowest rank of each round, median: that is whom the others wait for."""
+    return median(max(values) for values in zip(*(getattr(one, what) for one in stalls), strict=True))
+
+
+def _merged(stalls: Sequence[Stalls]) -> Stalls:
+    """All ranks as one, which is as slow as the slowest in each round."""
+    merged = Stalls(max(one.nbytes for one in stalls))
+    for what in ("memcpy", "blocked", "under", "compute", "compute_beside"):
+        setattr(merged, what, [max(values) for values in zip(*(getattr(one, what) for one in stalls), strict=True)])
+    merged.back_to_back = max(one.back_to_back for one in stalls)
+    return merged
+
+
+def _bytes(stalls: Sequence[Stalls]) -> str:
+    return f"{max(one.nbytes for one in stalls) / MIB:.0f} MiB each"
+
+
+def _stalls(name: str, stalls: list[Stalls], judged: bool) -> list[Row]:
+    memcpy = _slowest(stalls, "memcpy")
+    first = Row(f"{name}: memcpy of the same, all at once", memcpy * 1e3, "ms", against=_bytes(stalls))
+    return [first, *stall_rows(name, _merged(stalls), memcpy, judged)]
+
+
+def _replicated(name: str, stalls: list[Stalls], raw: list[float], size: Size, judged: bool) -> list[Row]:
+    """From ``begin`` until all four nodes have acknowledged their copies, so with copying and hashing."""
+    assert all(one.replicas for one in stalls), "a share has no copy"
+    took = _slowest(stalls, "sealed")
+    share = (size.nbytes / took) / (size.nbytes / median(raw))
+    against = f"4 raw streams at once, {size.nbytes / median(raw) / 1e9:.2f} GB/s"
+    return [
+        Row(f"{name}: begun until copied to all other nodes", took * 1e3, "ms"),
+        Row(f"{name}: the same as a rate", size.nbytes / took / 1e9, "GB/s", against=against),
+        Row(f"{name}: the same against raw streams", share, "x", against=against, smaller_is_better=False),
+    ]
+
+
+def _memory(most: int, stated: int, own: int, size: Size) -> list[Row]:
+    state = size.nbytes
+    return [
+        Row("memory beside the state, r = 2: most in /dev/shm", most / state, "x", 4.0, 4.0, "2 slots x 2"),
+        Row("memory, r = 2: most over what the vaults state", most / stated, "x", 1.0, 1.0, f"{stated / MIB:.0f} MiB"),
+        Row("memory: a vault process apart from slots, at most", own / MIB, "MiB"),
+        Row("memory beside the state, parity", None, "x", 4.0, against="no parity groups yet"),
+    ]
+
+
+def _own(name: str, filled: list[Restores], judged: bool) -> list[Row]:
+    took = median(max(one.fill[number] for one in filled) for number in range(len(filled[0].fill)))
+    memcpy = median(max(one.memcpy[number] for one in filled) for number in range(len(filled[0].memcpy)))
+    against = f"memcpy back, all at once, {memcpy * 1e3:.1f} ms"
+    return [
+        Row(f"{name}: restored from own slots", took * 1e3, "ms", against=_from(filled)),
+        Row(f"{name}: the same against memcpy back", took / memcpy, "x", *marks(judged, 1.5, 1.1), against),
+    ]
+
+
+def _lost(name: str, filled: list[Restores], raw: list[float], judged: bool) -> list[Row]:
+    """The spare's rank has nothing of its own: all its bytes come over the wire while the others restore theirs."""
+    one = filled[-1]
+    assert one.sources["own"] + one.sources["node"] == 0, one.sources
+    nbytes = one.sources["remote"]
+    read, fill = median(phase["read"] for phase in one.phases), median(one.fill)
+    rate, limit = nbytes / fill / 1e9, nbytes / median(raw) / 1e9
+    against = f"one raw loopback stream, {limit:.2f} GB/s"
+    return [
+        Row(f"{name}: a lost node's shard from a peer", fill * 1e3, "ms", against=f"of it read: {read * 1e3:.0f} ms"),
+        Row(f"{name}: the same as a rate", rate, "GB/s", against=against),
+        Row(
+            f"{name}: the same against one raw stream",
+            rate / limit,
+            "x",
+            *marks(judged, 0.6, 0.85),
+            against,
+            smaller_is_better=False,
+        ),
+    ]
+
+
+def _from(filled: Sequence[Restores]) -> str:
+    total: dict[str, int] = {}
+    for one in filled:
+        for source, nbytes in one.sources.items():
+            total[source] = total.get(source, 0) + nbytes
+    return ", ".join(f"{nbytes / MIB:.0f} MiB {source}" for source, nbytes in sorted(total.items()) if nbytes)

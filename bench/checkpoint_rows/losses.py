@@ -1,0 +1,186 @@
+"""Two nodes lost at once, again and again: is what was committed still there?
+
+Six nodes, each a failure domain of its own, with a real vault process each and a rank that holds what nobody else
+does. A version is committed: sealed by all ranks, its copies acknowledged. Then, while the next one is on its way, two
+nodes go with their memory, and empty ones take their places. All ranks restore.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bench.checkpoint_rows.fleet import Fleet
+from bench.table import Row
+from everstep.errors import NotRestorable
+from everstep.ids import Version
+from everstep.wire.v1.training import GenerationSpec, Sealed
+from trainer_hooks.restore import Restoration
+from trainer_hooks.snapshot.snapshotter import Snapshotter
+from trainer_hooks.state import TrackedState
+from trainer_hooks.vault_client import VaultClient
+
+NODES = tuple(f"n{number}" for number in range(1, 7))
+ELEMENTS = 16 << 10
+COMMITTED, NEXT = 1, 2
+SEAL_S, RESTORE_S = 30.0, 90.0
+MOMENT_S = 0.02
+"""Two nodes go at a random moment within this time after the next version was begun; its copies take about as long."""
+
+
+@dataclass
+class Outcome:
+    """``lost`` of ``kills`` double kills cost the committed version; ``newer`` ended in the one on its way."""
+
+    kills: int = 0
+    lost: int = 0
+    newer: int = 0
+    pairs_lost: set[tuple[str, ...]] = field(default_factory=set)
+
+
+class Held(nn.Module):
+    """What one rank alone holds, and what it must be at a step."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.held: torch.Tensor
+        self.register_buffer("held", torch.zeros(ELEMENTS))
+
+    def become(self, generation: int, step: int) -> None:
+        self.held.copy_(self._at(generation, step))
+
+    def require(self, version: Version) -> None:
+        expected = self._at(version.generation, version.step)
+        assert torch.equal(self.held, expected), f"rank {self.rank} restored other bytes as {version}"
+
+    def _at(self, generation: int, step: int) -> torch.Tensor:
+        return torch.arange(ELEMENTS, dtype=torch.float32) + self.rank + 10 * step + 100 * generation
+
+
+def double_kills(kills: int, replicas: int, seed: int = 1) -> Outcome:
+    """Kills of two random nodes at random moments, with ``replicas`` copies of each byte."""
+    chance, outcome = random.Random(seed), Outcome()
+    logging.getLogger("trainer_hooks").setLevel(logging.ERROR)  # that copies fail is what is played here
+    with Fleet(NODES) as fleet:
+        clients = {node: VaultClient(fleet.vaults[node].socket) for node in NODES}
+        try:
+            for _ in range(kills):
+                _kill_two(fleet, clients, replicas, chance, outcome)
+        finally:
+            for client in clients.values():
+                client.close()
+    return outcome
+
+
+def _kill_two(
+    fleet: Fleet, clients: dict[str, VaultClient], replicas: int, chance: random.Random, outcome: Outcome
+) -> None:
+    spec = fleet.generation(NODES, replicas)
+    victims = tuple(sorted(chance.sample(NODES, 2)))
+    _train(spec, clients, lambda: fleet.lose(*victims), victims, chance.uniform(0, MOMENT_S))
+    fleet.start(*victims)
+    committed = Version(spec.number, COMMITTED)
+    restored = _restore(fleet.generation(NODES, replicas, floor=committed), clients)
+    outcome.kills += 1
+    if restored is None:
+        outcome.lost += 1
+        outcome.pairs_lost.add(victims)
+    else:
+        assert restored >= committed, f"{restored} was restored, {committed} was committed"
+        outcome.newer += restored > committed
+
+
+def _train(
+    spec: GenerationSpec, clients: dict[str, VaultClient], lose: Any, victims: tuple[str, ...], at_s: float
+) -> None:
+    """All ranks commit a version and begin the next; ``at_s`` later the victims are gone."""
+    store, changed, safe = dist.HashStore(), threading.Condition(), set[int]()
+
+    def hear(report: Sealed) -> None:
+        with changed:
+            if report.version.step == COMMITTED and report.kept and report.safe:
+                safe.add(report.rank)
+            changed.notify_all()
+
+    models = [Held(member.rank) for member in spec.roster]
+    snapshotters = []
+    for member, model in zip(spec.roster, models, strict=True):
+        state = TrackedState({"model": model})
+        model.become(spec.number, COMMITTED)
+        snapshotters.append(Snapshotter(clients[member.node], state, spec, member, store, hear))
+    try:
+        _begin(snapshotters, COMMITTED)
+        with changed:
+            assert changed.wait_for(lambda: len(safe) == len(NODES), SEAL_S), f"only {safe} of all ranks are safe"
+        for model in models:
+            model.become(spec.number, NEXT)
+        _begin(snapshotters, NEXT)
+        time.sleep(at_s)
+        lose()
+    finally:
+        for member, snapshotter in zip(spec.roster, snapshotters, strict=True):
+            snapshotter.close(finish=member.node not in victims)
+
+
+def _begin(snapshotters: list[Snapshotter], step: int) -> None:
+    """Ranks would do so at the same time; a plan needs all of them."""
+    each = [threading.Thread(target=lambda one=one: (one.begin(step), one.wait())) for one in snapshotters]
+    for thread in each:
+        thread.start()
+    for thread in each:
+        thread.join()
+
+
+def _restore(spec: GenerationSpec, clients: dict[str, VaultClient]) -> Version | None:
+    """What all ranks restored, every byte as it must be; None where the committed version is not to be had."""
+    store = dist.HashStore()
+    said: dict[int, Version | Exception | None] = {}
+
+    def fill(rank: int) -> None:
+        member, model = spec.roster[rank], Held(rank)
+        restoration = Restoration(clients[member.node], spec, member, store)
+        try:
+            version = restoration.fill(TrackedState({"model": model})).version
+            assert version is not None
+            model.require(version)
+            said[rank] = version
+        except NotRestorable:
+            said[rank] = None
+        except Exception as error:  # noqa: BLE001 - raised again below, in the thread that counts
+            said[rank] = error
+        finally:
+            restoration.close()
+
+    each = [threading.Thread(target=fill, args=(member.rank,), daemon=True) for member in spec.roster]
+    for thread in each:
+        thread.start()
+    for thread in each:
+        thread.join(RESTORE_S)
+    for value in said.values():
+        if isinstance(value, Exception):
+            raise value
+    assert len(said) == len(spec.roster), "a rank did not end its restore"
+    assert len(set(said.values())) == 1, f"ranks restored different versions: {said}"
+    restored = said[0]
+    assert not isinstance(restored, Exception)
+    return restored
+
+
+def rows(kills: int, replicas: int) -> list[Row]:
+    """Versions lost, and how many of the others ended in the version that was only on its way."""
+    outcome = double_kills(kills, replicas)
+    name = f"{outcome.kills} double kills, r = {replicas}"
+    pairs = f"{len(outcome.pairs_lost)} of 15 pairs" if outcome.lost else "real vaults, six failure domains"
+    return [
+        Row(f"{name}: committed versions lost", outcome.lost, "", 0, 0, pairs),
+        Row(f"{name}: restored the version on its way", outcome.newer, ""),
+    ]

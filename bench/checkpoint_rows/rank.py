@@ -1,0 +1,374 @@
+"""What a rank does while it is measured: snapshots of a state that says which step it is of, and restores of it.
+
+The state is parameters alone, in rows of 1 KiB: ``tensors`` of ``tensor_bytes`` in all, in one of three layouts: a
+rank's own (``alone``), equal on all ranks (``replicas``), or sharded over them by FSDP2 (``shards``).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from bench.checkpoint_rows.limits import WarmMemory
+from everstep.ids import Version
+from everstep.slots import CHUNK_BYTES
+from everstep.wire.v1.training import GenerationSpec, Sealed
+from trainer_hooks.restore import Restoration
+from trainer_hooks.snapshot.snapshotter import Snapshotter
+from trainer_hooks.state import TrackedState
+from trainer_hooks.vault_client import VaultClient
+
+COLUMNS = 256
+"""Of fp32, so that a row is 1 KiB."""
+ROW_BYTES = 4 * COLUMNS
+PRODUCT = 768
+"""A next step's compute is products of square matrices of this size: they stay in the cache of one core."""
+WARM_UP_S, SEAL_S = 180.0, 60.0
+
+
+@dataclass(frozen=True)
+class Size:
+    """A state: how many tensors of how many bytes each (whole KiB), in which layout."""
+
+    tensors: int
+    tensor_bytes: int
+    layout: str = "alone"
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensors * self.tensor_bytes
+
+
+@dataclass
+class Stalls:
+    """Seconds by snapshot: ``memcpy`` of the same bytes; ``begin`` and ``wait`` of the training thread without and with
+    (``under``) compute between them, and of a version that may be committed (``digested``, where ranks hold the same);
+    that compute alone and beside a copy; from ``begin`` to the report of such a version, which is ``sealed`` and has
+    its copies on other nodes; and ``back_to_back`` a snapshot when nothing else is done."""
+
+    nbytes: int
+    replicas: tuple[str, ...] = ()
+    memcpy: list[float] = field(default_factory=list)
+    blocked: list[float] = field(default_factory=list)
+    digested: list[float] = field(default_factory=list)
+    under: list[float] = field(default_factory=list)
+    compute: list[float] = field(default_factory=list)
+    compute_beside: list[float] = field(default_factory=list)
+    sealed: list[float] = field(default_factory=list)
+    back_to_back: float = 0.0
+    last: int = 0
+
+
+@dataclass
+class Restores:
+    """Seconds by restore: ``memcpy`` of the same bytes, the whole ``fill``, its phases, and bytes by where from."""
+
+    memcpy: list[float] = field(default_factory=list)
+    fill: list[float] = field(default_factory=list)
+    phases: list[dict[str, float]] = field(default_factory=list)
+    sources: dict[str, int] = field(default_factory=dict)
+    version: Version | None = None
+
+
+class _Parts(nn.Module):
+    """Parameters that nobody computes with, without memory yet."""
+
+    def __init__(self, count: int, shape: tuple[int, int]) -> None:
+        super().__init__()
+        for index in range(count):
+            empty = torch.empty(shape, device="meta")
+            self.register_parameter(f"part{index}", nn.Parameter(empty, requires_grad=False))
+
+
+class Model:
+    """The state, and what it must be at a step."""
+
+    def __init__(self, size: Size) -> None:
+        rows = size.tensor_bytes // ROW_BYTES
+        shape = (rows, COLUMNS)
+        module: nn.Module = _Parts(size.tensors, shape)
+        offset = 0
+        if size.layout == "shards":
+            mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+            module = fully_shard(module, mesh=mesh)
+            offset = min(rows, dist.get_rank() * -(-rows // dist.get_world_size()))
+        self.module = module.to_empty(device="cpu")
+        self.parts = [p.to_local() if size.layout == "shards" else p.data for p in self.module.parameters()]
+        self._number = torch.arange(offset, rows, dtype=torch.float32)
+        self._rows = rows
+
+    def _expected(self, index: int, step: int) -> torch.Tensor:
+        """Exact in fp32: below 2^24."""
+        own = self._number[: self.parts[index].shape[0]]
+        return (((own + index * self._rows) % 65536) + (step % 200) * 65536)[:, None]
+
+    def update(self, step: int) -> None:
+        """What an optimizer does: everything is written."""
+        with torch.no_grad():
+            for index, part in enumerate(self.parts):
+                part.copy_(self._expected(index, step).expand_as(part))
+
+    def spoil(self) -> None:
+        for part in self.parts:
+            part.fill_(-1)
+
+    def require(self, step: int) -> None:
+        """Raises AssertionError where a byte is not that step's."""
+        for index, part in enumerate(self.parts):
+            assert torch.equal(part, self._expected(index, step).expand_as(part)), f"tensor {index} is wrong"
+
+    def arrays(self) -> list[np.ndarray]:
+        return [part.numpy() for part in self.parts]
+
+
+class Rank:
+    """One rank of a generation, with its vault, its store and, where there are others, their process group."""
+
+    def __init__(self, spec: GenerationSpec, rank: int, socket: str, stack: ExitStack) -> None:
+        self.spec, self.member = spec, spec.roster[rank]
+        torch.set_num_threads(1)
+        self.vault = VaultClient(socket)
+        stack.callback(self.vault.close)
+        self.store: dist.Store = dist.HashStore()
+        if spec.world_size > 1:
+            host, port = spec.store.split(":")
+            base = dist.TCPStore(
+                host, int(port), is_master=False, timeout=timedelta(seconds=120), wait_for_workers=False
+            )
+            self.store = dist.PrefixStore(f"g{spec.number}", base)
+            dist.init_process_group("gloo", store=self.store, rank=rank, world_size=spec.world_size)
+            stack.callback(dist.destroy_process_group)
+
+    def meet(self) -> None:
+        """All ranks go on at the same moment."""
+        if self.spec.world_size > 1:
+            dist.barrier()
+
+
+class Heard:
+    """Reports of sealed shares, waited for by step."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self.at: dict[int, float] = {}
+        self.last: Sealed | None = None
+
+    def hear(self, report: Sealed) -> None:
+        with self._changed:
+            self.at[report.version.step] = time.perf_counter()
+            self.last = report
+            self._changed.notify_all()
+
+    def wait(self, step: int, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: step in self.at, timeout_s)
+
+
+def snapshots(
+    spec: GenerationSpec, rank: int, socket: str, memory: str, size: Size, repeats: int, compute_s: float
+) -> Stalls:
+    """Snapshots of a rank in a generation of its own, after some that nobody counts.
+
+    ``compute_s``: how long the step is under which a copy goes on, without one.
+    """
+    with ExitStack() as stack:
+        one = Rank(spec, rank, socket, stack)
+        model, heard = Model(size), Heard()
+        model.update(0)
+        state = TrackedState({"model": model.module})
+        snapshotter = Snapshotter(one.vault, state, spec, one.member, one.store, heard.hear)
+        stack.callback(snapshotter.close, finish=True)
+        step = _warm_up(one, model, snapshotter, heard)
+        assert heard.last is not None
+        payload = sum(part.numel() * part.element_size() for part in model.parts)
+        reference = WarmMemory(Path(memory), model.arrays(), min(payload, heard.last.bytes))
+        stalls = Stalls(reference.nbytes, heard.last.replicas)
+        work = _Work(compute_s)
+        for _ in range(repeats):
+            step = _without_compute(one, model, snapshotter, heard, reference, stalls, step + 1)
+        for _ in range(repeats):
+            step = _under_compute(one, model, snapshotter, work, stalls, step + 1)
+        step = _back_to_back(one, model, snapshotter, heard, stalls, step + 1, max(3, repeats))
+        stalls.last = step
+        one.meet()
+        return stalls
+
+
+def _warm_up(one: Rank, model: Model, snapshotter: Snapshotter, heard: Heard) -> int:
+    """Until two snapshots of all ranks are sealed: segments are there, and their pages mapped."""
+    deadline, step, done = time.monotonic() + WARM_UP_S, 0, 0
+    while done < 6:
+        assert time.monotonic() < deadline, "no snapshot was sealed"
+        step += 1
+        snapshotter.wait()
+        model.update(step)
+        one.meet()
+        snapshotter.note(None, step)
+        snapshotter.begin(step)
+        snapshotter.wait()
+        mine = torch.tensor(float(heard.wait(step, 5.0)))
+        if one.spec.world_size > 1:
+            dist.all_reduce(mine, dist.ReduceOp.MIN)
+        done += int(mine.item())
+    return step
+
+
+def _without_compute(
+    one: Rank, model: Model, snapshotter: Snapshotter, heard: Heard, reference: WarmMemory, stalls: Stalls, step: int
+) -> int:
+    """The training thread waits for its snapshot at once; the last one is long sealed, and copied where it must be."""
+    model.update(step)
+    one.meet()
+    stalls.memcpy.append(reference.store_s())
+    began, blocked = _snapshot(one, model, snapshotter, step)
+    stalls.blocked.append(blocked)
+    _await_seal(one, step)
+    step += 1
+    snapshotter.note(None, step)
+    began, blocked = _snapshot(one, model, snapshotter, step)
+    stalls.digested.append(blocked)
+    assert heard.wait(step, SEAL_S), f"step {step} was not sealed"
+    stalls.sealed.append(heard.at[step] - began)
+    return step
+
+
+def _snapshot(one: Rank, model: Model, snapshotter: Snapshotter, step: int) -> tuple[float, float]:
+    """When it was begun, and for how long the training thread was blocked."""
+    model.update(step)
+    one.meet()
+    began = time.perf_counter()
+    snapshotter.begin(step)
+    snapshotter.wait()
+    return began, time.perf_counter() - began
+
+
+def _await_seal(one: Rank, step: int) -> None:
+    """A version that nobody reports is seen in its slot."""
+    view = one.vault.open_segment(one.spec.job, one.member.local_rank, 1).view
+    deadline = time.monotonic() + SEAL_S
+    while all(header.version != Version(one.spec.number, step) for _, header in view.sealed()):
+        assert time.monotonic() < deadline, f"step {step} was not sealed"
+        time.sleep(0.001)
+
+
+def _under_compute(one: Rank, model: Model, snapshotter: Snapshotter, work: _Work, stalls: Stalls, step: int) -> int:
+    """The copy goes on under the next step's compute, which is also timed by itself."""
+    one.meet()
+    stalls.compute.append(work.run_s())
+    model.update(step)
+    one.meet()
+    began = time.perf_counter()
+    snapshotter.begin(step)
+    begun = time.perf_counter() - began
+    stalls.compute_beside.append(work.run_s())
+    waits = time.perf_counter()
+    snapshotter.wait()
+    stalls.under.append(begun + time.perf_counter() - waits)
+    _await_seal(one, step)
+    return step
+
+
+def _back_to_back(
+    one: Rank, model: Model, snapshotter: Snapshotter, heard: Heard, stalls: Stalls, step: int, count: int
+) -> int:
+    """One snapshot after the other of a state that does not change: copy, hash, seal, and each one's copies."""
+    model.update(step + count - 1)
+    one.meet()
+    began = time.perf_counter()
+    for each in range(step, step + count):
+        snapshotter.note(None, each)
+        snapshotter.begin(each)
+        snapshotter.wait()
+    last = step + count - 1
+    assert heard.wait(last, SEAL_S), f"step {last} was not sealed"
+    stalls.back_to_back = (time.perf_counter() - began) / count
+    return last
+
+
+class _Work:
+    """Compute of about ``seconds`` on one core, the same at each call."""
+
+    def __init__(self, seconds: float) -> None:
+        self._a, self._b = torch.ones(PRODUCT, PRODUCT), torch.ones(PRODUCT, PRODUCT)
+        self._out = torch.empty(PRODUCT, PRODUCT)
+        self._times = 1
+        self.run_s()
+        self._times = 10
+        each_s = self.run_s() / self._times
+        self._times = max(1, round(seconds / each_s))
+
+    def run_s(self) -> float:
+        began = time.perf_counter()
+        for _ in range(self._times):
+            torch.mm(self._a, self._b, out=self._out)
+        return time.perf_counter() - began
+
+
+def restores(
+    spec: GenerationSpec, rank: int, socket: str, memory: str, size: Size, repeats: int, step: int
+) -> Restores:
+    """The same state filled ``repeats`` times from what the vaults hold, which must be of ``step``."""
+    with ExitStack() as stack:
+        one = Rank(spec, rank, socket, stack)
+        model = Model(size)
+        model.spoil()
+        reference = WarmMemory(Path(memory), model.arrays(), sum(array.nbytes for array in model.arrays()))
+        said = Restores()
+        for number in range(repeats):
+            one.meet()
+            said.memcpy.append(reference.load_s())
+            model.spoil()
+            state = TrackedState({"model": model.module})
+            store = dist.PrefixStore(f"restore-{number}", one.store)
+            one.meet()
+            began = time.perf_counter()
+            restoration = Restoration(one.vault, spec, one.member, store)
+            result = restoration.fill(state)
+            said.fill.append(time.perf_counter() - began)
+            restoration.close()
+            said.phases.append(dict(result.phases_s))
+            said.sources, said.version = dict(result.bytes_by_source), result.version
+            assert result.step == step, f"{result.version} was restored, not step {step}: {result.sentence}"
+            model.require(step)
+        one.meet()
+        return said
+
+
+def replications(spec: GenerationSpec, socket: str, nbytes: int, to: str, repeats: int) -> list[float]:
+    """Seconds from the vault's hearing of a sealed slot of ``nbytes`` until ``to`` has acknowledged its copy."""
+    vault = VaultClient(socket)
+    try:
+        segment = vault.open_segment(spec.job, 0, nbytes + (1 << 20), slots=2)
+        took = []
+        for number in range(repeats + 2):
+            version, slot = Version(spec.number, number + 1), number % 2
+            payload = segment.view.begin(slot, 0, version, b"a manifest", nbytes)
+            for chunk in range(0, nbytes, CHUNK_BYTES):  # nothing in it is what the peer has already
+                payload[chunk : chunk + 8] = number.to_bytes(8, "little")
+            segment.view.seal(slot)
+            began = time.perf_counter()
+            answer = vault.sealed(
+                job=spec.job,
+                generation=spec.number,
+                rank=0,
+                local_rank=0,
+                slot=slot,
+                version=version,
+                replicate=((0, nbytes),),
+                to=(to,),
+            ).result()
+            took.append(time.perf_counter() - began)
+            assert answer.nodes == (to,), answer.failed
+        return took
+    finally:
+        vault.close()

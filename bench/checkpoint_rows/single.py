@@ -1,0 +1,94 @@
+"""Rows of one rank alone on its node: a snapshot's stall, a restore from its own slot, the cost of many tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from bench.checkpoint_rows.fleet import Fleet
+from bench.checkpoint_rows.processes import Crew
+from bench.checkpoint_rows.rank import Restores, Size, Stalls, restores, snapshots
+from bench.table import Row
+from everstep.ids import Version
+
+MIB = 1 << 20
+NODE = "n1"
+COMPUTE_TIMES = 8
+"""How much longer than a memcpy the step is under which a copy goes on."""
+MEMCPY_BYTES_PER_S = 15e9
+
+
+def alone(crew: Crew, size: Size, repeats: int, *, restore: bool = True) -> tuple[Stalls, Restores | None]:
+    """Snapshots of a rank, and restores of the last one in a new process."""
+    compute_s = max(0.05, COMPUTE_TIMES * size.nbytes / MEMCPY_BYTES_PER_S)
+    with Fleet([NODE]) as fleet:
+        spec, warm = fleet.generation([NODE], 1), str(fleet.warm)
+        socket = fleet.vaults[NODE].socket
+        stalls: Stalls = crew.one(snapshots, spec, 0, socket, warm, size, repeats, compute_s)
+        if not restore:
+            return stalls, None
+        spec = fleet.generation([NODE], 1, floor=Version(spec.number, stalls.last))
+        filled: Restores = crew.one(restores, spec, 0, socket, warm, size, repeats, stalls.last)
+        return stalls, filled
+
+
+def large(crew: Crew, size: Size, repeats: int, judged: bool) -> list[Row]:
+    """The state of one rank."""
+    stalls, filled = alone(crew, size, repeats)
+    assert filled is not None
+    name = f"1 rank, {size.nbytes / MIB:.0f} MiB in {size.tensors} tensors"
+    memcpy, back = median(stalls.memcpy), median(filled.memcpy)
+    return [
+        Row(f"{name}: memcpy to warm shared memory", memcpy * 1e3, "ms"),
+        *stall_rows(name, stalls, memcpy, judged),
+        Row(f"{name}: restored from its own slot", median(filled.fill) * 1e3, "ms"),
+        Row(
+            f"{name}: the same against memcpy",
+            median(filled.fill) / back,
+            "x",
+            *marks(judged, 1.5, 1.1),
+            f"memcpy back, {back * 1e3:.1f} ms",
+        ),
+        *phases(name, [filled]),
+    ]
+
+
+def stall_rows(name: str, stalls: Stalls, memcpy: float, judged: bool) -> list[Row]:
+    """How long the training thread is blocked, and as a multiple of a memcpy of the same bytes."""
+    blocked, under = median(stalls.blocked), median(stalls.under)
+    longer = median(stalls.compute_beside) - median(stalls.compute)
+    against = f"memcpy, {memcpy * 1e3:.1f} ms"
+    alone = f"{median(stalls.compute) * 1e3:.0f} ms of compute"
+    return [
+        Row(f"{name}: blocked by a snapshot", blocked * 1e3, "ms"),
+        Row(f"{name}: the same against memcpy", blocked / memcpy, "x", *marks(judged, 1.2, 1.0), against),
+        Row(f"{name}: copy under the next step", under / memcpy, "x", *marks(judged, 1.2, 0.05), against),
+        Row(f"{name}: and that step is longer by", longer * 1e3, "ms", against=alone),
+        Row(f"{name}: snapshots back to back, each", stalls.back_to_back * 1e3, "ms", against="copy, hash, seal"),
+    ]
+
+
+def phases(name: str, filled: Sequence[Restores]) -> list[Row]:
+    """Where the time of a restore goes: of the slowest rank, median."""
+    rounds = [[one.phases[number] for one in filled] for number in range(len(filled[0].phases))]
+    return [
+        Row(f"{name}: of it {phase}", median(max(one[phase] for one in ranks) for ranks in rounds) * 1e3, "ms")
+        for phase in filled[0].phases[0]
+    ]
+
+
+def small(crew: Crew, tensors: int, repeats: int) -> list[Row]:
+    """What a snapshot costs apart from its bytes."""
+    stalls, _ = alone(crew, Size(tensors, 1024), repeats, restore=False)
+    memcpy = median(stalls.memcpy)
+    name = f"1 rank, {tensors} tensors of 1 KiB"
+    blocked, against = median(stalls.blocked) - memcpy, f"less {memcpy * 1e3:.2f} ms of memcpy"
+    return [
+        Row(f"{name}: blocked by a snapshot, apart from bytes", blocked * 1e3, "ms", 5.0, 0.5, against),
+        Row(f"{name}: copy under the next step", median(stalls.under) * 1e3, "ms"),
+    ]
+
+
+def marks(judged: bool, floor: float, aim: float) -> tuple[float | None, float | None]:
+    """Floor and aim where a row has the size that they are set for."""
+    return (floor, aim) if judged else (None, None)
