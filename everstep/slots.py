@@ -18,6 +18,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import msgspec
 import xxhash
@@ -154,7 +155,8 @@ class SegmentView:
 
     def mend_records(self, slot: int, look: Look) -> bool:
         """Writes one record from the other. False where the slot is no longer what was seen, or is being filled."""
-        return self._records.mend(slot, look)
+        with self._mending(slot):
+            return self._records.mend(slot, look)
 
     def sealed(self) -> Iterator[tuple[int, SlotHeader]]:
         """The slots that say SEALED, with their headers."""
@@ -202,7 +204,7 @@ class SegmentView:
         number of digests is not that of its bytes.
         """
         header = self.header(slot)
-        if header is None:
+        if header is None or header.state is SlotState.SEALED:
             raise DigestMismatch(f"slot {slot} was never begun")
         if digests is None:
             manifest = self._buffer[self._manifest_range(slot, header)]
@@ -225,7 +227,7 @@ class SegmentView:
         return sealed
 
     def discard(self, slot: int) -> None:
-        """Marks the slot EMPTY."""
+        """Marks the slot EMPTY. For the slot's own writer; others have ``discard_bad``."""
         self._records.write(slot, msgspec.structs.replace(_EMPTY, sequence=self._sequence))
 
     @staticmethod
@@ -298,6 +300,29 @@ class SegmentView:
         at = self._base(slot) + MEND_FLAG_AT
         self._buffer[at : at + _WORD.size] = _WORD.pack(value)
 
+    @contextmanager
+    def _mending(self, slot: int) -> Iterator[None]:
+        """Inside, the slot's own writer gives way, or has begun a fill already, which the header then says.
+
+        The writer says FILLING and then looks at the flag; a mender sets the flag and then looks at the header. So one
+        of them sees the other, and no mender ever writes into a fill. For one mender at a time.
+        """
+        self._flag(slot, _MENDING)
+        try:
+            with _FENCE:
+                pass
+            yield
+        finally:
+            self._flag(slot, 0)
+
+    def discard_bad(self, slot: int, header: SlotHeader | None) -> bool:
+        """Marks the slot EMPTY if it still is what ``header`` says (None: damaged)."""
+        with self._mending(slot):
+            if self._records.header(slot) != header:
+                return False
+            self.discard(slot)
+            return True
+
     def rebuilt_table(self, slot: int, header: SlotHeader) -> bytes | None:
         """The chunk digests made anew from bytes that are whole; None where they are not."""
         manifest = self._buffer[self._manifest_range(slot, header)]
@@ -313,16 +338,8 @@ class SegmentView:
         manifest: bytes | None = None,
         table: bytes | None = None,
     ) -> bool:
-        """Writes bytes into a slot that stands. False where it is no longer what ``header`` says.
-
-        For one mender at a time: the slot's own writer may begin a fill at any moment. It says FILLING and then looks
-        at the flag; the mender sets the flag and then looks at the header. So one of them sees the other and gives
-        way, and no mend ever writes into a fill.
-        """
-        self._flag(slot, _MENDING)
-        try:
-            with _FENCE:
-                pass
+        """Writes bytes into a slot that stands. False where it is no longer what ``header`` says."""
+        with self._mending(slot):
             if self.header(slot) != header:
                 return False
             base = self._base(slot) + PAGE
@@ -332,8 +349,6 @@ class SegmentView:
                 if piece is not None:
                     self._buffer[at : at + len(piece)] = piece
             return True
-        finally:
-            self._flag(slot, 0)
 
     def settle_mend(self, slot: int) -> bool:
         """Ends a mend whose mender died. False where there is none."""

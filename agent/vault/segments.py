@@ -68,6 +68,7 @@ class Segment:
         self.path = path
         self.mapping = _map(path, key.kind != "own")
         self._file = path.stat()
+        self._mending = threading.Lock()
         self.view = SegmentView(memoryview(self.mapping))
         said = self.view.segment
         self._header = msgspec.structs.replace(said, kind=key.kind, number=key.number, job=key.job)
@@ -76,14 +77,7 @@ class Segment:
 
     def discard(self, slot: int, header: SlotHeader | None) -> bool:
         """Marks the slot empty if it still is what ``header`` says (None: damaged)."""
-        try:
-            view = self._writable()
-        except FileNotFoundError:
-            return False
-        if view.look(slot).header != header:
-            return False
-        view.discard(slot)
-        return True
+        return self._mend(lambda view: view.discard_bad(slot, header))
 
     def mend_header(self) -> bool:
         """Writes the segment's header anew where the file's is damaged. False where it is not."""
@@ -97,17 +91,19 @@ class Segment:
 
     def mend_records(self, slot: int, look: Look) -> bool:
         """Writes a slot's damaged record from its twin. False where the slot is no longer what was seen."""
-        try:
-            return self._writable().mend_records(slot, look)
-        except FileNotFoundError:
-            return False
+        return self._mend(lambda view: view.mend_records(slot, look))
 
     def mend(self, slot: int, header: SlotHeader, **what: Any) -> bool:
         """``SegmentView.mend``. False where the slot is no longer what ``header`` says."""
-        try:
-            return self._writable().mend(slot, header, **what)
-        except FileNotFoundError:
-            return False
+        return self._mend(lambda view: view.mend(slot, header, **what))
+
+    def _mend(self, work: Callable[[SegmentView], bool]) -> bool:
+        """One at a time, and only in the file that still is the segment."""
+        with self._mending:
+            try:
+                return work(self._writable())
+            except FileNotFoundError:
+                return False
 
     def settle(self, slot: int) -> None:
         """Ends a mend that an earlier vault began and did not end, so that the slot can be filled again."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from everstep.errors import Conflict, DigestMismatch
 from everstep.ids import Version
 from everstep.segment_header import PAGE, segment_bytes
-from everstep.slots import SegmentView, SlotState, format_segment
+from everstep.slots import SegmentView, SlotHeader, SlotState, format_segment
 
 WORD = 8
 OLD, NEW = Version(1, 1), Version(1, 2)
@@ -195,39 +195,67 @@ class Racing(Written):
         super().__setitem__(key, data)
 
 
-def race(at: int, *, mender_first: bool) -> tuple[bytearray, list[bool]]:
-    """The slot after one of the two ran whole before the ``at``-th access of the other; and who had his way."""
-    image = empty()
-    fill(view_of(image), 0, OLD, b"old bytes")
+def put_bytes(view: SegmentView) -> bool:
+    return view.mend(0, header_of(OLD_IMAGE), chunks={0: b"OLD BYTES"})
+
+
+def drop(view: SegmentView) -> bool:
+    return view.discard_bad(0, header_of(OLD_IMAGE))
+
+
+def put_record(view: SegmentView) -> bool:
+    return view.mend_records(0, view_of(OLD_IMAGE).look(0))
+
+
+def header_of(image: bytearray) -> SlotHeader:
     header = view_of(image).header(0)
     assert header is not None
+    return header
 
-    def mend(image: bytearray | Written) -> bool:
-        return view_of(image).mend(0, header, chunks={0: b"OLD BYTES"})
 
-    def refill(image: bytearray | Written) -> bool:
+def old_image() -> bytearray:
+    """A sealed slot, the first record of its header damaged."""
+    image = empty()
+    fill(view_of(image), 0, OLD, b"old bytes")
+    image[PAGE + 40] ^= 1
+    return image
+
+
+OLD_IMAGE = old_image()
+MENDERS = (put_bytes, drop, put_record)
+Mender = Callable[[SegmentView], bool]
+
+
+def race(at: int, mend: Mender, *, mender_first: bool) -> tuple[bytearray, list[bool]]:
+    """The slot after one of the two ran whole before the ``at``-th access of the other; and who had his way."""
+    image = bytearray(OLD_IMAGE)
+
+    def refill(view: SegmentView) -> bool:
         try:
-            fill(view_of(image), 0, NEW, b"new bytes")
+            fill(view, 0, NEW, b"new bytes")
         except Conflict:
             return False
         return True
 
     first, second = (mend, refill) if mender_first else (refill, mend)
     done: list[bool] = []
-    done.insert(0, first(Racing(image, at, lambda: done.append(second(image)))))
+    view = view_of(Racing(image, at, lambda: done.append(second(view_of(image)))))
+    done.insert(0, first(view))
     return image, done
 
 
 @pytest.mark.parametrize("mender_first", [True, False])
-def test_a_mend_never_spoils_what_a_fill_seals(mender_first: bool) -> None:
-    """What is sealed in the end holds what its writer wrote, wherever the other came between."""
+@pytest.mark.parametrize("mend", MENDERS)
+def test_a_mender_never_spoils_what_a_fill_seals(mend: Mender, mender_first: bool) -> None:
+    """A fill that says it sealed has sealed, and what it wrote, wherever the other came between."""
     outcomes = set()
     for at in range(1, 60):
-        image, done = race(at, mender_first=mender_first)
+        image, done = race(at, mend, mender_first=mender_first)
         view = view_of(image)
-        header = view.header(0)
-        assert header is not None
-        if header.state is SlotState.SEALED and header.version == NEW:
+        if len(done) == 2 and done[mender_first]:
+            header = view.header(0)
+            assert header is not None
+            assert (header.state, header.version) == (SlotState.SEALED, NEW), at
             assert bytes(view.payload(0)) == b"new bytes"
             view.check(0)
         outcomes.add(tuple(done))
