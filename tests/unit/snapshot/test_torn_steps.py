@@ -1,0 +1,80 @@
+"""Ranks are killed at each point of a step, in every combination, and all go on from one version that is nobody's torn
+step: what each step leaves behind is, to the last bit, what it leaves in a run that nobody was killed in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.wire.v1.training import JobSpec, RankFinished, RestoreRule, Resumed
+from tests.support import injections
+from tests.support.exact_training import read_diaries
+from tests.support.forked import ForkPool
+from tests.support.generations import JOB
+from tests.support.injections import POINTS, Kill
+from tests.support.stage import Stage, stage
+from tests.support.vaults import until, vaults
+
+WORLD, FIRST, APART = 3, 5, 6
+SUBSETS = [ranks for count in range(1, WORLD + 1) for ranks in combinations(range(WORLD), count)]
+STEPS = FIRST + APART * len(SUBSETS)
+
+pytestmark = pytest.mark.slow
+
+
+def run_through(forks: ForkPool, folder: Path, kills: Sequence[Kill]) -> list[dict[str, Any]]:
+    """A whole run on one node; a generation after each kill. What the ranks wrote down."""
+    train = partial(injections.train, folder=str(folder), until=STEPS, kills=kills)
+    with vaults() as fleet:
+        vault = fleet.start("n1")
+        fleet.configure(vault)
+        with stage(forks, train, vault.run_dir) as scene:
+            scene.start(*range(WORLD))
+            form(scene, 1)
+            for number, kill in enumerate(kills, start=2):
+                for rank in kill.ranks:
+                    scene.ranks.pop(rank).wait()
+                survivors = set(range(WORLD)) - set(kill.ranks)
+                marks = [folder / f"finished-{kill.step}-{rank}" for rank in survivors]
+                until(lambda marks=marks: all(mark.exists() for mark in marks), f"survivors of {kill} finish the step")
+                scene.start(*kill.ranks)
+                form(scene, number)
+                (version,) = {m.restored for m in resumed(scene, number)}
+                assert version is not None, kill
+                assert version.step >= kill.step - (len(kill.ranks) > 1), f"a finished step was lost after {kill}"
+            scene.heard(RankFinished, WORLD, where=lambda m: m.generation == len(kills) + 1)
+            assert scene.finish() == [0] * WORLD
+    return read_diaries(folder)
+
+
+def form(scene: Stage, number: int) -> None:
+    spec = JobSpec(job=JOB, replicas=2, nproc_per_node=WORLD)
+    scene.form(number, *range(WORLD), spec=spec, restore=RestoreRule(scratch=number == 1))
+
+
+def resumed(scene: Stage, generation: int) -> list[Resumed]:
+    return scene.heard(Resumed, WORLD, where=lambda m: m.generation == generation)
+
+
+@pytest.fixture(scope="module")
+def calm(session_forks: ForkPool, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """What each step leaves behind where nobody is killed."""
+    rows = run_through(session_forks, tmp_path_factory.mktemp("calm"), ())
+    states = {(row["step"], row["state"]) for row in rows}
+    assert len(states) == STEPS, "the same on all ranks"
+    return dict(states)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_kill_at_any_point_of_any_ranks_ends_in_one_consistent_version(forks, tmp_path, calm, point):
+    kills = [Kill(FIRST + APART * n, point, ranks) for n, ranks in enumerate(SUBSETS)]
+    rows = run_through(forks, tmp_path, kills)
+    assert len(list(tmp_path.glob("died-*"))) == sum(map(len, SUBSETS))
+    torn = [(row["generation"], row["step"], row["rank"]) for row in rows if row["state"] != calm[row["step"]]]
+    assert not torn
+    assert {row["step"] for row in rows} == calm.keys()
