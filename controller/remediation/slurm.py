@@ -1,4 +1,8 @@
-"""Slurm: nodes are drained with our reason, resumed, and rebooted by ``scontrol``."""
+"""Slurm: nodes are drained with our reason, resumed, and rebooted by ``scontrol``.
+
+A reboot's reason holds the time of the boot before it, as Slurm tells it, and is read back by a later one: only Slurm's
+own clock is asked, and whoever leads next finds in Slurm what was asked for.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 
 import msgspec
 
@@ -20,8 +24,22 @@ TIMEOUT_S = 10.0
 OUT = frozenset({"DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "MAINT", "RESERVED"})
 """Flags of a node that takes no new jobs because somebody said so (``scontrol`` manual, NODE STATES)."""
 REBOOTING = frozenset({"REBOOT", "REBOOT_ISSUED", "REBOOT_REQUESTED"})
+BOOT_JITTER_S = 5.0
+"""Seconds by which the time of one and the same boot may differ: Slurm reckons it anew, from the node's uptime and its
+own clock, whenever the node registers."""
 _FIELD = re.compile(r"(?:^|\s)(\w+)=")
-_GONE = ("Unable to contact slurm controller", "Connection refused", "timed out", "Socket timed out")
+_REBOOT = re.compile(rf"{MARK} (\S+) after boot of (\S+): ")
+_UNKNOWN = re.compile(r"Node \S+ not found")
+_REFUSED = (
+    "Invalid node name specified",
+    "Invalid user id",
+    "error: Permission denied",
+    "Access/permission denied",
+    "RebootProgram isn't defined",
+    "Requested operation not supported",
+)
+"""What ``scontrol`` says where asking again is of no use. Anything else (nobody there, a backup in standby, munge away,
+words of another release) may pass."""
 
 
 class SlurmNode(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +57,11 @@ class SlurmNode(msgspec.Struct, frozen=True, kw_only=True):
     def is_ours(self) -> bool:
         return self.reason.startswith(MARK)
 
+    def booted_before(self, remedy: Remedy) -> float | None:
+        """The boot before the reboot ``remedy``, in wall seconds; None where that was not asked for."""
+        asked = _REBOOT.match(self.reason)
+        return _wall(asked[2]) if asked and asked[1] == remedy.id else None
+
 
 def parse_node(line: str) -> SlurmNode:
     """One line of ``scontrol --oneliner show node``."""
@@ -54,9 +77,9 @@ def parse_node(line: str) -> SlurmNode:
 
 
 def _wall(text: str) -> float:
-    """Slurm says local time without a zone."""
+    """``scontrol`` says UTC, as its environment asks for, without a zone."""
     try:
-        return datetime.fromisoformat(text).astimezone().timestamp()
+        return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
     except ValueError:
         return 0.0
 
@@ -77,24 +100,28 @@ class Slurm:
         if found is None:
             raise ConfigurationError(f"{scontrol!r} is not on this machine: install Slurm's client programs")
         self._scontrol = found
-        self._environment = {**os.environ, "LC_ALL": "C", "SLURM_TIME_FORMAT": "standard"}
+        self._environment = {**os.environ, "LC_ALL": "C", "SLURM_TIME_FORMAT": "standard", "TZ": "UTC"}
         if configuration:
             self._environment["SLURM_CONF"] = configuration
 
     def apply(self, remedy: Remedy) -> None:
         if self.is_done(remedy):
             return
-        node, reason = self._show(remedy.node), reason_of(remedy).replace("=", ":")  # it would read as a field
+        node = self._show(remedy.node)
+        self._check_ours(node, remedy)
         match remedy.kind:
             case RemedyKind.CORDON | RemedyKind.REPAIR:
-                self._check_ours(node, remedy)
-                self._run("update", f"NodeName={remedy.node}", "State=DRAIN", f"Reason={reason}")
+                self._run("update", f"NodeName={remedy.node}", "State=DRAIN", f"Reason={_plain(reason_of(remedy))}")
             case RemedyKind.UNCORDON:
-                self._check_ours(node, remedy)
                 self._run("update", f"NodeName={remedy.node}", "State=RESUME")
             case RemedyKind.REBOOT:
-                if not node.states & REBOOTING:
-                    self._run("reboot", "ASAP", "nextstate=DOWN", f"reason={reason}", remedy.node)
+                if node.booted_before(remedy) is not None:
+                    return
+                if node.states & REBOOTING:
+                    raise Unavailable(
+                        f"{remedy.node} is being rebooted for another reason ({node.reason or 'none given'})"
+                    )
+                self._run("reboot", "ASAP", "nextstate=DOWN", f"reason={_reboot_reason(remedy, node)}", remedy.node)
             case _:
                 raise Conflict(f"slurm cannot {remedy.kind}")
 
@@ -108,7 +135,9 @@ class Slurm:
             case RemedyKind.UNCORDON:
                 return not node.is_out and not ("DOWN" in node.states and node.is_ours)
             case RemedyKind.REBOOT:
-                return node.booted_at > remedy.at and not node.states & REBOOTING
+                before = node.booted_before(remedy)
+                is_back = not node.states & REBOOTING
+                return before is not None and is_back and node.booted_at > before + BOOT_JITTER_S
             case _:
                 return False
 
@@ -145,12 +174,23 @@ class Slurm:
             )
         except subprocess.TimeoutExpired as error:
             raise Unavailable(f"scontrol did not answer within {TIMEOUT_S:g} s") from error
-        words = " ".join((done.stderr or done.stdout).split())[:400]
-        if done.returncode == 0 and "not found" not in words:
+        words = " ".join((done.stderr or done.stdout).split())
+        is_known = _UNKNOWN.fullmatch(words) is None
+        if done.returncode == 0 and is_known:
             return done.stdout
-        if any(sign in words for sign in _GONE):
-            raise Unavailable(f"slurm is away: {words}")
-        raise Conflict(f"scontrol {arguments[0]} was refused: {words}")
+        said = words[-400:] or f"it ended with {done.returncode}"
+        if not is_known or any(sign in words for sign in _REFUSED):
+            raise Conflict(f"scontrol {arguments[0]} was refused: {said}")
+        raise Unavailable(f"scontrol {arguments[0]} was of no use: {said}")
+
+
+def _reboot_reason(remedy: Remedy, node: SlurmNode) -> str:
+    booted = datetime.fromtimestamp(node.booted_at, UTC).replace(tzinfo=None).isoformat(timespec="seconds")
+    return _plain(f"{MARK} {remedy.id} after boot of {booted}: {remedy.sentence}"[:256])
+
+
+def _plain(reason: str) -> str:
+    return reason.replace("=", ":")  # it would read as a field
 
 
 def _standing(node: SlurmNode) -> Standing:

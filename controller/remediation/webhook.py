@@ -5,7 +5,8 @@ is posted. ``Everstep-Signature`` is ``sha256=`` and the HMAC-SHA256, in hex, of
 webhook's own secret, ``Everstep-Timestamp`` the seconds in it, so that an old post cannot be played again. The answer,
 also that of ``GET URL?remedy=ID`` by which it is read back, is JSON: ``{"state": "done" | "pending" | "refused",
 "detail": "..."}``. With ``cordons`` set, ``GET URL?nodes=a,b`` answers with an object that has, for each node that is
-kept out of service, ``{"cordoned_by": "...", "reason": "..."}``.
+kept out of service, ``{"cordoned_by": "...", "reason": "..."}``, and nothing is posted of one that somebody other than
+``everstep`` keeps out.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from controller.core.effects import Remedy, RemedyKind
-from controller.remediation.base import Standing
+from controller.remediation.base import MARK, Standing
 from controller.remediation.receiver import Receiver
 from everstep.errors import Conflict, Unavailable
 from everstep.ids import NodeId
@@ -58,6 +59,9 @@ class Webhook:
         self._cordons = cordons
 
     def apply(self, remedy: Remedy) -> None:
+        shown = self.standing([remedy.node]).get(remedy.node, Standing())
+        if shown.cordoned_by not in ("", MARK):
+            raise Conflict(f"{remedy.node} is out of service by somebody else ({shown.cordoned_by})")
         self._said("POST", remedy, msgspec.json.encode(remedy))
 
     def is_done(self, remedy: Remedy) -> bool:

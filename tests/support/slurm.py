@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -74,11 +75,35 @@ class Cluster:
         self.environment = {**os.environ, "SLURM_CONF": str(self.configuration), "LC_ALL": "C"}
         self._slurmd = ExitStack()
 
+    def client_configuration(self, wait_s: int = 10) -> Path:
+        """For a client that waits so long for an answer. The daemons' own file stays as it is: they must agree."""
+        made = self.directory / "client.conf"
+        made.write_text(f"{self.configuration.read_text()}MessageTimeout={wait_s}\n")
+        return made
+
+    def pause(self) -> None:
+        """The controller answers nobody until ``resume``, and clients do not wait for long."""
+        self.client_configuration(wait_s=2)
+        os.kill(self._slurmctld(), signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self._slurmctld(), signal.SIGCONT)
+
+    def _slurmctld(self) -> int:
+        return int((self.directory / "slurmctld.pid").read_text())
+
     def scontrol(self, *arguments: str) -> str:
         done = subprocess.run(
             ["scontrol", *arguments], env=self.environment, capture_output=True, text=True, timeout=10, check=False
         )
         return done.stdout + done.stderr
+
+    def shown(self, **environment: str) -> str:
+        """The node in one line."""
+        command = ["scontrol", "--oneliner", "show", "node", NODE]
+        return subprocess.run(
+            command, env=self.environment | environment, capture_output=True, text=True, timeout=10, check=True
+        ).stdout
 
     def boot(self) -> None:
         """The node comes up, as after a boot."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from controller.core.effects import Remedy, RemedyKind
 from controller.remediation.base import MARK, Remediator, Standing
 from controller.remediation.dry_run import DryRun
 from controller.remediation.kubernetes import Kubernetes
-from controller.remediation.slurm import Slurm, parse_node
+from controller.remediation.slurm import BOOT_JITTER_S, Slurm, parse_node
 from controller.remediation.webhook import Webhook
 from everstep.errors import ConfigurationError, Conflict, Unavailable
 from everstep.system_clock import SYSTEM_CLOCK
@@ -61,16 +62,20 @@ def real_slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Clust
 def _slurm(cluster: slurm.Cluster) -> Outside:
     cluster.scontrol("update", "NodeName=n1", "State=RESUME")
     cluster.wait_for("IDLE ")
-    made = Slurm(configuration=str(cluster.configuration))
+    made = Slurm(configuration=str(cluster.client_configuration()))
     return Outside(
-        made, cordon=lambda: cluster.scontrol("update", "NodeName=n1", "State=DRAIN", "Reason=a person's own")
+        made,
+        cordon=lambda: cluster.scontrol("update", "NodeName=n1", "State=DRAIN", "Reason=a person's own"),
+        vanish=cluster.pause,
     )
 
 
 @pytest.fixture(params=KINDS)
 def outside(request: pytest.FixtureRequest) -> Iterator[Outside]:
     if request.param == "slurm":
-        yield _slurm(request.getfixturevalue("real_slurm"))
+        cluster = request.getfixturevalue("real_slurm")
+        yield _slurm(cluster)
+        cluster.resume()
     elif request.param == "kubernetes":
         cluster = kube.Cluster("n1", "n2", "n3")
         made = Kubernetes(cluster.api())
@@ -96,7 +101,7 @@ def outside(request: pytest.FixtureRequest) -> Iterator[Outside]:
 
 
 def remedy(number: int, kind: RemedyKind = RemedyKind.CORDON, node: str = "n1") -> Remedy:
-    return Remedy(id=f"{node}-a{number}", node=node, kind=kind, sentence="GPU x=1 fell off the bus", at=1.7e9)
+    return Remedy(id=f"{node}-a{number}", node=node, kind=kind, sentence="GPU x=1 was not found", at=1.7e9)
 
 
 # --- the contract ------------------------------------------------------------------------------------------------
@@ -140,11 +145,12 @@ def test_somebody_elses_cordon_is_seen_and_never_lifted(outside: Outside) -> Non
     outside.cordon()
     shown = outside.remediator.standing(["n1", "n2"])["n1"]
     assert shown.cordoned_by not in ("", MARK)
-    if isinstance(outside.remediator, Webhook):
-        return  # its receiver knows whose it is
-    with pytest.raises(Conflict, match="somebody else"):
-        outside.remediator.apply(remedy(2, RemedyKind.UNCORDON))
+    before = outside.acts() if outside.acts else 0
+    for kind in (RemedyKind.UNCORDON, RemedyKind.REBOOT, RemedyKind.REPAIR):
+        with pytest.raises(Conflict, match="somebody else"):
+            outside.remediator.apply(remedy(2, kind))
     assert outside.remediator.standing(["n1"])["n1"] == shown
+    assert (outside.acts() if outside.acts else 0) == before
 
 
 def test_an_outside_that_is_away_will_be_asked_again(outside: Outside) -> None:
@@ -164,17 +170,18 @@ def test_slurm_drains_with_our_reason_and_reboots_once(real_slurm: slurm.Cluster
     outside = _slurm(real_slurm)
     outside.carry_out(remedy(1))
     shown = outside.remediator.standing(["n1"])["n1"]
-    assert (shown.cordoned_by, shown.reason) == (MARK, "everstep n1-a1: GPU x:1 fell off the bus")
-    reboot = Remedy(id="n1-a2", node="n1", kind=RemedyKind.REBOOT, sentence="it hangs", at=SYSTEM_CLOCK.wall())
+    assert (shown.cordoned_by, shown.reason) == (MARK, "everstep n1-a1: GPU x:1 was not found")
+    ahead = SYSTEM_CLOCK.wall() + 1e6  # the controller's clock means nothing to Slurm
+    reboot = Remedy(id="n1-a2", node="n1", kind=RemedyKind.REBOOT, sentence="it hangs", at=ahead)
     outside.remediator.apply(reboot)
     outside.remediator.apply(reboot)
     assert not outside.remediator.is_done(reboot)
     _wait(lambda: real_slurm.reboots() == 1)
-    _wait(lambda: int(SYSTEM_CLOCK.wall()) > int(reboot.at))  # Slurm dates a boot to the second
+    _wait(lambda: SYSTEM_CLOCK.wall() > parse_node(real_slurm.shown(TZ="UTC")).booted_at + BOOT_JITTER_S + 1)
     real_slurm.boot()
     _wait(lambda: outside.remediator.is_done(reboot))
+    outside.remediator.apply(reboot)
     outside.carry_out(remedy(3, RemedyKind.UNCORDON))
-    real_slurm.wait_for("IDLE ")
     assert real_slurm.reboots() == 1
 
 
@@ -202,8 +209,99 @@ def test_slurm_that_is_not_installed_or_away_is_told_apart(tmp_path: Path) -> No
     away.write_text(
         "ClusterName=x\nSlurmctldHost=localhost(127.0.0.1)\nSlurmctldPort=1\nAuthType=auth/munge\nMessageTimeout=2\nTCPTimeout=1\n"
     )
-    with pytest.raises((Unavailable, Conflict)):
+    with pytest.raises(Unavailable):  # no munge either, or nobody at that port
         Slurm(configuration=str(away)).is_done(remedy(1))
+
+
+class Scripted:
+    """A ``scontrol`` that says what it is told to, and keeps what it was asked."""
+
+    def __init__(self, directory: Path) -> None:
+        self._says, self._asked = directory / "says", directory / "asked"
+        program = directory / "scontrol"
+        program.write_text(f'#!/bin/sh\necho "$*" >> {self._asked}\n. {self._says}\n')
+        program.chmod(0o700)
+        self.slurm = Slurm(str(program))
+
+    def fails(self, words: str) -> None:
+        self._says.write_text(f"echo {shlex.quote(words)} >&2; exit 1\n")
+
+    def shows(self, state: str, booted: str, reason: str = "") -> None:
+        line = f"NodeName=n1 State={state} BootTime={booted} Reason={reason} [root@{booted}]"
+        self._says.write_text(f"echo {shlex.quote(line)}\n")
+
+    def orders(self) -> list[str]:
+        """What changed something."""
+        return [line for line in self._asked.read_text().splitlines() if "show node" not in line]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "slurm_load_node error: Unable to contact slurm controller (connect failure)",
+        "slurm_load_node error: Zero Bytes were transmitted or received",
+        "slurm_update error: Slurm backup controller in standby mode",
+        'error: Munge encode failed: Failed to access "/run/munge/munge.socket.2"\nslurm_load_node error: Protocol '
+        "authentication error",
+        "slurm_load_node error: Socket timed out on send/recv operation",
+        "words of a release to come",
+    ],
+)
+def test_slurm_is_asked_again_unless_it_refuses(tmp_path: Path, words: str) -> None:
+    scripted = Scripted(tmp_path)
+    scripted.fails(words)
+    with pytest.raises(Unavailable):
+        scripted.slurm.apply(remedy(1))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Node n1 not found",
+        "slurm_update error: Invalid node name specified",
+        "slurm_update error: Invalid user id",
+        "scontrol_reboot_nodes error: Permission denied",
+        "scontrol: error: RebootProgram isn't defined\nscontrol_reboot_nodes error: Unspecified error",
+    ],
+)
+def test_what_slurm_refuses_is_given_up(tmp_path: Path, words: str) -> None:
+    scripted = Scripted(tmp_path)
+    scripted.fails(words)
+    with pytest.raises(Conflict, match="refused"):
+        scripted.slurm.apply(remedy(1))
+
+
+def test_a_reboot_is_read_back_by_slurms_own_clock(tmp_path: Path) -> None:
+    scripted, reboot = Scripted(tmp_path), remedy(7, RemedyKind.REBOOT)
+    scripted.shows("IDLE", "2031-01-01T00:00:00")  # later than the remedy: that node's clock is ahead
+    assert not scripted.slurm.is_done(reboot)
+    scripted.slurm.apply(reboot)
+    (order,) = scripted.orders()
+    assert order.startswith("reboot ASAP nextstate=DOWN reason=everstep n1-a7 after boot of 2031-01-01T00:00:00: ")
+    reason = order.partition("reason=")[2].removesuffix(" n1")
+    for state, booted, done in (
+        ("DOWN+DRAIN+REBOOT_ISSUED", "2031-01-01T00:00:00", False),
+        ("DOWN+DRAIN+REBOOT_ISSUED", "2031-01-01T01:00:00", False),
+        ("DOWN", "2031-01-01T00:00:02", False),  # the same boot, dated anew
+        ("DOWN", "2031-01-01T00:01:00", True),
+    ):
+        scripted.shows(state, booted, f"{reason} : reboot issued")
+        assert scripted.slurm.is_done(reboot) is done, (state, booted)
+    scripted.shows("DOWN", "2031-01-01T00:01:00", reason.replace("n1-a7", "n1-a6"))
+    assert not scripted.slurm.is_done(reboot)
+
+
+def test_a_reboot_that_a_person_called_off_is_not_asked_for_again_and_a_persons_own_is_waited_for(
+    tmp_path: Path,
+) -> None:
+    scripted, reboot = Scripted(tmp_path), remedy(7, RemedyKind.REBOOT)
+    booted = "2026-01-01T00:00:00"
+    scripted.shows("IDLE", booted, f"everstep n1-a7 after boot of {booted}: it hangs")
+    scripted.slurm.apply(reboot)
+    scripted.shows("IDLE+REBOOT_REQUESTED", booted, "a new kernel")
+    with pytest.raises(Unavailable, match="a new kernel"):
+        scripted.slurm.apply(reboot)
+    assert scripted.orders() == []
 
 
 def test_kubernetes_keeps_others_taints_and_notes_and_tells_an_event_once() -> None:
