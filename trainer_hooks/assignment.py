@@ -33,16 +33,21 @@ JOB = "EVERSTEP_JOB"
 AGENT_SOCKET = "EVERSTEP_AGENT_SOCKET"
 CONTROL_FD = "EVERSTEP_CONTROL_FD"
 WORKER_PID = "EVERSTEP_WORKER_PID"
+START_FROM = "EVERSTEP_START_FROM"
 LOCAL_RANK = "LOCAL_RANK"
 FOLLOW_EVERY_S = 1.0
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is told at its birth. ``local_rank`` is None for a standby that was not promoted yet."""
+    """What a worker is told at its birth. ``local_rank`` is None for a standby that was not promoted yet.
+
+    ``start_from``: the checkpoint that a job starts from where nothing is in memory; empty for none.
+    """
 
     job: str
     agent_socket: str
     local_rank: int | None
+    start_from: str = ""
 
 
 class LauncherGone(SystemExit):
@@ -61,6 +66,7 @@ def current_assignment() -> Assignment | None:
         job=os.environ[JOB],
         agent_socket=os.environ[AGENT_SOCKET],
         local_rank=None if local_rank is None else int(local_rank),
+        start_from=os.environ.get(START_FROM, ""),
     )
 
 

@@ -75,6 +75,7 @@ class GenerationKeeper:
         vault: makes the connection to the node's vault; called when state is tracked, or is sure to be.
         send: to the agent; never blocks.
         timeline: of the regrouping that led here; it ends with the first finished step.
+        start_from: a checkpoint on storage for when nothing in memory can be restored; empty for none.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class GenerationKeeper:
         send: Callable[[ToAgent], None],
         timeline: Timeline,
         clock: Clock,
+        start_from: str = "",
     ) -> None:
         self._group = group
         self._orders = orders
@@ -97,6 +99,7 @@ class GenerationKeeper:
         self._send = send
         self._timeline: Timeline | None = timeline
         self._clock = clock
+        self._start_from = start_from
         self._snapshotter: Snapshotter | None = None
         self._restored: Version | None = None
         self._restoration: Restoration | None = None
@@ -116,13 +119,17 @@ class GenerationKeeper:
         group, vault, state = self._group, self._vault(), TrackedState(objects)
         restoration = self._restoration = self._restoration or self._new_restoration()
         result = restoration.fill(state)
-        self._restored = result.version
+        self._restored, step = result.version, result.step
+        if result.version is None and self._start_from:
+            from trainer_hooks.plain import start_from  # what it imports takes longer than a regrouping
+
+            step = start_from(self._start_from, objects, state, group.member.rank, group.spec.world_size)
         self._phase_ends("restore")
         self._snapshotter = Snapshotter(
             vault, state, group.spec, group.member, group.store, self._send, restored=result.version, clock=self._clock
         )
-        self._progress.resume_from(result.step)
-        return result.step
+        self._progress.resume_from(step)
+        return step
 
     def _new_restoration(self) -> Restoration:
         group = self._group

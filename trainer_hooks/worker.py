@@ -51,6 +51,7 @@ class Worker:
         assert assignment.local_rank is not None
         self._job = assignment.job
         self._local_rank = assignment.local_rank
+        self._start_from = assignment.start_from
         self._settings = settings
         self._clock = clock
         self._orders = Orders()
@@ -189,6 +190,7 @@ class Worker:
             send=self._link.send,
             timeline=self._timeline,
             clock=self._clock,
+            start_from=self._start_from,
         )
         self._attendant.keeper = keeper
         self._presence.enter()

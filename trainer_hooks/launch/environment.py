@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from trainer_hooks.assignment import AGENT_SOCKET, JOB, LOCAL_RANK
+from trainer_hooks.assignment import AGENT_SOCKET, JOB, LOCAL_RANK, START_FROM
 from trainer_hooks.launch.options import LaunchOptions
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ def worker_environment(
         JOB: options.job,
         AGENT_SOCKET: agent_socket,
         LOCAL_RANK: None if local_rank is None else str(local_rank),
+        START_FROM: options.start_from,
         "LOCAL_WORLD_SIZE": str(nproc),
         "TORCHELASTIC_RUN_ID": options.job,
         "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),

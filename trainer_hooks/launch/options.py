@@ -79,6 +79,8 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: seconds between SIGTERM and SIGKILL when workers are ended (torchrun: 30; a step must not take that long).
     exit_wait_s: seconds workers may go on after the job finished (300, as torchrun's exit barrier).
     die_with_parent: take the death of the process that started the launcher for SIGTERM.
+    start_from: a checkpoint on storage that the job starts from where nothing is in memory: a torch.save file, a
+        torch.distributed.checkpoint folder, or a folder of Everstep's own; a path or URL.
     state_dir: logs and the private services' files; None: $XDG_STATE_HOME/everstep.
     log_dir: a directory for the workers' output; tee: also show it with a prefix.
     unused: torchrun flags that were given and change nothing.
@@ -108,6 +110,7 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: float = 5.0
     exit_wait_s: float = 300.0
     die_with_parent: bool = False
+    start_from: str | None = None
     state_dir: str | None = None
     log_dir: str | None = None
     tee: bool = False
@@ -207,6 +210,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
         grace_s=given.grace_s,
         exit_wait_s=given.exit_wait_s,
         die_with_parent=given.die_with_parent,
+        start_from=given.start_from,
         state_dir=given.state_dir,
         log_dir=given.log_dir,
         tee=given.tee not in (None, "0"),
@@ -286,6 +290,7 @@ def _own_flags(flag: _Flag) -> None:
     )
     flag("exit-wait-s", type=float, default=300.0, help="seconds for workers to end after the job finished (300)")
     flag("die-with-parent", action="store_true", help="end in order when the process that started this one ends")
+    flag("start-from", default=None, help="checkpoint to start from where nothing is in memory: a path or URL")
     flag("state-dir", default=None, help="logs and private services' files ($XDG_STATE_HOME/everstep)")
 
 

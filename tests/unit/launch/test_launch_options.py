@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from everstep.errors import ConfigurationError
+from trainer_hooks.launch.environment import worker_environment
 from trainer_hooks.launch.options import UNUSED, LaunchOptions, _parser, parse
 
 
@@ -62,6 +63,15 @@ def test_a_job_without_a_name_is_named_after_its_script_and_told_apart(script: s
     first, second = parse([script], {}).job, parse([script], {}).job
     assert first.startswith("train-")
     assert first != second
+
+
+def test_a_checkpoint_on_storage_is_for_the_workers_to_find(script: str) -> None:
+    options = parse(["--start-from", "s3://bucket/llama", script], {})
+    environment = worker_environment(options, agent_socket="/a.sock", nproc=2, local_rank=0)
+    assert environment["EVERSTEP_START_FROM"] == "s3://bucket/llama"
+    assert (
+        worker_environment(parse([script], {}), agent_socket="/a", nproc=2, local_rank=0)["EVERSTEP_START_FROM"] is None
+    )
 
 
 def test_a_module_needs_no_file() -> None:

@@ -1,0 +1,244 @@
+"""A job that starts from a checkpoint on storage: Everstep's own, torch.distributed.checkpoint's, and torch.save's."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from agent.spill.__main__ import carry_out
+from agent.spill.retention import folder_of
+from everstep.boxes import Box
+from everstep.errors import ConfigurationError, NotRestorable
+from everstep.ids import Version
+from tests.support.spilling import Odd, fill_slots, train
+from trainer_hooks.plain import start_from
+from trainer_hooks.plain_files import open_checkpoint
+from trainer_hooks.snapshot.blob import as_bytes
+from trainer_hooks.state import TrackedState
+
+VERSION = Version(4, 9)
+ANY_TORCH = pytest.mark.filterwarnings("ignore")
+
+
+class Job:
+    """A model, an optimizer with two groups, a schedule."""
+
+    def __init__(self, *, trained: bool, sharded: bool = False) -> None:
+        self.model: nn.Module = Odd(odd_dtypes=not sharded)
+        if not trained:
+            with torch.no_grad():
+                for tensor in (*self.model.parameters(), *self.model.buffers()):
+                    tensor.zero_()
+        if sharded:
+            fully_shard(self.model)
+        others = [p for n, p in self.model.named_parameters() if n != "low"]
+        groups = [{"params": others, "lr": 0.1 if trained else 9.0}, {"params": [self.model.low]}]
+        self.optimizer = torch.optim.AdamW(groups)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        self.tracked = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+        self.state = TrackedState(self.tracked)
+        if trained:
+            train(self.model, self.optimizer)
+            self.schedule.step()
+            self.model.seen = 8
+
+    def start_from(self, url: object, rank: int = 0, world: int = 1) -> int:
+        return start_from(str(url), self.tracked, self.state, rank, world)
+
+    def contents(self) -> dict[str, Any]:
+        """All of it, by name."""
+        whole: dict[str, Any] = {t.name: as_bytes(t.local) for t in self.state.tensors()}
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        return whole | {"groups": groups, "schedule": self.schedule.state_dict(), "seen": self.model.seen}
+
+
+@pytest.fixture(scope="module")
+def before() -> Job:
+    return Job(trained=True)
+
+
+def spilled(job: Job, folder: Path, version: Version = VERSION, **how: Any) -> Path:
+    order = fill_slots(folder / f"slots-{version.step}", job.state, version, **how)
+    assert carry_out(msgspec.structs.replace(order, url=str(folder / "out"))).whole
+    return folder / "out"
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"world": 4}, {"world": 3, "layout": "sharded"}], ids=["one", "replicas", "shards"]
+)
+def test_everything_of_our_own_comes_back_on_any_rank(tmp_path: Path, before: Job, how: dict[str, Any]) -> None:
+    out = spilled(before, tmp_path, **how)
+    for rank in (0, 2, 7):
+        after = Job(trained=False)
+        assert after.start_from(out / folder_of(VERSION), rank, 8) == VERSION.step
+        assert after.contents() == before.contents()
+
+
+def test_of_several_the_newest_whole_one_is_taken(tmp_path: Path, before: Job) -> None:
+    out = spilled(before, tmp_path, Version(4, 9))
+    spilled(before, tmp_path, Version(4, 12))
+    spilled(before, tmp_path, Version(4, 15))
+    (out / folder_of(Version(4, 15)) / ".metadata").unlink()
+    assert Job(trained=False).start_from(out) == 12
+
+
+def test_a_job_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+    before, after = Job(trained=True), Job(trained=False)
+    after.start_from(spilled(before, tmp_path))
+    for job in (before, after):
+        train(job.model, job.optimizer, 3)
+        job.schedule.step()
+    assert after.contents() == before.contents()
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@ANY_TORCH
+def test_what_dcp_saved_of_an_fsdp2_job_is_read_into_one(tmp_path: Path, alone: None) -> None:
+    before, after = Job(trained=True, sharded=True), Job(trained=False, sharded=True)
+    model, optimizer = get_state_dict(before.model, before.optimizer)
+    state = {"model": model, "optimizer": optimizer, "schedule": before.schedule.state_dict()}
+    dcp.save(state, checkpoint_id=tmp_path / "theirs")
+    assert after.start_from(tmp_path / "theirs") == 0
+    assert after.contents() == before.contents()
+
+
+@pytest.mark.parametrize("form", ["named", "usual", "wrapped"])
+@pytest.mark.parametrize("url", ["{}/file.pt", "memory://{}/file.pt"], ids=["path", "url"])
+def test_a_torch_save_file_is_read(tmp_path: Path, before: Job, form: str, url: str) -> None:
+    model = before.model.state_dict()
+    wrapped = {f"module.{name}": value for name, value in model.items()}
+    optimizer, schedule = before.optimizer.state_dict(), before.schedule.state_dict()
+    state = {
+        "named": {"model": model, "optimizer": optimizer, "schedule": schedule},
+        "usual": {"model_state_dict": model, "optimizer_state_dict": optimizer, "schedule_state_dict": schedule},
+        "wrapped": {"state_dict": wrapped, "optimizer": optimizer, "schedule": schedule, "epoch": 3},
+    }[form]
+    url = url.format(tmp_path)
+    with fsspec.open(url, "wb") as file:
+        torch.save(state, file)
+    after = Job(trained=False)
+    assert after.start_from(url) == 0
+    assert after.contents() == before.contents()
+
+
+def test_weights_alone_are_enough_and_the_rest_starts_as_it_was_made(
+    tmp_path: Path, before: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.save(before.model.state_dict(), tmp_path / "weights.pt")
+    after = Job(trained=False)
+    after.start_from(tmp_path / "weights.pt")
+    assert torch.equal(after.model.first.weight, before.model.first.weight)
+    assert not after.optimizer.state
+    assert "has no state of optimizer" in caplog.text
+    assert "has no state of schedule" in caplog.text
+
+
+def test_each_rank_gets_its_own_buffers_back(tmp_path: Path, before: Job) -> None:
+    out = spilled(before, tmp_path, world=3, layout="sharded")
+    checkpoint = open_checkpoint(str(out))
+    key = "everstep.own.model.norm.running_mean"
+    ((_, value),) = checkpoint.read(key, Box((1, 0), (1, 7)))
+    assert torch.equal(value[0], before.model.norm.running_mean)
+
+
+# --- what cannot be
+
+
+def test_nothing_there_says_what_would_have_been(tmp_path: Path) -> None:
+    with pytest.raises(NotRestorable, match=r"neither a torch\.save file"):
+        Job(trained=False).start_from(tmp_path)
+    with pytest.raises(ConfigurationError, match="no way to 'nosuch://x'"):
+        Job(trained=False).start_from("nosuch://x")
+
+
+def test_missing_tensors_are_named(tmp_path: Path, before: Job) -> None:
+    state = before.model.state_dict()
+    del state["norm.weight"]
+    torch.save({"model": state}, tmp_path / "less.pt")
+    with pytest.raises(NotRestorable, match=r"1 of \d+ tensors of modules are not in it \(model\.norm\.weight\)"):
+        Job(trained=False).start_from(tmp_path / "less.pt")
+
+
+def test_another_shape_is_named(tmp_path: Path, before: Job) -> None:
+    state = before.model.state_dict() | {"norm.weight": torch.ones(8)}
+    torch.save({"model": state}, tmp_path / "other.pt")
+    with pytest.raises(NotRestorable, match=r"model\.norm\.weight is \[7\] now, and \[8\] in "):
+        Job(trained=False).start_from(tmp_path / "other.pt")
+
+
+def test_another_number_of_groups_is_refused(tmp_path: Path, before: Job) -> None:
+    optimizer = torch.optim.SGD(before.model.parameters(), lr=1)
+    torch.save({"model": before.model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "sgd.pt")
+    with pytest.raises(NotRestorable, match="optimizer has 2 parameter groups now, and 1 in"):
+        Job(trained=False).start_from(tmp_path / "sgd.pt")
+
+
+class Trap:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (pytest.fail, ("a stored pickle was run",))
+
+
+def test_no_code_is_run_that_is_stored_in_a_file(tmp_path: Path, before: Job) -> None:
+    torch.save({"model": before.model.state_dict(), "schedule": Trap()}, tmp_path / "trap.pt")
+    with pytest.raises(NotRestorable, match="without running code that is stored in it"):
+        Job(trained=False).start_from(tmp_path / "trap.pt")
+
+
+@pytest.mark.parametrize("where", ["metadata", "object"])
+def test_no_code_is_run_that_is_stored_in_a_folder(tmp_path: Path, before: Job, where: str) -> None:
+    folder = spilled(before, tmp_path) / folder_of(VERSION)
+    if where == "metadata":
+        (folder / ".metadata").write_bytes(pickle.dumps(Trap()))
+        sentence = "has no place in a checkpoint's metadata"
+    else:
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        del metadata.state_dict_metadata["everstep.version"]  # then it is anybody's
+        info = next(v for k, v in metadata.storage_data.items() if k.fqn == "schedule.gamma")
+        body = io.BytesIO()
+        torch.save(Trap(), body)
+        info.relative_path, info.offset, info.length = "trap", 0, len(body.getvalue())
+        (folder / "trap").write_bytes(body.getvalue())
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        sentence = "without running code that is stored in it"
+    with pytest.raises(NotRestorable, match=sentence):
+        Job(trained=False).start_from(folder)
+
+
+@pytest.mark.parametrize("harm", ["short", "gone", "metadata", "part"])
+def test_a_damaged_folder_is_refused(tmp_path: Path, before: Job, harm: str) -> None:
+    folder = spilled(before, tmp_path, world=2, layout="sharded") / folder_of(VERSION)
+    file, metadata = folder / "__1_0.distcp", folder / ".metadata"
+    if harm == "short":
+        file.write_bytes(file.read_bytes()[:-2000])
+    elif harm == "gone":
+        file.unlink()
+    elif harm == "metadata":
+        metadata.write_bytes(metadata.read_bytes()[:-40])
+    else:
+        read = pickle.loads(metadata.read_bytes())
+        read.state_dict_metadata["model.first.weight"].chunks.pop()
+        metadata.write_bytes(pickle.dumps(read))
+    sentence = {"short": "not what", "gone": "is missing", "metadata": "cannot be read", "part": "parts of model.first"}
+    with pytest.raises(NotRestorable, match=sentence[harm]):
+        Job(trained=False).start_from(folder)

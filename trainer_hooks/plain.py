@@ -1,0 +1,245 @@
+"""A job that starts from an ordinary checkpoint: each rank reads what it needs of it into what is tracked.
+
+Of Everstep's own checkpoints all comes back, the step too. Of others the tensors of modules must all be there; an
+optimizer or another object that is not stays as it was made, which is said in the log. Steps then begin at 1.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from everstep.boxes import Box
+from everstep.errors import NotRestorable
+from everstep.ids import Version
+from trainer_hooks.plain_files import Checkpoint, Path, open_checkpoint
+from trainer_hooks.snapshot.blob import as_bytes, dtype_name
+from trainer_hooks.snapshot.copy import part_of
+from trainer_hooks.snapshot.layout import Part, Sharing, Tensor
+from trainer_hooks.state import TrackedState, TrackedTensor
+
+log = logging.getLogger(__name__)
+
+_VERSION = "everstep.version"
+_BLOB = "everstep.blob"
+_OWN = "everstep.own"
+
+
+def start_from(url: str, objects: Mapping[str, object], state: TrackedState, rank: int, world: int) -> int:
+    """Fills ``state``, which tracks ``objects``, from the checkpoint at ``url``; returns the step it is of.
+
+    Each rank calls it for itself; there is no collective. Raises NotRestorable with what is missing or does not fit,
+    ConfigurationError for a URL nobody knows, OSError where reading fails.
+    """
+    checkpoint = open_checkpoint(url)
+    started = _Start(checkpoint, objects, state, rank)
+    started.fill_tensors(world)
+    if _VERSION in checkpoint.tensors:
+        step = started.restore_blob().step
+    else:
+        started.fill_objects()
+        step = 0
+    state.settle()
+    log.info("started from %s at step %d", checkpoint.url, step)
+    return step
+
+
+class _Start:
+    def __init__(self, checkpoint: Checkpoint, objects: Mapping[str, object], state: TrackedState, rank: int) -> None:
+        self._checkpoint = checkpoint
+        self._state = state
+        self._rank = rank
+        plain = {k: v.module if isinstance(v, DistributedDataParallel) else v for k, v in objects.items()}
+        self._modules = {k: v for k, v in plain.items() if isinstance(v, torch.nn.Module)}
+        self._optimizers = {k: v for k, v in plain.items() if isinstance(v, torch.optim.Optimizer)}
+        self._others: dict[str, Any] = {
+            k: v for k, v in plain.items() if k not in self._modules and k not in self._optimizers
+        }
+        self._prefixes: dict[str, str | None] = {}
+        self._within: dict[str, list[str]] = defaultdict(list)
+        for key in checkpoint.paths:
+            self._within[key.rpartition(".")[0]].append(key)
+
+    # --- tensors
+
+    def fill_tensors(self, world: int) -> None:
+        """Parameters, buffers and moments."""
+        live = self._state.tensors()
+        parts = {p.name: p for p in self._state.layout(live, self._rank, world).parts}
+        mine = [p for p in parts.values() if p.name.partition(".")[0] in self._modules]
+        keys = self._keys_of(mine)
+        catalog = [self._as_stored(part, keys[part.name]) for part in mine]
+        moments = list(self._moments({id(t.place[t.key]): t.name for t in live if t.parameter}))
+        stored = self._checkpoint.tensors
+        for top, parameter, name, key in moments:
+            if key in stored:
+                full, (dtype, shape) = f"{top}.{name}.{key.rpartition('.')[2]}", stored[key]
+                keys[full] = key
+                catalog.append(Tensor(full, dtype_name(dtype), dtype.itemsize, shape, False))
+            else:
+                state = self._optimizers[top].state[parameter]
+                state[key.rpartition(".")[2]] = self._checkpoint.value(key)
+        for index, target in self._state.targets(tuple(catalog)):
+            self._fill(target, keys[catalog[index].name])
+
+    def _keys_of(self, parts: Iterable[Part]) -> dict[str, str]:
+        """Where each tensor of a module is. Raises NotRestorable naming what is nowhere."""
+        keys: dict[str, str] = {}
+        missing: list[str] = []
+        stored = self._checkpoint.tensors
+        for part in parts:
+            names = (part.name, *part.aliases)
+            key = next((k for name in names for k in self._places(name) if k in stored), None)
+            if key is None:
+                missing.append(part.name)
+            else:
+                keys[part.name] = key
+        if missing:
+            raise NotRestorable(
+                f"{self._checkpoint.url} has not all that is tracked: {len(missing)} of {len(keys) + len(missing)} "
+                f"tensors of modules are not in it ({', '.join(missing[:3])}); it has {len(stored)} tensors "
+                f"({', '.join(sorted(stored)[:3])}). Track the module under the key it was saved under"
+            )
+        return keys
+
+    def _places(self, name: str) -> Iterator[str]:
+        top, _, rest = name.partition(".")
+        for prefix in _prefixes(top, ("model", "state_dict") if len(self._modules) == 1 else None):
+            yield f"{prefix}{rest}"
+            yield f"{prefix}module.{rest}"
+
+    def _as_stored(self, part: Part, key: str) -> Tensor:
+        """A catalog entry that the live tensor fits; torch converts between dtypes while it copies."""
+        shape = part.shape[1:] if part.sharing is Sharing.OWN else part.shape
+        stored = self._checkpoint.tensors
+        if stored[key][1] != shape:
+            raise NotRestorable(
+                f"{part.name} is {list(shape)} now, and {list(stored[key][1])} in {self._checkpoint.url}"
+            )
+        own = stored.get(f"{_OWN}.{part.name}")
+        return Tensor(part.name, part.dtype, part.itemsize, own[1] if own else shape, own is not None)
+
+    def _moments(self, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor, str, str]]:
+        """What the checkpoint has of optimizers' state: optimizer, parameter and its full name, and the key."""
+        for top in self._optimizers:
+            prefix = self._prefix(top)
+            for number, parameter in enumerate(p for g in self._optimizers[top].param_groups for p in g["params"]):
+                name = names.get(id(parameter), "")
+                for called in (name.partition(".")[2], name, str(number)) if name and prefix else ():
+                    found = self._within[f"{prefix}.state.{called}"]
+                    yield from ((top, parameter, name, key) for key in found)
+                    if found:
+                        break
+
+    def _prefix(self, top: str) -> str | None:
+        """The key under which an optimizer's state is, or None where it is not in the checkpoint."""
+        if top not in self._prefixes:
+            usual = ("optimizer", "optim") if len(self._optimizers) == 1 else ()
+            candidates = [prefix.rstrip(".") for prefix in _prefixes(top, usual) if prefix]
+            found = (
+                p for p in candidates if any(key.startswith(f"{p}.param_groups.") for key in self._checkpoint.paths)
+            )
+            self._prefixes[top] = next(found, None)
+            if self._prefixes[top] is None:
+                log.warning("%s has no state of %s: it starts as it was made", self._checkpoint.url, top)
+        return self._prefixes[top]
+
+    def _fill(self, target: TrackedTensor, key: str) -> None:
+        own = f"{_OWN}.{target.name}"
+        if own in self._checkpoint.tensors:
+            self._fill_own(target, own)
+            return
+        if not target.box.volume:
+            return
+        with torch.no_grad():
+            for box, value in self._checkpoint.read(key, target.box):
+                part_of(target.local, target.box, box).copy_(value)
+
+    def _fill_own(self, target: TrackedTensor, key: str) -> None:
+        """A buffer of which each rank stored its own: that of the same rank, or the first's for a rank that is new."""
+        world = self._checkpoint.tensors[key][1][0]
+        row = self._rank if self._rank < world else 0
+        wanted = Box((row, *target.box.offset), (1, *target.box.size))
+        with torch.no_grad():
+            for box, value in self._checkpoint.read(key, wanted):
+                inner = Box(box.offset[1:], box.size[1:])
+                part_of(target.local, target.box, inner).copy_(value[0])
+
+    # --- everything else
+
+    def restore_blob(self) -> Version:
+        """The Python state of Everstep's own checkpoint: this rank's, or the first's for a rank that is new."""
+        ranks = [k for k in self._checkpoint.tensors if k.startswith(f"{_BLOB}.")]
+        mine = f"{_BLOB}.{self._rank}"
+        key = mine if mine in ranks else min(ranks, key=lambda k: int(k.rpartition(".")[2]))
+        self._state.load_blob(as_bytes(self._checkpoint.value(key)))
+        generation, step = self._checkpoint.value(_VERSION).tolist()
+        return Version(generation, step)
+
+    def _under(self, prefix: str) -> Any:
+        """The nested state under a key, or None where there is nothing."""
+        found = [key for key in self._checkpoint.paths if key.startswith(f"{prefix}.")]
+        if not found:
+            return None
+        return _nested({_rest(self._checkpoint.paths[key], prefix): self._checkpoint.value(key) for key in found})
+
+    def fill_objects(self) -> None:
+        """Hyper-parameters, modules' extra state, and the state of objects that are neither modules nor optimizers."""
+        for top, root in self._modules.items():
+            for name, module in root.named_modules(prefix=top):
+                if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+                    self._fill_extra(f"{name}._extra_state", module)
+        for top, optimizer in self._optimizers.items():
+            if (prefix := self._prefix(top)) is not None:
+                self._fill_groups(top, optimizer, self._under(f"{prefix}.param_groups"))
+        for key, tracked in self._others.items():
+            found = [f for p in _prefixes(key, None) if (f := self._under(p.rstrip("."))) is not None]
+            if found:
+                tracked.load_state_dict(found[0])
+            else:
+                log.warning("%s has no state of %s: it starts as it was made", self._checkpoint.url, key)
+
+    def _fill_extra(self, name: str, module: torch.nn.Module) -> None:
+        for key in self._places(name):
+            found = self._checkpoint.value(key) if key in self._checkpoint.paths else self._under(key)
+            if found is not None:
+                module.set_extra_state(found)
+                return
+        log.warning("%s has no %s: it starts as it was made", self._checkpoint.url, name)
+
+    def _fill_groups(self, top: str, optimizer: torch.optim.Optimizer, groups: Any) -> None:
+        if not isinstance(groups, list) or len(groups) != len(optimizer.param_groups):
+            now, then = len(optimizer.param_groups), len(groups)
+            raise NotRestorable(f"{top} has {now} parameter groups now, and {then} in {self._checkpoint.url}")
+        for group, stored in zip(optimizer.param_groups, groups, strict=True):
+            group.update({key: value for key, value in stored.items() if key != "params"})
+
+
+def _prefixes(top: str, usual: tuple[str, ...] | None) -> Iterator[str]:
+    """Under which keys an object may have been saved: its own, those that are usual, and none at all."""
+    for key in dict.fromkeys((top, *(usual or ()))):
+        yield f"{key}."
+        yield f"{key}_state_dict."
+    if usual is not None:
+        yield ""
+
+
+def _rest(path: Path, prefix: str) -> Path:
+    """A path without the parts that make up a flattened key."""
+    return next(path[n:] for n in range(1, len(path) + 1) if len(".".join(map(str, path[:n]))) >= len(prefix))
+
+
+def _nested(leaves: Mapping[Path, Any]) -> Any:
+    """Nested state from its leaves: integers in paths are indices of lists."""
+    if () in leaves:
+        return leaves[()]
+    heads = dict.fromkeys(path[0] for path in leaves)
+    made = {head: _nested({p[1:]: v for p, v in leaves.items() if p[0] == head}) for head in heads}
+    if made and all(isinstance(head, int) for head in made) and sorted(made) == list(range(len(made))):
+        return [made[index] for index in range(len(made))]
+    return made

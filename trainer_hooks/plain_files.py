@@ -1,0 +1,223 @@
+"""Ordinary checkpoints, read a box at a time: a torch.distributed.checkpoint folder, or a torch.save file.
+
+Nothing is unpickled but tensors and plain values: archives by torch's restricted reader (``weights_only=True``), and
+``.metadata`` by one that knows the classes torch writes there and no other.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO, Protocol
+
+import fsspec
+import torch
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from everstep.boxes import Box, Extent, whole
+from everstep.errors import ConfigurationError, NotRestorable
+from trainer_hooks.snapshot.copy import part_of
+
+Path = tuple[str | int, ...]
+_SPILLED = re.compile(r"step-(\d+)-g(\d+)")
+_KNOWN = {
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+    ("collections", "OrderedDict"): dict,
+    ("pathlib", "PosixPath"): PurePosixPath,  # where it was saved: of no use here
+    ("pathlib._local", "PosixPath"): PurePosixPath,
+} | {
+    ("torch.distributed.checkpoint.metadata", kind.__name__): kind
+    for kind in (
+        dcp.Metadata,
+        dcp.MetadataIndex,
+        dcp.TensorStorageMetadata,
+        dcp.BytesStorageMetadata,
+        dcp.ChunkStorageMetadata,
+        dcp.TensorProperties,
+        dcp.StorageMeta,
+        dcp._MEM_FORMAT_ENCODING,
+    )
+}
+
+
+class Checkpoint(Protocol):
+    """What is stored, by flattened key: ``paths`` has the path in the nested state dict that it was made of."""
+
+    url: str
+    paths: Mapping[str, Path]
+    tensors: Mapping[str, tuple[torch.dtype, Extent]]
+
+    def read(self, key: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Disjoint parts of ``box`` with their values, which together make it up. Raises NotRestorable, OSError."""
+
+    def value(self, key: str) -> Any:
+        """A tensor in full, or another value. Raises NotRestorable for what would have to be unpickled, OSError."""
+
+
+def open_checkpoint(url: str) -> Checkpoint:
+    """The checkpoint at a path or URL; of a folder with Everstep's checkpoints in it, the newest that is whole.
+
+    Raises NotRestorable where there is none, or it cannot be read; ConfigurationError for a URL nobody knows.
+    """
+    try:
+        filesystem, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise ConfigurationError(f"there is no way to {url!r}: {error}") from error
+    path = path.rstrip("/")
+    if filesystem.isfile(path):
+        return TorchFile(url, filesystem, path)
+    if filesystem.isfile(f"{path}/.metadata"):
+        return Folder(url, filesystem, path)
+    newest = _newest(filesystem, path)
+    if newest is None:
+        raise NotRestorable(
+            f"{url} is no checkpoint to start from: neither a torch.save file, nor a folder with .metadata in it, nor "
+            "one with such folders as Everstep names them (step-00001234-g7)"
+        )
+    return Folder(f"{url.rstrip('/')}/{newest}", filesystem, f"{path}/{newest}")
+
+
+def _newest(filesystem: Any, path: str) -> str | None:
+    """By generation, then step, as versions are ordered."""
+    if not filesystem.isdir(path):
+        return None
+    names = [entry.rstrip("/").rpartition("/")[2] for entry in filesystem.ls(path, detail=False)]
+    found = [(int(m[2]), int(m[1]), m[0]) for m in map(_SPILLED.fullmatch, names) if m]
+    return next(
+        (name for *_, name in sorted(found, reverse=True) if filesystem.isfile(f"{path}/{name}/.metadata")), None
+    )
+
+
+class _MetadataReader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = _KNOWN.get((module, name))
+        if known is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            known = getattr(torch, name)
+        if known is None:
+            raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
+        return known
+
+
+class Folder:
+    """What torch.distributed.checkpoint.save wrote."""
+
+    def __init__(self, url: str, filesystem: Any, path: str) -> None:
+        self.url = url
+        self._fs = filesystem
+        self._path = path
+        try:
+            with filesystem.open(f"{path}/.metadata", "rb") as file:
+                metadata = _MetadataReader(file).load()
+        except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, IndexError) as error:
+            raise NotRestorable(f"{url}/.metadata cannot be read: {error}") from error
+        if not isinstance(metadata, dcp.Metadata) or not isinstance(metadata.storage_data, dict):
+            raise NotRestorable(f"{url}/.metadata is not what torch.distributed.checkpoint writes")
+        self._described = metadata.state_dict_metadata
+        self._stored: dict[dcp.MetadataIndex, _StorageInfo] = metadata.storage_data
+        paths: Mapping[str, Path] = metadata.planner_data or {}
+        self.paths: Mapping[str, Path] = {key: paths.get(key) or tuple(key.split(".")) for key in self._described}
+        self.tensors: Mapping[str, tuple[torch.dtype, Extent]] = {
+            key: (entry.properties.dtype, tuple(entry.size))
+            for key, entry in self._described.items()
+            if isinstance(entry, dcp.TensorStorageMetadata)
+        }
+
+    def read(self, key: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
+        entry = self._described[key]
+        assert isinstance(entry, dcp.TensorStorageMetadata)
+        filled = 0
+        for chunk in entry.chunks:
+            held = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            common = held.intersect(box)
+            if common is not None:
+                filled += common.volume
+                yield common, part_of(self._tensor(key, chunk.offsets, held), held, common)
+        if filled != box.volume:
+            raise NotRestorable(f"{self.url}: parts of {key} are missing, or are there twice")
+
+    def value(self, key: str) -> Any:
+        if key not in self.tensors:
+            return self._load(key, dcp.MetadataIndex(key))
+        dtype, shape = self.tensors[key]
+        value = torch.empty(shape, dtype=dtype)
+        for box, part in self.read(key, whole(shape)):
+            part_of(value, whole(shape), box).copy_(part)
+        return value
+
+    def _tensor(self, key: str, offset: Extent, held: Box) -> torch.Tensor:
+        tensor = self._load(key, dcp.MetadataIndex(key, offset))
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != held.size:
+            raise NotRestorable(f"{self.url}: what is stored of {key} at {tuple(offset)} is not what .metadata says")
+        return tensor
+
+    def _load(self, key: str, index: dcp.MetadataIndex) -> Any:
+        info = self._stored.get(index)
+        if info is None:
+            raise NotRestorable(f"{self.url}: .metadata does not say where {key} is")
+        if getattr(info, "transform_descriptors", None):
+            raise NotRestorable(f"{self.url}: {key} was written through an extension ({info.transform_descriptors})")
+        try:
+            with self._fs.open(f"{self._path}/{info.relative_path}", "rb") as file:
+                file.seek(info.offset)
+                return _restricted(io.BytesIO(file.read(info.length)), f"{self.url}: {key}")
+        except FileNotFoundError as error:
+            raise NotRestorable(f"{self.url}: {info.relative_path} is missing") from error
+
+
+def _restricted(file: BinaryIO, what: str, **how: Any) -> Any:
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, **how)
+    except pickle.UnpicklingError as error:
+        raise NotRestorable(
+            f"{what} cannot be read without running code that is stored in it. Where you trust it, load it with "
+            f"torch.load(..., weights_only=False) and save what you need as tensors and plain values. ({error})"
+        ) from error
+    except (RuntimeError, EOFError, ValueError) as error:
+        raise NotRestorable(f"{what} is not what torch.save writes: {error}") from error
+
+
+class TorchFile:
+    """What torch.save wrote: nested dictionaries of tensors and values, mapped where the file is on this machine."""
+
+    def __init__(self, url: str, filesystem: Any, path: str) -> None:
+        self.url = url
+        if "file" in filesystem.protocol:
+            state = _restricted(path, url, mmap=True)  # type: ignore[arg-type]  # torch maps only what has a path
+        else:
+            with filesystem.open(path, "rb") as file:
+                state = _restricted(io.BytesIO(file.read()), url)
+        if not isinstance(state, Mapping):
+            raise NotRestorable(f"{url} holds a {type(state).__qualname__}, not a dictionary of state")
+        leaves = dict(_leaves((), state))
+        self.paths: Mapping[str, Path] = {".".join(map(str, path)): path for path in leaves}
+        self._values = {key: leaves[path] for key, path in self.paths.items()}
+        self.tensors: Mapping[str, tuple[torch.dtype, Extent]] = {
+            key: (value.dtype, tuple(value.shape))
+            for key, value in self._values.items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def read(self, key: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
+        value = self._values[key]
+        yield box, part_of(value, whole(tuple(value.shape)), box)
+
+    def value(self, key: str) -> Any:
+        return self._values[key]
+
+
+def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    """As torch.distributed.checkpoint flattens, but for keys, which keep their type."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves((*path, key), item)
+    elif isinstance(value, list) and any(isinstance(item, Mapping | torch.Tensor) for item in value):
+        for index, item in enumerate(value):
+            yield from _leaves((*path, index), item)
+    else:
+        yield path, value
