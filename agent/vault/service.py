@@ -134,8 +134,8 @@ class Vault:
                 landed = await self._in_thread(lambda: fetcher.fetch(message))
                 return Fetched(request=message.request, bytes=landed)
             case Protect():
-                letter = await self._in_thread(lambda: self._encoder.protect(message))
-                return Protected(request=message.request, parity=letter)
+                made = await self._in_thread(lambda: self._encoder.protect(message))
+                return Protected(request=message.request, parity=made.letter, members=made.members_digest)
             case Inventory():
                 return await self._inventory(message)
             case Configure():

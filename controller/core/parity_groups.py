@@ -19,6 +19,7 @@ import msgspec
 
 from controller.core.placement import Site
 from controller.core.wording import named
+from everstep.wire.v1.parity import ParityGroup
 
 FEWEST_MEMBERS = 2
 """One member with two parities would take twice what a copy takes; two take the same and bear a second loss."""
@@ -77,6 +78,21 @@ def form_groups(seats: Sequence[str], sites: Mapping[str, Site], parity: int) ->
     grouped = {node for group in best for node in group.members}
     left = tuple(node for node in seats if node not in grouped)
     return Grouping(best, left, _why(best, left, parity, len(seats)))
+
+
+def shard_groups(groups: Sequence[NodeGroup], seats: Sequence[str], nproc_per_node: int) -> Iterator[ParityGroup]:
+    """What is told to vaults: a group of shards for each local rank of each group of nodes.
+
+    ``seats``: the roster whose ranks stored the version, in the order of their ranks.
+    """
+    first = {node: place * nproc_per_node for place, node in enumerate(seats)}
+    for number, group in enumerate(groups):
+        for local_rank in range(nproc_per_node):
+            yield ParityGroup(
+                group=number * nproc_per_node + local_rank,
+                members=tuple((first[node] + local_rank, node) for node in group.members),
+                parity=group.parity,
+            )
 
 
 def _shards(groups: Collection[NodeGroup], seats: int) -> int:

@@ -103,7 +103,7 @@ def _check(ask: Fetch, parities: dict[Letter, Parity], gone: dict[str, str]) -> 
             )
         if ask.rank not in [member.rank for member in manifest.members]:
             raise MalformedMessage(f"{parity.place}: rank {ask.rank} is not in its group")
-    if len({parity.manifest.members for parity in parities.values()}) > 1:
+    if len({parity.manifest.members_digest for parity in parities.values()}) > 1:
         raise DigestMismatch(
             f"P and Q of the group of rank {ask.rank}'s version {ask.version} were made of different shards"
         )

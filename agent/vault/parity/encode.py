@@ -16,7 +16,7 @@ import xxhash
 
 from agent.vault.jobs import JobBook
 from agent.vault.parity import gf
-from agent.vault.parity.manifest import LETTERS, Letter, MemberFacts, ParityManifest
+from agent.vault.parity.manifest import LETTERS, MemberFacts, ParityManifest
 from agent.vault.parity.shards import Place, Shards, all_at_once, not_a_home, require
 from agent.vault.segments import Segment, SegmentKey, SegmentStore
 from agent.vault.statistics import Tally
@@ -44,8 +44,8 @@ class Encoder:
         self._lock = threading.Lock()
         self._making: defaultdict[SegmentKey, threading.Lock] = defaultdict(threading.Lock)
 
-    def protect(self, ask: Protect) -> Letter:
-        """Returns which of P and Q is sealed here now. One that is here already, of these very shards, is kept.
+    def protect(self, ask: Protect) -> ParityManifest:
+        """Returns what is sealed here now. What is here already, of these very shards, is kept.
 
         Raises StaleGeneration, NotFound where this node is no home of the group or a member does not hold its shard,
         Unavailable, DigestMismatch for a member's bytes that are not what it sealed, OutOfSlotMemory, and
@@ -58,7 +58,7 @@ class Encoder:
             making = self._making[key]
         with making:
             self._make(ask, key, manifest)
-        return manifest.letter
+        return manifest
 
     def _manifest(self, ask: Protect) -> ParityManifest:
         group = ask.group

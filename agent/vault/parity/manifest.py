@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
+import xxhash
 
 from agent.vault.parity.gf import MOST_MEMBERS, parity_bytes
 from everstep.errors import MalformedMessage
@@ -71,6 +72,11 @@ class ParityManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def payload_bytes(self) -> int:
         """Of the parity itself."""
         return parity_bytes(self.longest)
+
+    @property
+    def members_digest(self) -> str:
+        """The same for P and Q of the same shards."""
+        return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(self.members))
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)

@@ -262,10 +262,14 @@ class Protect(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Protected(Message, frozen=True, kw_only=True, tag=True):
-    """P or Q of the group is sealed here, made of bytes that hashed as their ranks had sealed them."""
+    """P or Q of the group is sealed here, made of bytes that hashed as their ranks had sealed them.
+
+    ``members``: a digest of what those shards were sealed as. P and Q are of use together only where it is the same.
+    """
 
     request: int
     parity: Literal["P", "Q"]
+    members: str
 
 
 class Statistics(Message, frozen=True, kw_only=True, tag=True):

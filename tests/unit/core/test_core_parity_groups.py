@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.core.parity_groups import Grouping, NodeGroup, explain, form_groups, lost_shards
+from controller.core.parity_groups import Grouping, NodeGroup, explain, form_groups, lost_shards, shard_groups
 from controller.core.placement import Site
 
 names = st.sampled_from(["", "1", "2", "3", "4"])
@@ -146,6 +146,24 @@ def test_the_rest_is_named() -> None:
     assert grouping.sentence == (
         "2 groups of 4 nodes and 2 parities: each bears any two losses; n8 found no 4 apart and keeps copies"
     )
+
+
+@given(any_roster, st.integers(2, 6), st.integers(1, 8))
+def test_every_rank_of_a_grouped_node_is_in_one_group_of_shards(sites: list[Site], parity: int, nproc: int) -> None:
+    named, grouping = _formed(sites, parity)
+    shards = list(shard_groups(grouping.groups, list(named), nproc))
+    of_rank = {rank: node for one in shards for rank, node in one.members}
+    place = {node: at for at, node in enumerate(named)}
+    assert sorted(of_rank) == sorted(
+        place[node] * nproc + local_rank
+        for group in grouping.groups
+        for node in group.members
+        for local_rank in range(nproc)
+    )
+    assert all(place[node] == rank // nproc for rank, node in of_rank.items())
+    assert sum(len(one.members) for one in shards) == len(of_rank)
+    assert [one.group for one in shards] == list(range(len(shards)))
+    assert all(not {node for _, node in one.members} & set(one.parity) for one in shards)
 
 
 def test_each_group_that_a_loss_touches_is_explained() -> None:

@@ -56,10 +56,10 @@ class Group:
         return self.fleet.supervisors[home].ask(local.Protect, **said)
 
     def protected(self) -> None:
-        for home, letter in (("p", "P"), ("q", "Q")):
-            answer = self.protect(home)
-            assert isinstance(answer, local.Protected), answer
-            assert answer.parity == letter
+        answers = [self.protect(home) for home in ("p", "q")]
+        assert all(isinstance(answer, local.Protected) for answer in answers), answers
+        assert [answer.parity for answer in answers] == ["P", "Q"]
+        assert answers[0].members == answers[1].members
 
     def fetch(
         self, member: int, by: str, ranges: tuple[tuple[int, int], ...], version: Version = V, group: object = GROUP
@@ -317,6 +317,40 @@ def test_parity_that_was_flipped_at_rest_is_not_used_where_the_other_one_does(gr
     finding = group.fleet.supervisors["p"].finding().finding.finding
     assert finding.kind is FindingKind.SLOT_CORRUPT
     assert finding.subject == "job/parity-7/1:5"
+
+
+def test_parity_that_was_made_wrong_is_known_by_what_comes_of_it(group: Group) -> None:
+    """Its own digests are right; what is made from it is not what the lost rank sealed."""
+    group.protected()
+    view = map_segment(group.fleet.all[NODES.index("p")].segment_dir / JOB / "parity-7")
+    ((slot, header),) = view.sealed()
+    manifest, wrong = view.manifest(slot), bytearray(view.payload(slot))
+    wrong[3] ^= 1
+    view.begin(slot, header.rank, V, manifest, len(wrong))[:] = wrong
+    view.seal(slot)
+    group.forget_nodes(("n1",), 2)
+    group.reads_back(0, "n4")
+    group.forget_nodes(("n1", "n2"), 3)
+    answer = group.fetch(0, "n4", ((0, 10),))
+    assert isinstance(answer, local.Failed)
+    assert answer.code == "digest_mismatch"
+
+
+def test_p_and_q_of_different_shards_are_not_used_together(group: Group) -> None:
+    first = group.protect("p")
+    group.payloads[2] = noise(4999, seed=9)
+    group.fill(V)
+    second = group.protect("q")
+    assert isinstance(first, local.Protected)
+    assert isinstance(second, local.Protected)
+    assert first.members != second.members
+    group.forget_nodes(("n1",), 2)
+    answer = group.fetch(0, "n4", ((0, 10),))
+    assert isinstance(answer, local.Failed)
+    assert (answer.code, answer.message) == (
+        "digest_mismatch",
+        "P and Q of the group of rank 10's version 1:5 were made of different shards",
+    )
 
 
 # --- homes -------------------------------------------------------------------------------------------------------
