@@ -18,7 +18,8 @@ BLOB_PREFIX = 8
 class Tensor(msgspec.Struct, frozen=True, array_like=True):
     """A tensor of the job, as every manifest lists it.
 
-    ``own``: each rank has its own values, and ``shape`` begins with the number of ranks. ``aliases`` are the other
+    ``own``: each rank has its own values, and ``shape`` begins with the number of ranks; ``ranks`` are those that have
+    the tensor at all, where not all do. ``aliases`` are the other
     names of a tied one. ``groups``: the optimizers that train it, by the key they are tracked under, each with the
     index of the parameter group.
     """
@@ -30,6 +31,16 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True):
     own: bool
     aliases: tuple[str, ...] = ()
     groups: tuple[tuple[str, int], ...] = ()
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Of an own tensor, the ranks that have it."""
+        return self.ranks or tuple(range(self.shape[0]))
+
+    def row_of(self, rank: int) -> int:
+        """Which rank's values a rank of a later generation begins with: its own, or a copy of another's."""
+        return rank if rank in self.rows else self.rows[rank % len(self.rows)]
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True):

@@ -18,6 +18,7 @@ from everstep.boxes import Box
 from everstep.errors import NotRestorable
 from everstep.ids import Version
 from trainer_hooks.plain_files import Checkpoint, Path, open_checkpoint
+from trainer_hooks.python_state import Merged, PythonState, decode
 from trainer_hooks.snapshot.blob import as_bytes, dtype_name
 from trainer_hooks.snapshot.copy import part_of
 from trainer_hooks.snapshot.layout import Part, Sharing, Tensor
@@ -173,11 +174,15 @@ class _Start:
     # --- everything else
 
     def restore_blob(self) -> Version:
-        """The Python state of Everstep's own checkpoint: this rank's, or the first's for a rank that is new."""
-        ranks = [k for k in self._checkpoint.tensors if k.startswith(f"{_BLOB}.")]
-        mine = f"{_BLOB}.{self._rank}"
-        key = mine if mine in ranks else min(ranks, key=lambda k: int(k.rpartition(".")[2]))
-        self._state.load_blob(as_bytes(self._checkpoint.value(key)))
+        """The Python state of Everstep's own checkpoint: this rank's, or the first's for a rank that is new, and what
+        that one did not know from others."""
+        ranks = [int(k.rpartition(".")[2]) for k in self._checkpoint.tensors if k.startswith(f"{_BLOB}.")]
+        names, told = self._state.python_names(), list[PythonState]()
+        for rank in sorted(ranks, key=lambda rank: (rank != self._rank, rank)):
+            told.append(decode(as_bytes(self._checkpoint.value(f"{_BLOB}.{rank}"))))
+            if not names.difference(*(state.names for state in told)):
+                break
+        self._state.load_python(Merged(told, names))
         generation, step = self._checkpoint.value(_VERSION).tolist()
         return Version(generation, step)
 

@@ -9,7 +9,7 @@ training changes. Everything that is not a tensor of a module or an optimizer go
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep.errors import NotRestorable
-from trainer_hooks.snapshot.blob import decode_blob, dtype_name, dtype_of, encode_blob
+from trainer_hooks.python_state import Group, Merged, Name, PythonState, encode, group_options, pack_names, put_options
+from trainer_hooks.snapshot.blob import dtype_name, dtype_of
 from trainer_hooks.snapshot.layout import Layout, Sharing, Tensor
 from trainer_hooks.snapshot.live import Site, Still, TrackedTensor, local_parts
 
@@ -32,22 +33,26 @@ class TrackedState:
 
     Args:
         objects: modules (DDP and FSDP2 are seen through), optimizers, and anything else with ``state_dict`` and
-            ``load_state_dict``. Raises TypeError for what has neither, or was sharded by FSDP1.
+            ``load_state_dict``; under one key also a list of modules or of optimizers, such as a rank's stages of a
+            pipeline, whose names are taken to be those of one model. Raises TypeError for what is none of these, or was
+            sharded by FSDP1.
     """
 
     def __init__(self, objects: Mapping[str, object]) -> None:
-        self._modules: dict[str, torch.nn.Module] = {}
+        self._modules: list[tuple[str, torch.nn.Module]] = []
         self._broadcast: set[str] = set()
-        self._optimizers: dict[str, torch.optim.Optimizer] = {}
+        self._optimizers: list[tuple[str, torch.optim.Optimizer]] = []
         self._others: dict[str, Any] = {}
         for key, tracked in objects.items():
-            self._sort_in(key, tracked)
+            for one in _several(tracked):
+                self._sort_in(key, one)
         self._fqns = self._names()
         self._sites: list[Site] = []
         self._sizes: list[tuple[Any, int]] = []
         self._still: list[Still] = []
         self._scalars: list[tuple[str, str, dict[str, Any], str]] = []
         self._extra: list[tuple[str, torch.nn.Module]] = []
+        self._packed: list[bytes] | None = None
         self._looked = False
         self._changing: set[str] = set()
         self.settle()
@@ -58,9 +63,9 @@ class TrackedState:
                 self._broadcast.add(key)
             tracked = tracked.module
         if isinstance(tracked, torch.nn.Module):
-            self._modules[key] = tracked
+            self._modules.append((key, tracked))
         elif isinstance(tracked, torch.optim.Optimizer):
-            self._optimizers[key] = tracked
+            self._optimizers.append((key, tracked))
         elif hasattr(tracked, "state_dict") and hasattr(tracked, "load_state_dict"):
             self._others[key] = tracked
         else:
@@ -81,7 +86,7 @@ class TrackedState:
         self._reshard()
         self._fqns = self._names()
         self._looked = True
-        self._sites, self._still, self._scalars = [], [], []
+        self._sites, self._still, self._scalars, self._packed = [], [], [], None
         self._extra = [
             (name, module)
             for _, name, module in self._all_modules()
@@ -106,7 +111,7 @@ class TrackedState:
         return all(
             optimizer.state
             and all(p in optimizer.state for g in optimizer.param_groups for p in g["params"] if p.requires_grad)
-            for optimizer in self._optimizers.values()
+            for _, optimizer in self._optimizers
         )
 
     def unchanged(self) -> bool:
@@ -120,7 +125,7 @@ class TrackedState:
         )
 
     def _reshard(self) -> None:
-        for module in self._modules.values():
+        for _, module in self._modules:
             for part in module.modules():
                 if isinstance(part, FSDPModule):
                     part.reshard()
@@ -178,12 +183,12 @@ class TrackedState:
                     yield f"{prefix}.{key}", module._buffers, key, buffer
 
     def _all_modules(self) -> Iterator[tuple[str, str, torch.nn.Module]]:
-        for top, root in self._modules.items():
+        for top, root in self._modules:
             for name, module in root.named_modules(prefix=top):
                 yield top, _WRAPPERS.sub("", name), module
 
     def _moments(self) -> Iterator[tuple[str, Mapping[str, Any], str, torch.Tensor]]:
-        for top, optimizer in self._optimizers.items():
+        for top, optimizer in self._optimizers:
             self._sizes.append((optimizer.state, len(optimizer.state)))
             for fqn, parameter in self._trained(optimizer):
                 state = optimizer.state.get(parameter)
@@ -198,9 +203,9 @@ class TrackedState:
 
     def _trained(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters with their names; one that is in no tracked module is named by its place."""
-        for g, group in enumerate(optimizer.param_groups):
-            for i, parameter in enumerate(group["params"]):
-                yield self._fqns.get(id(parameter), f"group{g}.{i}"), parameter
+        for _, index, group in self._all_groups():
+            if any(group is own for own in optimizer.param_groups):
+                yield from zip(self._names_in(group, index), group["params"], strict=True)
 
     # --- targets of a restore
 
@@ -213,7 +218,7 @@ class TrackedState:
         """The other names of tied tensors, and of those in modules that stand in several places."""
         first = {_memory(t.place[t.key]): t.name for t in tensors}
         aliases: dict[str, tuple[str, ...]] = {}
-        for top, root in self._modules.items():
+        for top, root in self._modules:
             for prefix, module in root.named_modules(prefix=top, remove_duplicate=False):
                 for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                     name = f"{_WRAPPERS.sub('', prefix)}.{key}"
@@ -225,18 +230,18 @@ class TrackedState:
     def _groups(self) -> dict[str, tuple[tuple[str, int], ...]]:
         """Which optimizers train a parameter, each with the index of its parameter group."""
         groups: dict[str, tuple[tuple[str, int], ...]] = {}
-        for top, optimizer in self._optimizers.items():
-            for index, group in enumerate(optimizer.param_groups):
-                for name in (self._fqns.get(id(parameter)) for parameter in group["params"]):
-                    if name is not None:
-                        groups[name] = (*groups.get(name, ()), (top, index))
+        for top, index, group in self._all_groups():
+            for name in (self._fqns.get(id(parameter)) for parameter in group["params"]):
+                if name is not None:
+                    groups[name] = (*groups.get(name, ()), (top, index))
         return groups
 
     def targets(self, catalog: tuple[Tensor, ...]) -> list[tuple[int, TrackedTensor]]:
-        """Live tensors to fill, each with the index of its source in ``catalog``.
+        """Live tensors to fill, each with the index of its source in ``catalog``. Others of the catalog may be live on
+        other ranks.
 
         Optimizer state that a fresh process does not have yet is created: like the parameter where the shapes agree,
-        else replicated. Raises NotRestorable where the model is another one than the version's.
+        else replicated. Raises NotRestorable where a tensor was not stored, or as another one.
         """
         index_of = {tensor.name: index for index, tensor in enumerate(catalog)}
         self._changing.update(tensor.name for tensor in catalog if tensor.own)
@@ -250,7 +255,7 @@ class TrackedState:
         for tensor in catalog:
             prefix, _, key = tensor.name.rpartition(".")
             wanted.setdefault(prefix, []).append((key, tensor))
-        for top, optimizer in self._optimizers.items():
+        for top, optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 capturable = bool(group.get("capturable") or group.get("fused"))
                 for parameter in group["params"]:
@@ -262,7 +267,7 @@ class TrackedState:
     def _place_of(self, optimizer: torch.optim.Optimizer, wanted: torch.Tensor) -> str:
         return next(name for name, parameter in self._trained(optimizer) if parameter is wanted)
 
-    # --- the blob
+    # --- the Python state
 
     def blob(self) -> bytes:
         """Hyper-parameters, optimizer state that is no tensor, and the state of all other objects, as bytes."""
@@ -271,33 +276,65 @@ class TrackedState:
         scalars: dict[str, dict[str, dict[str, Any]]] = {}
         for top, fqn, state, key in self._scalars:
             scalars.setdefault(top, {}).setdefault(fqn, {})[key] = state[key]
-        return encode_blob(
-            {
-                "groups": {top: _hyper_parameters(o) for top, o in self._optimizers.items()},
-                "scalars": scalars,
-                "extra": {name: module.get_extra_state() for name, module in self._extra},
-                "objects": {key: tracked.state_dict() for key, tracked in self._others.items()},
-            }
-        )
+        groups: dict[str, list[Group]] = {}
+        for packed, (top, _, group) in zip(self._packed_names(), self._all_groups(), strict=True):
+            groups.setdefault(top, []).append(Group(packed, group_options(group)))
+        extra = {name: module.get_extra_state() for name, module in self._extra}
+        objects = {key: tracked.state_dict() for key, tracked in self._others.items()}
+        return encode(PythonState(groups, scalars, extra, objects))
 
-    def load_blob(self, data: bytes | memoryview) -> None:
-        """Puts a blob's state into the objects. Raises NotRestorable where they are others than were stored."""
-        blob = decode_blob(data)
+    def python_names(self) -> frozenset[Name]:
+        """All that ``load_python`` needs something of."""
         if not self._looked:
             self.tensors()
-        for top, optimizer in self._optimizers.items():
-            _load_groups(top, optimizer, blob["groups"].get(top, []))
-            scalars = blob["scalars"].get(top, {})
+        trained = ((top, fqn) for top, optimizer in self._optimizers for fqn, _ in self._trained(optimizer))
+        return frozenset((*trained, *(("", name) for name, _ in self._extra), *((key, "") for key in self._others)))
+
+    def require_python(self, stored: Merged) -> None:
+        """Raises NotRestorable where ``load_python`` would not find what it needs, or would have to mix it."""
+        for top, index, group in self._all_groups():
+            stored.options(top, index, self._names_in(group, index))
+        stored.require(self.python_names())
+
+    def load_python(self, stored: Merged) -> None:
+        """Puts stored Python state into the objects. Raises NotRestorable where they are others than were stored."""
+        for top, index, group in self._all_groups():
+            put_options(group, stored.options(top, index, self._names_in(group, index)))
+        for top, optimizer in self._optimizers:
             for fqn, parameter in self._trained(optimizer):
-                if fqn in scalars:
-                    optimizer.state[parameter].update(scalars[fqn])
+                if scalars := stored.scalars(top, fqn):
+                    optimizer.state[parameter].update(scalars)
+        stored.require(self.python_names())
         for name, module in self._extra:
-            if name in blob["extra"]:
-                module.set_extra_state(blob["extra"][name])
+            if name in stored.extra:
+                module.set_extra_state(stored.extra[name])
         for key, tracked in self._others.items():
-            if key not in blob["objects"]:
-                raise NotRestorable(f"{key} is tracked now, but was not when the version was stored")
-            tracked.load_state_dict(blob["objects"][key])
+            tracked.load_state_dict(stored.objects[key])
+
+    def _all_groups(self) -> Iterator[tuple[str, int, dict[str, Any]]]:
+        """Every parameter group, with its optimizer's key and its number among the groups under that."""
+        counts: dict[str, int] = {}
+        for top, optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                index = counts[top] = counts.get(top, -1) + 1
+                yield top, index, group
+
+    def _names_in(self, group: dict[str, Any], index: int) -> list[str]:
+        return [self._fqns.get(id(p), f"group{index}.{i}") for i, p in enumerate(group["params"])]
+
+    def _packed_names(self) -> list[bytes]:
+        if self._packed is None:
+            self._packed = [pack_names(self._names_in(group, index)) for _, index, group in self._all_groups()]
+        return self._packed
+
+
+def _several(tracked: object) -> Sequence[object]:
+    """A list of modules or of optimizers one by one."""
+    if isinstance(tracked, list | tuple) and tracked:
+        for kind in (torch.nn.Module, torch.optim.Optimizer):
+            if all(isinstance(one, kind) for one in tracked):
+                return tracked
+    return (tracked,)
 
 
 def _refuse_fsdp1(top: str, parameter: torch.Tensor) -> None:
@@ -306,12 +343,11 @@ def _refuse_fsdp1(top: str, parameter: torch.Tensor) -> None:
 
 
 def _refuse_other_model(live: list[TrackedTensor], index_of: dict[str, int], catalog: tuple[Tensor, ...]) -> None:
-    missing = [t.name for t in live if t.name not in index_of]
-    extra = index_of.keys() - {t.name for t in live}
-    if missing or extra:
+    missing = list(dict.fromkeys(t.name for t in live if t.name not in index_of))
+    if missing:
         raise NotRestorable(
-            f"the tracked state is not what was stored: {len(missing)} tensors are new ({', '.join(missing[:3])}), "
-            f"{len(extra)} are gone ({', '.join(sorted(extra)[:3])}); restore with the objects that were tracked"
+            f"the tracked state is not what was stored: {len(missing)} tensors are new ({', '.join(missing[:3])}); "
+            "restore with the objects that were tracked"
         )
     for tensor in live:
         stored = catalog[index_of[tensor.name]]
@@ -350,19 +386,3 @@ def _empty_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-def _hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-
-
-def _load_groups(top: str, optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-    if len(groups) != len(optimizer.param_groups):
-        raise NotRestorable(f"{top} has {len(optimizer.param_groups)} parameter groups now, {len(groups)} were stored")
-    for group, stored in zip(optimizer.param_groups, groups, strict=True):
-        for key, value in stored.items():
-            present = group.get(key)
-            if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
-                present.copy_(value)  # schedulers hold on to the tensor itself
-            else:
-                group[key] = value

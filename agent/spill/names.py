@@ -57,7 +57,7 @@ class Names:
     def shared(self, state: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
         """What is stored once for the job: hyper-parameters, the state of other objects, modules' extra state."""
         for top, groups in state.get("groups", {}).items():
-            for index, group in enumerate(groups):
+            for index, (_, group) in enumerate(groups):  # names of its parameters on this rank, and its options
                 names = [self._parameter(top, name) for name in self._members[top][index]]
                 yield from flatten((top, "param_groups", index), {**group, "params": names})
         for name, extra in state.get("extra", {}).items():

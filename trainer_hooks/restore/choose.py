@@ -11,7 +11,7 @@ from everstep.errors import MalformedMessage, NotRestorable
 from everstep.ids import Version
 from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.training import RestoreRule
-from trainer_hooks.snapshot.layout import Box, Manifest, uncovered, whole
+from trainer_hooks.snapshot.layout import Box, Manifest, Tensor, uncovered, whole
 
 ManifestOf = Callable[[str], Manifest]
 """The manifest of a digest. Raises MalformedMessage where it cannot be had or read."""
@@ -78,7 +78,7 @@ def missing(holders: Sequence[SlotInfo], manifest_of: ManifestOf) -> str:
             return "its slots are of different models"
         for stored in manifest.stored:
             boxes[stored.tensor].add(stored.box)
-    lacking = [t.name for t, held in zip(catalog, boxes, strict=True) if not covers(t.shape, held)]
+    lacking = [t.name for t, held in zip(catalog, boxes, strict=True) if not is_whole(t, held)]
     if not lacking:
         return ""
     ranks = sorted({m.rank for m in manifests})
@@ -96,6 +96,14 @@ def _readable(holders: Sequence[SlotInfo], manifest_of: ManifestOf) -> tuple[lis
         except MalformedMessage as problem:
             error = str(problem)
     return manifests, error
+
+
+def is_whole(tensor: Tensor, held: set[Box]) -> bool:
+    """Whether the boxes together make up the tensor; of one that each rank has its own of, all ranks' that have it."""
+    if not tensor.ranks:
+        return covers(tensor.shape, held)
+    rows = (Box((rank, *(0 for _ in tensor.shape[1:])), (1, *tensor.shape[1:])) for rank in tensor.ranks)
+    return all(row in held or not uncovered(row, sorted(held)) for row in rows)
 
 
 def covers(shape: tuple[int, ...], held: set[Box]) -> bool:

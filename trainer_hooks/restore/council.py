@@ -7,6 +7,7 @@ that went; only when all have what they need do they go on, else rank 0 chooses 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -62,17 +63,25 @@ class Proposal(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How reading went for one rank: whether it has all it needs, and which slots proved bad."""
+    """How reading went for one rank: whether it has all it needs, and which slots proved bad.
+
+    ``lives``: a bit for each tensor of the catalog that this rank has live, lowest first; empty when it has all of
+    them. ``error``: no other choice would help.
+    """
 
     ok: bool
     bad: tuple[SlotKey, ...] = ()
+    lives: bytes = b""
+    error: str = ""
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What the outcomes come to: whether all ranks have what they need, and all slots that proved bad."""
+    """What the outcomes come to: whether all ranks have what they need, all slots that proved bad, and what speaks
+    against any choice."""
 
     ok: bool
     bad: tuple[SlotKey, ...] = ()
+    error: str = ""
 
 
 class Council:
@@ -180,17 +189,22 @@ class Council:
             raise NotRestorable(f"rank 0 chose {version}, which the generation's rule does not admit")
         return made.choice
 
-    def settle(self, number: int, outcome: Outcome) -> Verdict:
-        """Tells this rank's outcome of choice ``number``, and hears what all of them come to."""
+    def settle(self, number: int, outcome: Outcome, names: Sequence[str] = ()) -> Verdict:
+        """Tells this rank's outcome of choice ``number``, and hears what all of them come to.
+
+        ``names``: of the version's tensors. No rank need have all of them live (a stage of a pipeline does not), but
+        each must be live on some rank. Raises NotRestorable, on all ranks alike, where no choice would help.
+        """
         self._store.set(f"restore/outcome/{number}/{self._member.rank}", _encode(outcome))
-        if not self.chairs:
+        if self.chairs:
+            keys = [f"restore/outcome/{number}/{rank}" for rank in range(self._spec.world_size)]
+            verdict = judge([_decode(body, Outcome) for body in self._get(keys)], names)
+            self._store.set(f"restore/verdict/{number}", _encode(verdict))
+        else:
             (body,) = self._get([f"restore/verdict/{number}"])
-            return _decode(body, Verdict)
-        keys = [f"restore/outcome/{number}/{rank}" for rank in range(self._spec.world_size)]
-        outcomes = [_decode(body, Outcome) for body in self._get(keys)]
-        bad = tuple(dict.fromkeys(key for outcome in outcomes for key in outcome.bad))
-        verdict = Verdict(all(o.ok for o in outcomes), bad)
-        self._store.set(f"restore/verdict/{number}", _encode(verdict))
+            verdict = _decode(body, Verdict)
+        if verdict.error:
+            raise NotRestorable(verdict.error)
         return verdict
 
     def _get(self, keys: list[str]) -> list[bytes]:
@@ -204,6 +218,37 @@ class Council:
                 if self._clock.monotonic() > deadline:
                     raise
         return self._store.multi_get(keys)
+
+
+def lives_of(indices: Iterable[int], count: int) -> bytes:
+    """Which of ``count`` tensors are live, as Outcome has it."""
+    distinct = set(indices)
+    if len(distinct) == count:
+        return b""
+    bits = bytearray(-(-count // 8))
+    for index in distinct:
+        bits[index >> 3] |= 1 << (index & 7)
+    return bytes(bits)
+
+
+def judge(outcomes: Sequence[Outcome], names: Sequence[str]) -> Verdict:
+    """What all ranks' outcomes come to; see Council.settle."""
+    bad = tuple(dict.fromkeys(key for outcome in outcomes for key in outcome.bad))
+    errors = [outcome.error for outcome in outcomes if outcome.error]
+    ok = all(outcome.ok for outcome in outcomes)
+    gone: list[str] = []
+    if ok and all(outcome.lives for outcome in outcomes):
+        anywhere = 0
+        for outcome in outcomes:
+            anywhere |= int.from_bytes(outcome.lives, "little")
+        bits = anywhere.to_bytes(max(len(outcome.lives) for outcome in outcomes), "little")
+        gone = [name for index, name in enumerate(names) if not bits[index >> 3] >> (index & 7) & 1]
+    if gone:
+        errors.append(
+            f"the tracked state is not what was stored: {len(gone)} tensors are gone from all ranks "
+            f"({', '.join(sorted(gone)[:3])}); restore with the objects that were tracked"
+        )
+    return Verdict(ok, bad, errors[0] if errors else "")
 
 
 def _encode(value: msgspec.Struct) -> str:

@@ -116,6 +116,17 @@ class Loader:
         blobs += self._receive(arrivals, failures)
         return b"".join(blobs), failures
 
+    def python_state(self, supply: Supply) -> bytes:
+        """One more slot's Python state. Raises BadSlot."""
+        if supply.slot.node == self._member.node:
+            return self._read_local(supply, [], with_blob=True)
+        self._scratch_bytes = 0
+        failures: list[BadSlot] = []
+        blobs = self._receive([self._send_for(supply, [], with_blob=True)], failures)
+        if failures:
+            raise failures[0]
+        return blobs[0]
+
     def fetch_manifest(self, slot: SlotInfo) -> bytes:
         """A remote slot's manifest. Raises what the vault answers, Unavailable where it does not."""
         into = self._scratch_file()

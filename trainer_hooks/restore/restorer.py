@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 
 import msgspec
@@ -15,18 +15,23 @@ from everstep.ids import Version
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Member
+from trainer_hooks.python_state import Merged, Name
+from trainer_hooks.python_state import decode as decode_python
 from trainer_hooks.restore.choose import Choice
-from trainer_hooks.restore.council import Council, Outcome, SlotKey, slot_key
+from trainer_hooks.restore.council import Council, Outcome, SlotKey, lives_of, slot_key
 from trainer_hooks.restore.fetch import Loader, Supply
 from trainer_hooks.restore.local import BadSlot, LocalSlots
 from trainer_hooks.restore.report import SlotReporter
 from trainer_hooks.restore.reshard import Read, Want, plan_reads
 from trainer_hooks.restore.survey import Survey
-from trainer_hooks.snapshot.layout import Box, Manifest
+from trainer_hooks.snapshot.layout import Box, Manifest, Tensor
 from trainer_hooks.state import TrackedState, TrackedTensor
 from trainer_hooks.vault_client import VaultClient
 
 log = logging.getLogger(__name__)
+
+MOST_ASKED_IN_VAIN = 8
+"""Ranks whose Python state is read for something of which no slot says whose it was."""
 
 
 class RestoreResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,12 +104,13 @@ class Restoration:
             self._ends("choose")
             if choice.version is None:
                 return self._done(None, {}, choice.sentence)
-            outcome, blob, sources = self._read(state, choice)
+            outcome, python, sources = self._try(state, choice)
             self._ends("read")
-            verdict = self._council.settle(number, outcome)
+            verdict = self._council.settle(number, outcome, self._names(choice))
             self._ends("agree")
             if verdict.ok:
-                state.load_blob(blob)
+                assert python is not None
+                state.load_python(python)
                 state.settle()
                 return self._done(choice.version, sources, choice.sentence)
             bad |= set(verdict.bad)
@@ -131,15 +137,38 @@ class Restoration:
 
     # --- reading
 
-    def _read(self, state: TrackedState, choice: Choice) -> tuple[Outcome, bytes, dict[str, int]]:
+    def _names(self, choice: Choice) -> tuple[str, ...]:
+        """Of the version's tensors, for rank 0, which looks whether all of them are live somewhere."""
+        if not self._council.chairs:
+            return ()
+        return tuple(tensor.name for tensor in self._catalog(choice.slots))
+
+    def _catalog(self, slots: Sequence[SlotInfo]) -> tuple[Tensor, ...]:
+        """The same in every slot of a version. Raises MalformedMessage where no manifest can be read."""
+        for slot in slots[:-1]:
+            try:
+                return self._manifest(slot).catalog
+            except MalformedMessage:
+                continue
+        return self._manifest(slots[-1]).catalog
+
+    def _try(self, state: TrackedState, choice: Choice) -> tuple[Outcome, Merged | None, dict[str, int]]:
+        """Reads the choice. Where this rank's objects are others than were stored, all ranks hear of it."""
+        try:
+            return self._read(state, choice)
+        except (NotRestorable, MalformedMessage) as error:
+            return Outcome(False, error=f"rank {self._member.rank}: {error}"), None, {}
+
+    def _read(self, state: TrackedState, choice: Choice) -> tuple[Outcome, Merged | None, dict[str, int]]:
         """Reads what this rank needs; slots that fail are left out and the rest tried, as long as it suffices."""
         slots = sorted(choice.slots, key=self._distance)
         try:
             self._check_own(slots)
         except BadSlot as rotten:  # others trust this rank's word on it: all must choose again
             self._report(rotten)
-            return Outcome(False, (slot_key(rotten.slot),)), b"", {}
+            return Outcome(False, (slot_key(rotten.slot),)), None, {}
         targets, wants = self._wants(state, slots)
+        lives = lives_of((want.tensor for want in wants), len(self._catalog(slots)))
         loader = Loader(self._vault, self._spec.job, self._member, targets, self._local, self._has_checker)
         bad: list[SlotKey] = []
         try:
@@ -148,10 +177,15 @@ class Restoration:
                     reads, supplies = self._plan(wants, slots)
                 except NotRestorable as error:
                     log.warning("%s cannot be read: %s", choice.version, error, extra=self._where)
-                    return Outcome(False, tuple(bad)), b"", {}
-                blob, failures = loader.load(reads, supplies, self._blob_source(supplies))
+                    return Outcome(False, tuple(bad)), None, {}
+                source = self._blob_source(supplies)
+                blob, failures = loader.load(reads, supplies, source)
                 if not failures:
-                    return Outcome(True, tuple(bad)), blob, loader.bytes_by_source
+                    try:
+                        python = self._python(state, loader, slots, supplies[source].slot, blob)
+                        return Outcome(True, tuple(bad), lives), python, loader.bytes_by_source
+                    except BadSlot as rotten:
+                        failures.append(rotten)
                 for failure in failures:
                     self._report(failure)
                     bad.append(slot_key(failure.slot))
@@ -180,12 +214,12 @@ class Restoration:
 
     def _wants(self, state: TrackedState, slots: list[SlotInfo]) -> tuple[list[TrackedTensor], list[Want]]:
         """The live tensors to fill, and which boxes they need. Raises NotRestorable for another model."""
-        catalog = self._manifest(slots[0]).catalog
+        catalog = self._catalog(slots)
         targets, wants = [], []
         for index, target in state.targets(catalog):
             box = target.box
-            if catalog[index].own:  # in a larger world, ranks beyond the old ones begin as copies of them
-                row = self._member.rank % catalog[index].shape[0]
+            if catalog[index].own:
+                row = catalog[index].row_of(self._member.rank)
                 box = Box((row, *box.offset), (1, *box.size))
             targets.append(target)
             wants.append(Want(index, box))
@@ -194,20 +228,26 @@ class Restoration:
     def _plan(self, wants: list[Want], slots: list[SlotInfo]) -> tuple[list[Read], list[Supply]]:
         """Reads from as few slots as suffice: the manifests of others are not even looked at."""
         supplies: list[Supply] = []
-        reads = plan_reads(wants, self._manifests(slots, supplies))
+
+        def manifests() -> Iterator[Manifest]:
+            for supply in self._supplies(slots):
+                supplies.append(supply)
+                yield supply.manifest
+
+        reads = plan_reads(wants, manifests())
         if not supplies:
             raise NotRestorable("no slot is left")
         return reads, supplies
 
-    def _manifests(self, slots: list[SlotInfo], supplies: list[Supply]) -> Iterator[Manifest]:
-        """The slots' manifests, one after another, each with its supply added to ``supplies``."""
+    def _supplies(self, slots: list[SlotInfo]) -> Iterator[Supply]:
+        """Those of the slots whose manifest can be read, one after another."""
         for slot in slots:
             try:
-                supplies.append(Supply(slot, self._manifest(slot)))
+                supply = Supply(slot, self._manifest(slot))
             except MalformedMessage as error:
                 log.info("a slot on %s is left out: %s", slot.node, error, extra=self._where)
                 continue
-            yield supplies[-1].manifest
+            yield supply
 
     def _manifest(self, slot: SlotInfo) -> Manifest:
         """Read where it lies, if that is on this node, which spares the store. Raises MalformedMessage."""
@@ -224,3 +264,34 @@ class Restoration:
             range(len(supplies)),
             key=lambda i: (supplies[i].slot.rank != self._member.rank, supplies[i].slot.rank, i),
         )
+
+    def _python(
+        self, state: TrackedState, loader: Loader, slots: list[SlotInfo], first: SlotInfo, blob: bytes
+    ) -> Merged:
+        """The Python state of as many ranks as know all that this one needs; mostly ``first`` alone does.
+
+        Raises BadSlot; NotRestorable where no rank knows of something that is tracked now.
+        """
+        names, read, told = state.python_names(), {first.rank}, [decode_python(blob)]
+        while lacking := names.difference(*(python.names for python in told)):
+            rest = [slot for slot in slots if slot.rank not in read]
+            knowing = [slot for slot in rest if self._lives_there(slot, lacking)]
+            if not rest or (not knowing and len(read) > MOST_ASKED_IN_VAIN):
+                break
+            slot = (knowing or rest)[0]
+            read.add(slot.rank)
+            for supply in self._supplies([slot]):
+                told.append(decode_python(loader.python_state(supply)))
+        merged = Merged(told, names)
+        state.require_python(merged)
+        return merged
+
+    def _lives_there(self, slot: SlotInfo, lacking: frozenset[Name]) -> bool:
+        """Whether the slot's rank had one of these parameters or modules: what it stored it had."""
+        fqns = {fqn for _, fqn in lacking if fqn}
+        try:
+            manifest = self._manifest(slot)
+        except MalformedMessage:
+            return False
+        stored = {manifest.catalog[index].name for index in {s.tensor for s in manifest.stored}}
+        return not fqns.isdisjoint(stored) or any(name.rpartition(".")[0] in fqns for name in stored)

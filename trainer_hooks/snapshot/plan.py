@@ -9,7 +9,7 @@ copied do they store what they hold alike (docs/decisions/0010).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -89,9 +89,12 @@ def divide(
     by_holders: dict[tuple[int, ...], list[_Held]] = defaultdict(list)
     for held in _held_boxes(layouts):
         by_holders[tuple(held.ranks)].append(held)
-        if held.part.digest and len(held.ranks) > 1:
-            for rank, index in zip(held.ranks, held.indices, strict=True):
-                groups[rank][_group_name(held.ranks, world)].append(index)
+    voting = [h for h, boxes in by_holders.items() if len(h) > 1 and any(held.part.digest for held in boxes)]
+    for holders, name in _group_names(voting, world).items():
+        for held in by_holders[holders]:
+            if held.part.digest:
+                for rank, index in zip(held.ranks, held.indices, strict=True):
+                    groups[rank][name].append(index)
     for holders in sorted(by_holders):
         _divide_among(by_holders[holders], nodes, replicas, apart or {}, books)
     return [
@@ -110,8 +113,18 @@ def _exclusive_first(piece: Piece) -> tuple[bool, Piece]:
     return not piece.exclusive, piece
 
 
-def _group_name(ranks: Sequence[int], world: int) -> str:
-    return "replicated" if len(ranks) == world else f"replicated-{ranks[0]}"
+def _group_names(holders: Iterable[tuple[int, ...]], world: int) -> dict[tuple[int, ...], str]:
+    """A name for each set of holders, by the first of them: several sets may have the same one (what the first and the
+    last stage of a pipeline share, beside what the first stage's replicas share)."""
+    names: dict[tuple[int, ...], str] = {}
+    used: dict[int, int] = defaultdict(int)
+    for ranks in sorted(holders):
+        names[ranks] = "replicated"
+        if len(ranks) != world:
+            used[ranks[0]] += 1
+            again = f".{used[ranks[0]]}" if used[ranks[0]] > 1 else ""
+            names[ranks] = f"replicated-{ranks[0]}{again}"
+    return names
 
 
 def _held_boxes(layouts: Sequence[Layout]) -> Iterator[_Held]:
@@ -223,10 +236,13 @@ def _aligned(n: int) -> int:
 
 def _catalog(layouts: Sequence[Layout]) -> tuple[tuple[Tensor, ...], dict[str, int]]:
     seen: dict[str, Tensor] = {}
+    having: dict[str, list[int]] = defaultdict(list)
     distinct = {id(layout): layout for layout in layouts}
     for layout in distinct.values():
         for part in layout.parts:
             own = part.sharing is Sharing.OWN
+            if own:
+                having[part.name].append(part.box.offset[0])
             tensor = Tensor(part.name, part.dtype, part.itemsize, part.shape, own, part.aliases, part.groups)
             other = seen.setdefault(part.name, tensor)
             if other == tensor:
@@ -241,4 +257,7 @@ def _catalog(layouts: Sequence[Layout]) -> tuple[tuple[Tensor, ...], dict[str, i
                     f"ranks disagree about {part.name}: {other.dtype} {other.shape} on one, "
                     f"{tensor.dtype} {tensor.shape} on another; tensors of one name must be parts of one tensor"
                 )
+    for name, ranks in having.items():
+        if len(ranks) < len(layouts):
+            seen[name] = msgspec.structs.replace(seen[name], ranks=tuple(ranks))
     return tuple(seen.values()), {name: index for index, name in enumerate(seen)}

@@ -23,10 +23,13 @@ def told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def playing(rank: int, world: int = 4) -> Iterator[DeviceMesh]:
-    """This process as ``rank`` of a generation whose collectives do nothing."""
+def playing(rank: int, world: int = 4, other_groups: int = 0) -> Iterator[DeviceMesh]:
+    """This process as ``rank`` of a generation whose collectives do nothing. ``other_groups`` are made before those of
+    the mesh."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
+        for _ in range(other_groups):
+            dist.new_group([rank])
         yield init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     finally:
         dist.destroy_process_group()
@@ -54,3 +57,15 @@ def test_meshes_of_one_rank_are_equal_in_two_generations_so_that_torch_keeps_wha
         assert [mesh.get_group(dim).size() for dim in range(2)] == [2, 2]
     with playing(3) as mesh:
         assert mesh != before
+
+
+def test_what_an_operation_gives_has_the_groups_that_there_are_now_where_they_were_made_in_another_order() -> None:
+    with playing(2) as mesh:
+        before = comes_back_on(mesh["shard"])
+    with playing(2, other_groups=3) as mesh:
+        now = comes_back_on(mesh["shard"])
+        assert now._dim_group_names == mesh["shard"]._dim_group_names
+        assert now._dim_group_names != before._dim_group_names
+        assert now.get_group().size() == 2
+        flat = mesh._flatten("all")
+        assert comes_back_on(flat)._dim_group_names == flat._dim_group_names

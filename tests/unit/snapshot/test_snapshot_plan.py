@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.generations import generation
-from trainer_hooks.restore.choose import covers
+from trainer_hooks.restore.choose import covers, is_whole
 from trainer_hooks.snapshot.layout import Box, Layout, Part, Sharing, whole
 from trainer_hooks.snapshot.plan import divide, manifest_for
 from trainer_hooks.snapshot.planned import Planner
@@ -145,6 +145,46 @@ def test_state_that_others_hold_needs_no_replication() -> None:
     layouts = replicated([100], 4)
     shares = divide(layouts, ["n1", "n2", "n3", "n4"], 2)
     assert all(manifest_for(r, layouts, shares[r], 0).exclusive == 0 for r in range(4))
+
+
+def stages() -> list[Layout]:
+    """Two stages of a pipeline on two ranks each. First and last layer are tied; statistics are each rank's."""
+
+    def own(name: str, rank: int) -> Part:
+        return part(name, (4, 3), Box((rank, 0), (1, 3)), sharing=Sharing.OWN)
+
+    first = [part("tied", (64, 8), digest=True), part("low", (64, 8), digest=True)]
+    last = [part("tied", (64, 8), digest=True), part("high", (64, 8), digest=True)]
+    return [Layout((*(first if rank % 2 == 0 else last), own(f"seen{rank % 2}", rank))) for rank in range(4)]
+
+
+def test_ranks_vote_only_with_those_that_hold_the_same() -> None:
+    layouts = stages()
+    shares = divide(layouts, ["n1", "n2", "n3", "n4"], 2)
+    assert [set(share.groups) for share in shares] == [
+        {"replicated", "replicated-0"},
+        {"replicated", "replicated-1"},
+    ] * 2
+    three = [*layouts[:3], Layout(layouts[1].parts[1:2])]  # what 0 shares with 2, it shares in part with 1 as well
+    groups = [share.groups for share in divide(three, ["n1", "n2", "n3", "n4"], 2)]
+    assert [set(g) for g in groups] == [
+        {"replicated-0", "replicated-0.2"},
+        {"replicated-0", "replicated-1"},
+        {"replicated-0", "replicated-0.2"},
+        {"replicated-1"},
+    ]
+
+
+def test_what_each_rank_of_a_stage_has_of_its_own_is_whole_when_these_ranks_are_there() -> None:
+    layouts = stages()
+    shares = divide(layouts, ["n1", "n2", "n3", "n4"], 1)
+    manifests = [manifest_for(rank, layouts, shares[rank], 0) for rank in range(4)]
+    (seen,) = [t for t in manifests[0].catalog if t.name == "seen1"]
+    assert (seen.shape, seen.ranks) == ((4, 3), (1, 3))
+    assert [seen.row_of(rank) for rank in range(4)] == [1, 1, 1, 3]
+    index = manifests[0].catalog.index(seen)
+    boxes = [{s.box for m in some for s in m.stored if s.tensor == index} for some in (manifests, manifests[:2])]
+    assert [is_whole(seen, held) for held in boxes] == [True, False]
 
 
 def test_the_other_names_that_a_tied_tensor_has_on_any_rank_are_in_the_catalog() -> None:

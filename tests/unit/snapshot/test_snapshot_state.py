@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from everstep.errors import ConfigurationError, MalformedMessage, NotRestorable
+from trainer_hooks.python_state import Merged, decode
 from trainer_hooks.snapshot.blob import decode_blob, encode_blob
 from trainer_hooks.snapshot.layout import Sharing, Tensor
 from trainer_hooks.state import TrackedState
@@ -46,6 +47,11 @@ def trained() -> tuple[Model, torch.optim.Optimizer, TrackedState]:
 def catalog_of(state: TrackedState) -> tuple[Tensor, ...]:
     parts = state.layout(state.tensors(), 0, 1).parts
     return tuple(Tensor(p.name, p.dtype, p.itemsize, p.shape, p.sharing is Sharing.OWN) for p in parts)
+
+
+def load(state: TrackedState, *blobs: bytes) -> None:
+    """The Python state of one rank, or of several."""
+    state.load_python(Merged([decode(blob) for blob in blobs], state.python_names()))
 
 
 def test_tensors_are_named_by_their_object_and_their_parameter_and_tied_ones_come_once() -> None:
@@ -154,7 +160,7 @@ def test_python_state_comes_back_with_hyper_parameters_and_schedules() -> None:
     model2 = Model()
     optimizer2 = torch.optim.AdamW(model2.parameters(), lr=0.5)
     schedule2 = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer2, T_max=10)
-    TrackedState({"model": model2, "optimizer": optimizer2, "schedule": schedule2}).load_blob(blob)
+    load(TrackedState({"model": model2, "optimizer": optimizer2, "schedule": schedule2}), blob)
     assert optimizer2.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     assert optimizer2.param_groups[0]["betas"] == (0.9, 0.999)
     assert schedule2.state_dict() == schedule.state_dict()
@@ -166,7 +172,7 @@ def test_optimizer_state_that_is_no_tensor_comes_back() -> None:
     optimizer.state[parameter] = {"count": 3, "momentum_buffer": None}
     blob = TrackedState({"optimizer": optimizer}).blob()
     other = torch.optim.SGD([nn.Parameter(torch.ones(2))])
-    TrackedState({"optimizer": other}).load_blob(blob)
+    load(TrackedState({"optimizer": other}), blob)
     assert other.state[other.param_groups[0]["params"][0]] == {"count": 3, "momentum_buffer": None}
 
 

@@ -79,7 +79,7 @@ def tensor(name: str, *groups: tuple[str, int]) -> Tensor:
 
 
 def test_parameters_of_one_module_are_named_within_it_and_of_several_in_full() -> None:
-    state = {"groups": {"opt": [{"lr": 1}], "both": [{"lr": 2}]}}
+    state = {"groups": {"opt": [[b"", {"lr": 1}]], "both": [[b"", {"lr": 2}]]}}
     catalog = [
         tensor("gen.a.w", ("opt", 0), ("both", 0)),
         tensor("disc.w", ("both", 0)),

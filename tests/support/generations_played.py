@@ -1,0 +1,67 @@
+"""Processes that play generation after generation, each in a layout of its own, and say what they restored."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from everstep.wire.v1.training import GenerationSpec, Sealed
+from tests.support.layouts import Layout, Trained
+from trainer_hooks.abort import backend_named
+from trainer_hooks.config import HookSettings
+from trainer_hooks.regroup import Rendezvous
+from trainer_hooks.restore import Restoration
+from trainer_hooks.snapshot.snapshotter import Snapshotter
+from trainer_hooks.state import TrackedState
+from trainer_hooks.vault_client import VaultClient
+
+DEADLINE_S = 30.0
+
+Played = dict[str, Any]
+"""What rank 0 says of a generation: "restored" (RestoreResult), what all ranks had "before" and "after" the step."""
+
+
+def play(parts: Sequence[tuple[GenerationSpec, Layout]], rank: int, vault_socket: str) -> list[Played]:
+    """Each generation restores, takes one step, keeps it, and ends; ``rank`` sits out those of fewer ranks."""
+    rendezvous = Rendezvous(backend_named("gloo"), HookSettings())
+    vault = VaultClient(vault_socket)
+    said: list[Played] = []
+    try:
+        for spec, layout in parts:
+            if rank >= spec.world_size:
+                continue
+            rendezvous.join(spec, spec.roster[rank], lambda: False)
+            assert rendezvous.group is not None
+            said.append(_one(spec, rank, vault, rendezvous.group.store, layout))
+            rendezvous.leave(broken=False)
+        return said if rank == 0 else []
+    finally:
+        vault.close()
+        rendezvous.close()
+
+
+def _one(spec: GenerationSpec, rank: int, vault: VaultClient, store: dist.Store, layout: Layout) -> Played:
+    trained = Trained(layout)
+    member = spec.roster[rank]
+    state = TrackedState(trained.tracked)
+    result = Restoration(vault, spec, member, store).fill(state)
+    before = trained.gathered()
+    sealed = threading.Event()
+
+    def hear(_: Sealed) -> None:
+        sealed.set()
+
+    snapshotter = Snapshotter(vault, state, spec, member, store, hear, restored=result.version)
+    step = result.step + 1
+    trained.step(step)
+    snapshotter.note(None, step)
+    snapshotter.begin(step)
+    snapshotter.wait()
+    assert sealed.wait(DEADLINE_S), "the step was not sealed"
+    snapshotter.close(finish=True)
+    after = trained.gathered()
+    dist.barrier()  # who sits out the next generation has sealed its share by now
+    return {"restored": result, "before": before, "after": after}

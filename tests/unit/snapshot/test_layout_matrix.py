@@ -1,0 +1,99 @@
+"""Every layout to every other, on as many ranks and on more and fewer, with real processes; what was gathered by name
+before a regrouping is what is gathered after it, to the bit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from everstep.boxes import chunk
+from everstep.ids import Version
+from everstep.wire.v1.training import GenerationSpec, RestoreRule
+from tests.support.forked import ChildFailed, ForkPool
+from tests.support.generations import generation
+from tests.support.generations_played import Played, play
+from tests.support.layouts import Layout, layouts_of
+from tests.support.vaults import Vaults, vaults
+
+WORLD = 4
+DEADLINE_S = 110.0
+PARTS = 3
+"""So that each of them ends in time on a busy machine."""
+
+
+@pytest.fixture
+def fleet() -> Iterator[Vaults]:
+    with vaults() as running:
+        yield running
+
+
+def walk(names: list[str]) -> list[str]:
+    """A walk over which each name is followed by each, itself included, once (Hierholzer's)."""
+    ahead = {name: list(names) for name in names}
+    path, done = [names[0]], []
+    while path:
+        if ahead[path[-1]]:
+            path.append(ahead[path[-1]].pop())
+        else:
+            done.append(path.pop())
+    return done[::-1]
+
+
+def play_all(forks: ForkPool, fleet: Vaults, layouts: Iterable[Layout]) -> list[Played]:
+    """A generation of each layout, one after another, on one node; what was restored and trained in each."""
+    vault = fleet.start("n1")
+    fleet.configure(vault)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    parts = [(spec_of(number, layout, store.port), layout) for number, layout in enumerate(layouts, 1)]
+    socket = str(vault.run_dir / "vault.sock")
+    processes = [forks.start(play, parts, rank, socket) for rank in range(WORLD)]
+    results: list[list[Played]] = [process.result(DEADLINE_S) for process in processes]
+    return results[0]
+
+
+def spec_of(number: int, layout: Layout, port: int) -> GenerationSpec:
+    ranks = [("n1", rank) for rank in range(layout.world)]
+    return generation(number, ranks=ranks, store=f"127.0.0.1:{port}", restore=RestoreRule())
+
+
+def differences(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if not np.array_equal(one[name], other[name])]
+
+
+def test_a_walk_follows_each_by_each_once() -> None:
+    steps = walk(["a", "b", "c"])
+    assert len(steps) == 10
+    assert len(set(itertools.pairwise(steps))) == 9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_layout_is_restored_into_every_other_to_the_bit(forks: ForkPool, fleet: Vaults, part: int) -> None:
+    layouts = {name: layout for world in (2, 3, 4) for name, layout in layouts_of(world).items()}
+    first, ways = chunk(len(layouts) ** 2, part, PARTS)
+    names = walk(sorted(layouts))[first : first + ways + 1]
+    said = play_all(forks, fleet, (layouts[name] for name in names))
+    wrong: list[Any] = []
+    for number, (before, after) in enumerate(itertools.pairwise(said), 2):
+        way = f"{names[number - 2]} -> {names[number - 1]}"
+        if after["restored"].version != Version(number - 1, number - 1):
+            wrong.append((way, after["restored"]))
+        elif found := differences(before["after"], after["before"]):
+            wrong.append((way, found[:5]))
+    assert not wrong
+    assert len(said) == ways + 1
+
+
+@pytest.mark.slow
+def test_objects_that_are_gone_from_all_ranks_are_named_on_all_of_them(forks: ForkPool, fleet: Vaults) -> None:
+    """One stage of a pipeline alone is not the model, and so is not restored as if it were."""
+    with pytest.raises(
+        ChildFailed, match=r"NotRestorable: the tracked state.* tensors are gone from all ranks \(model\."
+    ):
+        play_all(forks, fleet, [Layout(pp=2), Layout(replicate=2, lost=2)])

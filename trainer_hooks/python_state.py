@@ -1,0 +1,182 @@
+"""The Python state of tracked objects: all that is no tensor of a module or an optimizer.
+
+Every rank stores its own. What belongs to a parameter or a module stands under its full name, so that a rank of another
+layout takes it from whichever ranks had it: a rank of a pipeline knows of its stage's parameters only, and in the next
+generation of other ones. What belongs to neither (a schedule, a sampler) comes from a rank of the same stage.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from everstep.errors import MalformedMessage, NotRestorable
+from trainer_hooks.snapshot.blob import decode_blob, encode_blob
+
+FORMAT = 2
+
+Name = tuple[str, str]
+"""The key under which an object is tracked, and a parameter's full name in it; ("", name) is a module with state of its
+own, (key, "") another object."""
+
+_STRUCTURE = frozenset({"params", "param_names"})
+"""What in a parameter group says which parameters it has, and so is the layout's."""
+
+
+MAX_NAMES_BYTES = 64 << 20
+
+
+class Group(msgspec.Struct, frozen=True):
+    """A parameter group: the full names of its parameters, packed (``pack_names``), and its hyper-parameters."""
+
+    packed: bytes
+    options: dict[str, Any]
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return unpack_names(self.packed)
+
+
+def pack_names(names: Iterable[str]) -> bytes:
+    """Names as few bytes. They are written with every snapshot, and change with the objects only."""
+    return zlib.compress("\0".join(names).encode(), 1)
+
+
+def unpack_names(data: bytes) -> tuple[str, ...]:
+    """Raises MalformedMessage, also for names that would take more than MAX_NAMES_BYTES."""
+    try:
+        reader = zlib.decompressobj()
+        text = reader.decompress(data, MAX_NAMES_BYTES).decode()
+    except (zlib.error, UnicodeDecodeError) as error:
+        raise MalformedMessage(f"the names of a parameter group cannot be read: {error}") from error
+    if not reader.eof:
+        raise MalformedMessage(f"the names of a parameter group are cut short, or take over {MAX_NAMES_BYTES} bytes")
+    return tuple(text.split("\0")) if text else ()
+
+
+class PythonState(msgspec.Struct, frozen=True):
+    """One rank's. By the key of an optimizer its parameter groups, and by parameter its state that is no tensor; extra
+    state of modules by their full names; the state of all other objects by their keys."""
+
+    groups: dict[str, list[Group]]
+    scalars: dict[str, dict[str, dict[str, Any]]]
+    extra: dict[str, Any]
+    objects: dict[str, Any]
+
+    @property
+    def names(self) -> frozenset[Name]:
+        """All of which this says something."""
+        members = ((top, fqn) for top, groups in self.groups.items() for group in groups for fqn in group.members)
+        return frozenset((*members, *(("", name) for name in self.extra), *((key, "") for key in self.objects)))
+
+
+def encode(state: PythonState) -> bytes:
+    """Raises TypeError with the path of what cannot be stored, ConfigurationError for too much of it."""
+    groups = {top: [[g.packed, g.options] for g in groups] for top, groups in state.groups.items()}
+    return encode_blob(
+        {
+            "format": FORMAT,
+            "groups": groups,
+            "scalars": state.scalars,
+            "extra": state.extra,
+            "objects": state.objects,
+        }
+    )
+
+
+def decode(data: bytes | memoryview) -> PythonState:
+    """Raises MalformedMessage."""
+    blob = decode_blob(data)
+    if not isinstance(blob, dict) or blob.get("format") != FORMAT:
+        raise MalformedMessage(
+            f"a slot's Python state is not of format {FORMAT}, which this release reads: "
+            "go on with the release that stored it, or start the job anew"
+        )
+    try:
+        groups = {top: [Group(packed, options) for packed, options in groups] for top, groups in blob["groups"].items()}
+        state = PythonState(groups, blob["scalars"], blob["extra"], blob["objects"])
+        state.names  # noqa: B018 - unpacked once, so that a damaged one is found here
+        return state
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise MalformedMessage(f"a slot's Python state cannot be read: {error}") from error
+
+
+def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of an optimizer's parameter group."""
+    return {key: value for key, value in group.items() if key not in _STRUCTURE}
+
+
+class Merged:
+    """What several ranks stored of one version, as one rank of any layout needs it.
+
+    Args:
+        states: the nearest to what this rank is first; of a name that several know the first one's word is taken.
+        names: of this rank. States that know exactly these names are of the same stage, and go before others.
+    """
+
+    def __init__(self, states: Sequence[PythonState], names: frozenset[Name]) -> None:
+        ordered = sorted(states, key=lambda state: state.names != names)
+        self.extra: dict[str, Any] = {}
+        self.objects: dict[str, Any] = {}
+        self._scalars: dict[Name, dict[str, Any]] = {}
+        self._group_of: dict[Name, dict[str, Any]] = {}
+        self._by_index: dict[tuple[str, int], dict[str, Any]] = {}
+        for state in reversed(ordered):
+            self.extra.update(state.extra)
+            self.objects.update(state.objects)
+            self._scalars |= {(top, fqn): s for top, of in state.scalars.items() for fqn, s in of.items()}
+            for top, groups in state.groups.items():
+                self._by_index |= {(top, index): group.options for index, group in enumerate(groups)}
+                self._group_of |= {(top, fqn): group.options for group in groups for fqn in group.members}
+
+    def scalars(self, top: str, fqn: str) -> dict[str, Any]:
+        """An optimizer's state of a parameter that is no tensor."""
+        return self._scalars.get((top, fqn), {})
+
+    def options(self, top: str, index: int, members: Sequence[str]) -> dict[str, Any]:
+        """The hyper-parameters of an optimizer's group ``index``, which has these parameters now.
+
+        Raises NotRestorable where they were in no group of it, or in groups that differ in their hyper-parameters.
+        """
+        if not members:
+            return self._by_index.get((top, index), {})
+        new = [fqn for fqn in members if (top, fqn) not in self._group_of]
+        if new:
+            raise NotRestorable(
+                f"{top} trains {len(new)} parameters ({', '.join(new[:3])}) that it did not train when the version was "
+                "stored: restore with the objects that were tracked"
+            )
+        first = self._group_of[top, members[0]]
+        for fqn in members:
+            other = self._group_of[top, fqn]
+            if other is not first and encode_blob(other) != encode_blob(first):
+                raise NotRestorable(
+                    f"{members[0]} and {fqn} are in one parameter group of {top} now, and were stored in groups of "
+                    f"different hyper-parameters ({_difference(first, other)}): keep them in groups of their own"
+                )
+        return first
+
+    def require(self, names: Iterable[Name]) -> None:
+        """Raises NotRestorable where an object or a module's extra state was not stored."""
+        for top, fqn in names:
+            if not fqn and top not in self.objects:
+                raise NotRestorable(f"{top} is tracked now, but was not when the version was stored")
+
+
+def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    keys = sorted(k for k in one.keys() | other.keys() if encode_blob(one.get(k)) != encode_blob(other.get(k)))
+    return ", ".join(f"{key} {one.get(key)!r} and {other.get(key)!r}" for key in keys)
+
+
+def put_options(group: dict[str, Any], stored: Mapping[str, Any]) -> None:
+    """Stored hyper-parameters into a live parameter group."""
+    for key, value in stored.items():
+        present = group.get(key)
+        if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
+            present.copy_(value)  # schedulers hold on to the tensor itself
+        else:
+            group[key] = value
