@@ -1,13 +1,15 @@
 """Kubernetes: nodes are cordoned, tainted and, where asked, emptied; every step leaves an event at the node.
 
-Our cordon is known by the annotation ``everstep.dev/cordon``, which holds the remedy's id and reason: one without it is
-somebody else's and stays. A reboot is asked for by the annotation ``everstep.dev/reboot``, which a site's own reboot
+Our cordon is known by the annotation ``everstep.dev/cordon``, which holds the remedy's id and reason, on a node whose
+``unschedulable`` was last set by us, as its managed fields say (``kubectl uncordon`` and ``cordon`` leave annotations
+alone). Any other is somebody else's and stays. Nodes are patched only as they were read: a taint that somebody adds
+meanwhile is not lost. A reboot is asked for by the annotation ``everstep.dev/reboot``, which a site's own reboot
 controller acts on, and is done when the node's boot id has changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,7 +20,12 @@ from everstep.ids import NodeId
 
 TIMEOUT_S = 10.0
 CORDON, REBOOT, REPAIR = "everstep.dev/cordon", "everstep.dev/reboot", "everstep.dev/repair"
+NO_NOTES = {CORDON: None, REBOOT: None, REPAIR: None}
 TAINT = {"key": "everstep.dev/quarantined", "value": "true", "effect": "NoSchedule"}
+MIRROR = "kubernetes.io/config.mirror"
+"""The annotation of a pod that only shows what the node runs from a file of its own: evicting it moves nothing."""
+ANCIENT = "ancient-changes"
+"""The manager under which an API server puts what the oldest of more than ten managers have set."""
 NODES_A_PAGE = 500
 
 
@@ -48,8 +55,8 @@ class Kubernetes:
 
     Args:
         api: a ``CoreV1Api`` (``connect``).
-        evict: whether a cordon also evicts the node's pods (not those of daemon sets), by the eviction API, so that
-            disruption budgets hold.
+        evict: whether a cordon also evicts the node's pods (not those of daemon sets, nor static ones), by the eviction
+            API, so that disruption budgets hold.
         namespace: where events are written.
     """
 
@@ -63,32 +70,33 @@ class Kubernetes:
 
     def apply(self, remedy: Remedy) -> None:
         node = self._read(remedy.node)
-        self._check_ours(node, remedy)
+        if _is_others(node):
+            self._leave(node)
+            raise _others(remedy)
         change = self._change(node, remedy)
         if change is not None:
-            self._call(self._api.patch_node, remedy.node, change)
+            self._patch(node, change)
             self._tell(node, remedy)
         if remedy.kind is RemedyKind.CORDON and self._evict:
             self._empty(remedy.node)
 
     def _change(self, node: Any, remedy: Remedy) -> dict[str, Any] | None:
         """The patch that brings ``remedy`` about; None where nothing is to be changed."""
-        notes, taints = _annotations(node), _taints(node)
-        others = [taint for taint in taints if taint["key"] != TAINT["key"]]
+        notes = _annotations(node)
         match remedy.kind:
             case RemedyKind.CORDON | RemedyKind.REPAIR:
-                if CORDON in notes and remedy.kind is RemedyKind.CORDON:
+                if _is_ours(node) and remedy.kind is RemedyKind.CORDON:
                     return None
-                mine: dict[str, str | None] = {CORDON: notes.get(CORDON, reason_of(remedy))}
+                mine = {CORDON: notes[CORDON] if _is_ours(node) else reason_of(remedy)}
                 if remedy.kind is RemedyKind.REPAIR:
                     mine[REPAIR] = reason_of(remedy)
-                return _patch(mine, unschedulable=True, taints=[*others, TAINT])
+                return _merge_patch(mine, unschedulable=True, taints=[*_others_taints(node), TAINT])
             case RemedyKind.UNCORDON:
-                return _patch({CORDON: None, REPAIR: None, REBOOT: None}, unschedulable=False, taints=others)
+                return _merge_patch(NO_NOTES, unschedulable=False, taints=_others_taints(node))
             case RemedyKind.REBOOT:
                 if notes.get(REBOOT, "").startswith(remedy.id + " "):
                     return None
-                return {"metadata": {"annotations": {REBOOT: f"{remedy.id} {_boot_id(node)}"}}}
+                return _merge_patch({REBOOT: f"{remedy.id} {_boot_id(node)}"})
             case _:
                 raise Conflict(f"kubernetes cannot {remedy.kind}")
 
@@ -99,8 +107,10 @@ class Kubernetes:
             case RemedyKind.CORDON:
                 return is_out and not (self._evict and self._pods(remedy.node))
             case RemedyKind.REPAIR:
-                return is_out and REPAIR in notes
+                return is_out and notes.get(REPAIR, "").startswith(f"{MARK} {remedy.id}:")
             case RemedyKind.UNCORDON:
+                if _is_others(node):
+                    raise _others(remedy)
                 return not is_out and CORDON not in notes
             case RemedyKind.REBOOT:
                 asked, _, booted = notes.get(REBOOT, "").partition(" ")
@@ -108,10 +118,15 @@ class Kubernetes:
             case _:
                 return False
 
-    @staticmethod
-    def _check_ours(node: Any, remedy: Remedy) -> None:
-        if node.spec.unschedulable and CORDON not in _annotations(node):
-            raise Conflict(f"{remedy.node} is cordoned by somebody else")
+    def _leave(self, node: Any) -> None:
+        """Takes from a node that somebody else has cordoned what is left of a cordon of ours."""
+        if CORDON in _annotations(node):
+            self._patch(node, _merge_patch(NO_NOTES, taints=_others_taints(node)))
+
+    def _patch(self, node: Any, change: dict[str, Any]) -> None:
+        """Changes the node if it still is as it was read; it is asked again otherwise."""
+        change["metadata"]["resourceVersion"] = node.metadata.resource_version
+        self._call(self._api.patch_node, node.metadata.name, change, field_manager=MARK)
 
     def standing(self, nodes: Sequence[NodeId]) -> dict[NodeId, Standing]:
         wanted, found, more = set(nodes), dict[NodeId, Standing](), None
@@ -130,12 +145,13 @@ class Kubernetes:
     # --- pods and events -------------------------------------------------------------------------------------------
 
     def _pods(self, node: NodeId) -> list[Any]:
-        """Pods on the node that an eviction is to move: neither a daemon set's, nor over."""
+        """Pods on the node that an eviction is to move: neither a daemon set's, nor static, nor over."""
         listed = self._call(self._api.list_pod_for_all_namespaces, field_selector=f"spec.nodeName={node}")
         return [
             pod
             for pod in listed.items
             if pod.status.phase not in ("Succeeded", "Failed")
+            and MIRROR not in (pod.metadata.annotations or {})
             and not any(owner.kind == "DaemonSet" for owner in pod.metadata.owner_references or ())
         ]
 
@@ -191,7 +207,26 @@ def _annotations(node: Any) -> dict[str, str]:
     return dict(node.metadata.annotations or {})
 
 
-def _taints(node: Any) -> list[dict[str, Any]]:
+def _is_ours(node: Any) -> bool:
+    """Whether the node is out of service by us. Where a server keeps no managed fields, our annotation is believed."""
+    set_by = {
+        entry.manager
+        for entry in node.metadata.managed_fields or ()
+        if "f:unschedulable" in ((entry.fields_v1 or {}).get("f:spec") or {})
+    }
+    is_marked = bool(node.spec.unschedulable) and CORDON in _annotations(node)
+    return is_marked and (not set_by or not set_by.isdisjoint((MARK, ANCIENT)))
+
+
+def _is_others(node: Any) -> bool:
+    return bool(node.spec.unschedulable) and not _is_ours(node)
+
+
+def _others(remedy: Remedy) -> Conflict:
+    return Conflict(f"{remedy.node} is cordoned by somebody else")
+
+
+def _others_taints(node: Any) -> list[dict[str, Any]]:
     return [
         {
             name: value
@@ -204,6 +239,7 @@ def _taints(node: Any) -> list[dict[str, Any]]:
             if value is not None
         }
         for one in node.spec.taints or ()
+        if one.key != TAINT["key"]
     ]
 
 
@@ -211,16 +247,14 @@ def _boot_id(node: Any) -> str:
     return str(node.status.node_info.boot_id)
 
 
-def _patch(annotations: dict[str, str | None], *, unschedulable: bool, taints: list[dict[str, Any]]) -> dict[str, Any]:
+def _merge_patch(annotations: Mapping[str, str | None], **spec: Any) -> dict[str, Any]:
     """A merge patch: an annotation of None goes, taints are replaced as a whole."""
-    return {
-        "metadata": {"annotations": annotations},
-        "spec": {"unschedulable": unschedulable, "taints": taints},
-    }
+    return {"metadata": {"annotations": annotations}, "spec": spec}
 
 
 def _standing(node: Any) -> Standing:
     if not node.spec.unschedulable:
         return Standing()
-    ours = _annotations(node).get(CORDON)
-    return Standing(cordoned_by=MARK if ours is not None else "kubernetes", reason=ours or "cordoned")
+    if _is_others(node):
+        return Standing(cordoned_by="kubernetes", reason="cordoned")
+    return Standing(cordoned_by=MARK, reason=_annotations(node)[CORDON])

@@ -1,7 +1,8 @@
 """The part of a Kubernetes API server that remediation talks to: the shapes and codes of its API, kept in memory.
 
 No API server can be had where these tests run, so its answers are written after its reference (core/v1, policy/v1):
-``Node``, ``NodeList`` in pages, merge patches, ``Event``, ``PodList`` by field selector, ``Eviction``, ``Status``.
+``Node``, ``NodeList`` in pages, merge patches with resource versions and managed fields, ``Event``, ``PodList`` by
+field selector, ``Eviction``, ``Status``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import http.server
 import json
 import threading
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -16,7 +18,8 @@ from kubernetes import client
 
 
 class Cluster:
-    """A cluster of ``nodes``; ``calls`` are (method, path, body) of what was changed."""
+    """A cluster of ``nodes``; ``calls`` are (method, path, body) of what was changed. ``meanwhile`` happens once,
+    between the reading of a node and its next patch."""
 
     def __init__(self, *nodes: str) -> None:
         self.nodes = {name: _node(name) for name in nodes}
@@ -24,13 +27,18 @@ class Cluster:
         self.events: dict[str, dict[str, Any]] = {}
         self.calls: list[tuple[str, str, Any]] = []
         self.away = False
+        self._clients: list[client.ApiClient] = []
+        self.meanwhile: Callable[[], object] | None = None
         cluster = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def _serve(self) -> None:
                 length = int(self.headers.get("Content-Length") or 0)
                 body = json.loads(self.rfile.read(length)) if length else None
-                status, answer = cluster._answer(self.command, self.path, body)
+                if self.command == "PATCH" and "merge-patch+json" not in self.headers["Content-Type"]:
+                    status, answer = _status(415, "UnsupportedMediaType")
+                else:
+                    status, answer = cluster._answer(self.command, self.path, body)
                 data = json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
@@ -52,18 +60,32 @@ class Cluster:
         configuration = client.Configuration()
         configuration.host = f"http://127.0.0.1:{self._server.server_address[1]}"
         configuration.retries = False
-        return client.CoreV1Api(client.ApiClient(configuration))
+        made = client.ApiClient(configuration)
+        self._clients.append(made)
+        return client.CoreV1Api(made)
 
     def close(self) -> None:
+        for made in self._clients:
+            made.close()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
-    def add_pod(self, name: str, node: str, owner: str = "ReplicaSet") -> None:
+    def kubectl(self, node: str, *, unschedulable: bool | None) -> None:
+        """``kubectl cordon`` (True) and ``uncordon`` (None: the field goes)."""
+        _change(self.nodes[node], {"spec": {"unschedulable": unschedulable}}, "kubectl-cordon")
+
+    def taint(self, node: str, key: str) -> None:
+        """Somebody else's taint, beside those that are there."""
+        taints = [*self.nodes[node]["spec"]["taints"], {"key": key, "effect": "NoSchedule"}]
+        _change(self.nodes[node], {"spec": {"taints": taints}}, "kubectl-taint")
+
+    def add_pod(self, name: str, node: str, owner: str = "ReplicaSet", **annotations: str) -> None:
         self.pods[name] = {
             "metadata": {
                 "name": name,
                 "namespace": "train",
+                "annotations": annotations,
                 "ownerReferences": [{"apiVersion": "apps/v1", "kind": owner, "name": "o", "uid": "u"}],
             },
             "spec": {"nodeName": node, "containers": [{"name": "c"}]},
@@ -112,7 +134,13 @@ class Cluster:
         if node is None:
             return _status(404, "NotFound")
         if method == "PATCH":
-            _merge(node, body)
+            meanwhile, self.meanwhile = self.meanwhile, None
+            if meanwhile is not None:
+                meanwhile()
+            read = body["metadata"].get("resourceVersion")
+            if read not in (None, node["metadata"]["resourceVersion"]):
+                return _status(409, "Conflict")
+            _change(node, body, query.get("fieldManager", "OpenAPI-Generator"))
         return 200, node
 
 
@@ -125,10 +153,21 @@ def _node(name: str) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "Node",
-        "metadata": {"name": name, "uid": f"uid-{name}", "annotations": {"site": "a"}},
+        "metadata": {"name": name, "uid": f"uid-{name}", "annotations": {"site": "a"}, "resourceVersion": "1"},
         "spec": {"taints": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]},
         "status": {"nodeInfo": {**info, "bootID": "boot-1"}},
     }
+
+
+def _change(node: dict[str, Any], patch: dict[str, Any], manager: str) -> None:
+    """Patches the node under its next version. A field's manager is whoever changed its value last, while it is set."""
+    before, version = node["spec"].get("unschedulable"), int(node["metadata"]["resourceVersion"])
+    _merge(node, patch)
+    node["metadata"]["resourceVersion"] = str(version + 1)
+    after = node["spec"].get("unschedulable")
+    if after != before:
+        entry = {"manager": manager, "operation": "Update", "fieldsV1": {"f:spec": {"f:unschedulable": {}}}}
+        node["metadata"]["managedFields"] = [entry] if after is not None else []
 
 
 def _merge(into: dict[str, Any], patch: dict[str, Any]) -> None:

@@ -81,6 +81,11 @@ class Cluster:
         made.write_text(f"{self.configuration.read_text()}MessageTimeout={wait_s}\n")
         return made
 
+    def make_idle(self) -> None:
+        """In service, whatever was done to it."""
+        self.scontrol("update", f"NodeName={NODE}", "State=RESUME")
+        self.wait_for("IDLE ")
+
     def pause(self) -> None:
         """The controller answers nobody until ``resume``, and clients do not wait for long."""
         self.client_configuration(wait_s=2)

@@ -1,0 +1,21 @@
+"""Remedies as the core asks for them, carried out without a desk."""
+
+from __future__ import annotations
+
+import time
+
+from controller.core.effects import Remedy, RemedyKind
+from controller.remediation.base import Remediator
+
+
+def remedy(number: int, kind: RemedyKind = RemedyKind.CORDON, node: str = "n1") -> Remedy:
+    return Remedy(id=f"{node}-a{number}", node=node, kind=kind, sentence="GPU x=1 was not found", at=1.7e9)
+
+
+def carry_out(remediator: Remediator, remedy: Remedy, deadline_s: float = 20.0) -> None:
+    """Asks for it and waits until it is read back."""
+    remediator.apply(remedy)
+    end = time.perf_counter() + deadline_s
+    while not remediator.is_done(remedy):
+        assert time.perf_counter() < end, f"{remedy.kind} was not read back"
+        time.sleep(0.02)
