@@ -85,7 +85,7 @@ class Segment:
             return False
         try:
             write_header(self._writable_bytes(), self._header)
-        except FileNotFoundError:
+        except (FileNotFoundError, DigestMismatch):
             return False
         return True
 
@@ -98,11 +98,11 @@ class Segment:
         return self._mend(lambda view: view.mend(slot, header, **what))
 
     def _mend(self, work: Callable[[SegmentView], bool]) -> bool:
-        """One at a time, and only in the file that still is the segment."""
+        """One at a time, and only in the file that still is the segment, and one that can be made out."""
         with self._mending:
             try:
                 return work(self._writable())
-            except FileNotFoundError:
+            except (FileNotFoundError, DigestMismatch):
                 return False
 
     def settle(self, slot: int) -> None:

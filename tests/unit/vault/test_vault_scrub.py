@@ -174,6 +174,28 @@ def test_a_flipped_bit_in_the_segments_header_is_mended_and_told_once(bench: Ben
     assert map_segment(bench.segment.path).mended_header is False
 
 
+def test_a_segment_that_is_spoilt_all_over_is_written_anew_from_what_the_vault_knows(bench: Bench) -> None:
+    bench.fill(1, Version(4, 5))
+    bench.rank._buffer[:] = bytes(len(bench.rank._buffer))
+    bench.rounds(3)
+    assert {raised.finding.subject for raised in bench.told} == {"job/own-0", *(f"job/own-0/slot{i}" for i in range(4))}
+    bench.fill(1, Version(4, 6))
+    map_segment(bench.segment.path).check(1)
+
+
+def test_a_segment_that_is_gone_or_cut_short_does_not_end_the_scrubber(bench: Bench) -> None:
+    bench.fill(1, Version(4, 5))
+    bench.rounds(1)
+    bench.rank.payload(1)[3] ^= 1
+    flip(bench, 13)
+    bench.segment.path.rename(bench.segment.path.parent / "elsewhere")
+    bench.segment.path.write_bytes(b"short")
+    bench.rounds(3)
+    bench.segment.path.unlink()
+    bench.rounds(2)
+    assert bench.told == []
+
+
 def test_a_writer_that_died_between_two_records_is_no_damage(bench: Bench) -> None:
     bench.fill(1, Version(4, 5))
     before = bench.rank.look(1).raw[1]
