@@ -7,6 +7,7 @@ optimizer or another object that is not stays as it was made, which is said in t
 from __future__ import annotations
 
 import logging
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from everstep.boxes import Box
 from everstep.errors import NotRestorable
 from everstep.ids import Version
 from trainer_hooks.plain_files import Checkpoint, Path, open_checkpoint
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 _VERSION = "everstep.version"
 _BLOB = "everstep.blob"
-_OWN = "everstep.own"
+_OWN = re.compile(r"everstep\.own\.(\d{1,7})\.(.+)")
 
 
 def start_from(url: str, objects: Mapping[str, object], state: TrackedState, rank: int, world: int) -> int:
@@ -55,16 +55,26 @@ class _Start:
         self._checkpoint = checkpoint
         self._state = state
         self._rank = rank
-        plain = {k: v.module if isinstance(v, DistributedDataParallel) else v for k, v in objects.items()}
-        self._modules = {k: v for k, v in plain.items() if isinstance(v, torch.nn.Module)}
-        self._optimizers = {k: v for k, v in plain.items() if isinstance(v, torch.optim.Optimizer)}
-        self._others: dict[str, Any] = {
-            k: v for k, v in plain.items() if k not in self._modules and k not in self._optimizers
-        }
+        self._modules: dict[str, list[torch.nn.Module]] = {}
+        self._optimizers: dict[str, list[torch.optim.Optimizer]] = {}
+        self._others: dict[str, Any] = {}
+        for key, tracked in objects.items():
+            several = tracked if isinstance(tracked, list | tuple) else [tracked]
+            modules = [one for one in several if isinstance(one, torch.nn.Module)]
+            optimizers = [one for one in several if isinstance(one, torch.optim.Optimizer)]
+            if modules:
+                self._modules[key] = [m.module if isinstance(m, DistributedDataParallel) else m for m in modules]
+            elif optimizers:
+                self._optimizers[key] = optimizers
+            else:
+                self._others[key] = tracked
         self._prefixes: dict[str, str | None] = {}
         self._within: dict[str, list[str]] = defaultdict(list)
+        self._rows: dict[str, list[int]] = defaultdict(list)
         for key in checkpoint.paths:
             self._within[key.rpartition(".")[0]].append(key)
+            if (own := _OWN.fullmatch(key)) is not None:
+                self._rows[own[2]].append(int(own[1]))
 
     # --- tensors
 
@@ -83,10 +93,10 @@ class _Start:
                 keys[full] = key
                 catalog.append(Tensor(full, dtype_name(dtype), dtype.itemsize, shape, False))
             else:
-                state = self._optimizers[top].state[parameter]
-                state[key.rpartition(".")[2]] = self._checkpoint.value(key)
+                optimizer = next(o for o in self._optimizers[top] if _trains(o, parameter))
+                optimizer.state[parameter][key.rpartition(".")[2]] = self._checkpoint.value(key)
         for index, target in self._state.targets(tuple(catalog)):
-            self._fill(target, keys[catalog[index].name])
+            self._fill(target, catalog[index], keys[catalog[index].name])
 
     def _keys_of(self, parts: Iterable[Part]) -> dict[str, str]:
         """Where each tensor of a module is. Raises NotRestorable naming what is nowhere."""
@@ -122,14 +132,16 @@ class _Start:
             raise NotRestorable(
                 f"{part.name} is {list(shape)} now, and {list(stored[key][1])} in {self._checkpoint.url}"
             )
-        own = stored.get(f"{_OWN}.{part.name}")
-        return Tensor(part.name, part.dtype, part.itemsize, own[1] if own else shape, own is not None)
+        rows = sorted(self._rows.get(part.name, ()))
+        if not rows:
+            return Tensor(part.name, part.dtype, part.itemsize, shape, False)
+        return Tensor(part.name, part.dtype, part.itemsize, (rows[-1] + 1, *shape), True, ranks=tuple(rows))
 
     def _moments(self, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor, str, str]]:
         """What the checkpoint has of optimizers' state: optimizer, parameter and its full name, and the key."""
         for top in self._optimizers:
             prefix = self._prefix(top)
-            for number, parameter in enumerate(p for g in self._optimizers[top].param_groups for p in g["params"]):
+            for number, parameter in enumerate(p for group in self._groups_of(top) for p in group["params"]):
                 name = names.get(id(parameter), "")
                 for called in (name.partition(".")[2], name, str(number)) if name and prefix else ():
                     found = self._within[f"{prefix}.state.{called}"]
@@ -150,26 +162,18 @@ class _Start:
                 log.warning("%s has no state of %s: it starts as it was made", self._checkpoint.url, top)
         return self._prefixes[top]
 
-    def _fill(self, target: TrackedTensor, key: str) -> None:
-        own = f"{_OWN}.{target.name}"
-        if own in self._checkpoint.tensors:
-            self._fill_own(target, own)
-            return
+    def _groups_of(self, top: str) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers[top] for group in optimizer.param_groups]
+
+    def _fill(self, target: TrackedTensor, tensor: Tensor, key: str) -> None:
+        """Of a buffer that each rank stored for itself the values that this one begins with."""
+        if tensor.own:
+            key = f"everstep.own.{tensor.row_of(self._rank)}.{tensor.name}"
         if not target.box.volume:
             return
         with torch.no_grad():
             for box, value in self._checkpoint.read(key, target.box):
                 part_of(target.local, target.box, box).copy_(value)
-
-    def _fill_own(self, target: TrackedTensor, key: str) -> None:
-        """A buffer of which each rank stored its own: that of the same rank, or the first's for a rank that is new."""
-        world = self._checkpoint.tensors[key][1][0]
-        row = self._rank if self._rank < world else 0
-        wanted = Box((row, *target.box.offset), (1, *target.box.size))
-        with torch.no_grad():
-            for box, value in self._checkpoint.read(key, wanted):
-                inner = Box(box.offset[1:], box.size[1:])
-                part_of(target.local, target.box, inner).copy_(value[0])
 
     # --- everything else
 
@@ -195,13 +199,13 @@ class _Start:
 
     def fill_objects(self) -> None:
         """Hyper-parameters, modules' extra state, and the state of objects that are neither modules nor optimizers."""
-        for top, root in self._modules.items():
-            for name, module in root.named_modules(prefix=top):
+        for top, roots in self._modules.items():
+            for name, module in (found for root in roots for found in root.named_modules(prefix=top)):
                 if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
                     self._fill_extra(f"{name}._extra_state", module)
-        for top, optimizer in self._optimizers.items():
+        for top in self._optimizers:
             if (prefix := self._prefix(top)) is not None:
-                self._fill_groups(top, optimizer, self._under(f"{prefix}.param_groups"))
+                self._fill_groups(top, self._under(f"{prefix}.param_groups"))
         for key, tracked in self._others.items():
             found = [f for p in _prefixes(key, None) if (f := self._under(p.rstrip("."))) is not None]
             if found:
@@ -217,12 +221,17 @@ class _Start:
                 return
         log.warning("%s has no %s: it starts as it was made", self._checkpoint.url, name)
 
-    def _fill_groups(self, top: str, optimizer: torch.optim.Optimizer, groups: Any) -> None:
-        if not isinstance(groups, list) or len(groups) != len(optimizer.param_groups):
-            now, then = len(optimizer.param_groups), len(groups)
+    def _fill_groups(self, top: str, groups: Any) -> None:
+        live = self._groups_of(top)
+        if not isinstance(groups, list) or len(groups) != len(live):
+            now, then = len(live), len(groups)
             raise NotRestorable(f"{top} has {now} parameter groups now, and {then} in {self._checkpoint.url}")
-        for group, stored in zip(optimizer.param_groups, groups, strict=True):
+        for group, stored in zip(live, groups, strict=True):
             group.update({key: value for key, value in stored.items() if key != "params"})
+
+
+def _trains(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    return any(parameter is one for group in optimizer.param_groups for one in group["params"])
 
 
 def _prefixes(top: str, usual: tuple[str, ...] | None) -> Iterator[str]:

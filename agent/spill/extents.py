@@ -60,7 +60,7 @@ def divide(manifests: Mapping[int, Manifest]) -> Division:
             shares[rank].append(written)
         first[index] = parts[0][0] if parts else ranks[0]
         if not parts:
-            shares[ranks[0]].append(Written(index, whole(tensor.shape), ()))
+            shares[ranks[0]].append(Written(index, whole(tensor.shape), ()))  # no bytes, but a shape and a dtype
     return Division({rank: tuple(sorted(share, key=_place)) for rank, share in shares.items()}, tuple(first))
 
 
@@ -72,7 +72,7 @@ def _parts(
     index: int, tensor: Tensor, holders: Mapping[Box, list[tuple[int, Stored]]], load: dict[int, int]
 ) -> list[tuple[int, Written]]:
     """Disjoint parts that make up the tensor, each with the rank that writes it; none where it has no bytes."""
-    rest = [whole(tensor.shape)] if whole(tensor.shape).volume else []
+    rest = _wanted(tensor)
     parts: list[tuple[int, Written]] = []
     for box in sorted(holders, key=lambda b: (b.offset, -b.volume, b.size)):
         rank, stored = min(holders[box], key=lambda held: (load[held[0]], held[0]))
@@ -90,6 +90,15 @@ def _parts(
     if rest:
         raise NotRestorable(f"{tensor.name}: the part at {rest[0].offset} of size {rest[0].size} is in no slot")
     return parts
+
+
+def _wanted(tensor: Tensor) -> list[Box]:
+    """What makes up a tensor: of one that each rank has for itself, the rows of the ranks that have it."""
+    everything = whole(tensor.shape)
+    if not tensor.own or not everything.volume:
+        return [everything] if everything.volume else []
+    inner = (0,) * len(tensor.shape[1:])
+    return [Box((row, *inner), (1, *tensor.shape[1:])) for row in tensor.rows]
 
 
 class Literal(msgspec.Struct, frozen=True):
@@ -139,6 +148,10 @@ def file_of(
         index = index_of.get(parameter)
         if rank == (lowest if index is None else division.first[index]):
             page.add_value(path, value)
+    for module, path, value in names.of_modules(state):
+        index = next((i for i, t in enumerate(manifest.catalog) if t.name.startswith(f"{module}.")), None)
+        if rank == (lowest if index is None else division.first[index]):
+            page.add_value(path, value)
     blob = (manifest.blob_at + BLOB_PREFIX, blob_bytes)
     page.add_slot([own_path("blob", str(rank))], "uint8", 1, (blob_bytes,), whole((blob_bytes,)), (blob,))
     for written in division.shares[rank]:
@@ -183,16 +196,17 @@ class _Page:
             self._objects.append(ObjectEntry(path, place))
 
     def add_tensor(self, paths: Sequence[Path], tensor: Tensor, written: Written) -> None:
-        """A part of a tensor. Of one that each rank has for itself all ranks' are kept in a place of Everstep's, and
-        rank 0's stands in the ordinary place, as it would with torch."""
-        if not tensor.own:
-            self.add_slot(paths, tensor.dtype, tensor.itemsize, tensor.shape, written.box, written.ranges)
-            return
-        every = own_path("own", tensor.name)
-        self.add_slot([every], tensor.dtype, tensor.itemsize, tensor.shape, written.box, written.ranges)
-        if written.box.offset[0] == 0 and (written.box.size[0] == 1 or not written.box.volume):
-            box = Box(written.box.offset[1:], written.box.size[1:])
-            self.add_slot(paths, tensor.dtype, tensor.itemsize, tensor.shape[1:], box, written.ranges)
+        """A part of a tensor.
+
+        Of one that each rank has for itself each rank's is kept in a place of Everstep's, and the first one's stands in
+        the ordinary place too, as it would with torch.
+        """
+        shape, box = tensor.shape, written.box
+        if tensor.own:
+            row = box.offset[0]
+            shape, box = shape[1:], Box(box.offset[1:], box.size[1:])
+            paths = [own_path("own", str(row), tensor.name), *(paths if row == tensor.rows[0] else ())]
+        self.add_slot(paths, tensor.dtype, tensor.itemsize, shape, box, written.ranges)
 
     def add_slot(
         self, paths: Iterable[Path], dtype: str, itemsize: int, shape: Extent, box: Box, ranges: tuple[Range, ...]

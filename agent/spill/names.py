@@ -55,16 +55,20 @@ class Names:
         return within if self._modules[optimizer] == {module} else name
 
     def shared(self, state: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
-        """What is stored once for the job: hyper-parameters, the state of other objects, modules' extra state."""
+        """What is stored once for the job: hyper-parameters, and the state of objects that are no modules."""
         for top, groups in state.get("groups", {}).items():
             for index, (_, group) in enumerate(groups):  # names of its parameters on this rank, and its options
                 names = [self._parameter(top, name) for name in self._members[top][index]]
                 yield from flatten((top, "param_groups", index), {**group, "params": names})
-        for name, extra in state.get("extra", {}).items():
-            top, _, module = name.partition(".")
-            yield from flatten((top, f"{module}._extra_state" if module else "_extra_state"), extra)
         for key, value in state.get("objects", {}).items():
             yield from flatten((key,), value)
+
+    def of_modules(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Path, Any]]:
+        """Modules' extra state, each with the module's full name."""
+        for name, extra in state.get("extra", {}).items():
+            top, _, module = name.partition(".")
+            for path, value in flatten((top, f"{module}._extra_state" if module else "_extra_state"), extra):
+                yield name, path, value
 
     def scalars(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Path, Any]]:
         """Optimizer state that is no tensor, each with the full name of the parameter it belongs to."""

@@ -16,6 +16,9 @@ from agent.spill.pickles import Call, Global
 from agent.spill.torch_zip import RawTensor
 from everstep.errors import MalformedMessage
 
+STATE_FORMAT = 2
+"""As trainer_hooks/python_state.py writes it."""
+
 
 def decode_state(data: bytes | memoryview) -> dict[str, Any]:
     """The state's top level, by key. Raises MalformedMessage."""
@@ -26,6 +29,14 @@ def decode_state(data: bytes | memoryview) -> dict[str, Any]:
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise MalformedMessage("a slot's Python state is no dictionary")
     return state
+
+
+def require_format(state: dict[str, Any]) -> None:
+    """Raises MalformedMessage for a rank's Python state of another release's form."""
+    if state.get("format") != STATE_FORMAT:
+        raise MalformedMessage(
+            f"a slot's Python state has format {state.get('format')!r}, this release reads {STATE_FORMAT}"
+        )
 
 
 def _unpack(code: int, data: memoryview) -> Any:

@@ -16,7 +16,7 @@ import xxhash
 
 from agent.spill.dcp_metadata import ObjectEntry, TensorEntry, encode_metadata
 from agent.spill.extents import Division, FilePlan, Literal, divide, file_of, merge
-from agent.spill.python_state import decode_state
+from agent.spill.python_state import decode_state, require_format
 from agent.spill.slot import SpilledSlot
 from agent.spill.target import Growing, Target
 from everstep.errors import MalformedMessage
@@ -76,6 +76,7 @@ class Job:
             return record
         blob = slot.blob()
         state = decode_state(blob)
+        require_format(state)
         plan = file_of(rank, slot.manifest, self._division, state, len(blob), self._version)
         digest = _write(self._target.grow(plan.name), _bytes_of(plan, slot))
         record = FileRecord(

@@ -72,17 +72,27 @@ def _cut(tensor: TrackedTensor, rank: int, world: int) -> TrackedTensor:
 
 
 def fill_slots(
-    folder: Path, state: TrackedState, version: Version, *, world: int = 1, layout: str = "replicated", nodes: int = 0
+    folder: Path,
+    state: TrackedState | Sequence[TrackedState],
+    version: Version,
+    *,
+    world: int = 1,
+    layout: str = "replicated",
+    nodes: int = 0,
 ) -> Order:
-    """A sealed slot of each rank in a file of its own; an order to write them, with its URL left to the caller."""
-    tensors = state.tensors()
-    held = [sharded(tensors, r, world) if layout == "sharded" else tensors for r in range(world)]
-    layouts = [state.layout(held[r], r, world) for r in range(world)]
+    """A sealed slot of each rank in a file of its own; an order to write them, with its URL left to the caller.
+
+    ``state``: one that all ranks share alike, or in shards, or each rank's own (the stages of a pipeline).
+    """
+    states = [state] * world if isinstance(state, TrackedState) else list(state)
+    world, tensors = len(states), [one.tensors() for one in states]
+    held = [sharded(mine, r, world) if layout == "sharded" else mine for r, mine in enumerate(tensors)]
+    layouts = [states[r].layout(held[r], r, world) for r in range(world)]
     shares = divide(layouts, [f"n{r % (nodes or world)}" for r in range(world)], 2)
-    blob = state.blob()
     sources, manifests = [], {}
     folder.mkdir(parents=True, exist_ok=True)
     for rank in range(world):
+        blob = states[rank].blob()
         manifest = manifest_for(rank, layouts, shares[rank], 2 * len(blob))
         body = encode(manifest)
         slot_bytes = slot_bytes_for(len(body), manifest.payload_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -161,9 +162,58 @@ def test_every_byte_is_written_once(tmp_path: Path, layout: str) -> None:
 
 def test_each_ranks_own_buffers_are_all_kept_and_rank_0s_stand_in_the_usual_place(tmp_path: Path) -> None:
     folder = spilled(tmp_path, Trained(), world=3, layout="sharded")
-    described = metadata_of(folder).state_dict_metadata
-    assert described["everstep.own.model.norm.running_mean"].size == (3, 7)
-    assert described["model.norm.running_mean"].size == (7,)
+    read = metadata_of(folder)
+    places = {index.fqn: place for index, place in read.storage_data.items()}
+    ranks = [f"everstep.own.{rank}.model.norm.running_mean" for rank in range(3)]
+    assert all(read.state_dict_metadata[key].size == (7,) for key in ranks)
+    assert len({(places[key].relative_path, places[key].offset) for key in ranks}) == 3
+    assert places["model.norm.running_mean"] == places[ranks[0]]
+
+
+class Counted(nn.Linear):
+    """With extra state, and a buffer that training changes."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.register_buffer("seen", torch.zeros(2))
+
+    def get_extra_state(self) -> int:
+        return int(self.seen.sum())
+
+    def set_extra_state(self, state: int) -> None:
+        assert state == int(self.seen.sum())
+
+
+@ANY_TORCH
+def test_the_stages_of_a_pipeline_become_one_checkpoint(tmp_path: Path) -> None:
+    whole = nn.Sequential(OrderedDict(first=nn.Linear(3, 3), second=Counted()))
+    stages = [nn.Sequential(OrderedDict({name: module})) for name, module in whole.named_children()]
+    optimizers = [torch.optim.SGD(stage.parameters(), lr=0.5, momentum=0.9) for stage in stages]
+    states = [
+        TrackedState({"model": stage, "optimizer": optimizer})
+        for stage, optimizer in zip(stages, optimizers, strict=True)
+    ]
+    whole(torch.ones(1, 3)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    for parameter in stages[1].parameters():
+        optimizers[1].state[parameter]["count"] = 4
+    stages[1].second.seen += 1
+    order = fill_slots(tmp_path / "slots", states, VERSION)
+    assert carry_out(msgspec.structs.replace(order, url=str(tmp_path / "out"))).whole
+    one = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    for optimizer in optimizers:
+        one.state.update(optimizer.state)
+    model, optim = get_state_dict(whole, one)
+    wanted = {"model": model, "optimizer": optim}
+    zeroed = {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else -1 for k, v in model.items()}
+    read = {"model": zeroed, "optimizer": get_state_dict(whole, one)[1]}
+    read["optimizer"]["param_groups"][0]["lr"] = 0
+    dcp.load(read, checkpoint_id=tmp_path / "out" / folder_of(VERSION), no_dist=True)
+    assert equal(read["model"], wanted["model"])
+    assert equal(read["optimizer"]["state"], wanted["optimizer"]["state"])
+    assert read["optimizer"]["param_groups"][0]["lr"] == 0.5
+    assert set(read["optimizer"]["param_groups"][0]["params"]) == {name for name, _ in whole.named_parameters()}
 
 
 def test_the_same_slots_give_the_same_bytes(tmp_path: Path) -> None:

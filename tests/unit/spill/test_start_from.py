@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -155,9 +156,9 @@ def test_weights_alone_are_enough_and_the_rest_starts_as_it_was_made(
 def test_each_rank_gets_its_own_buffers_back(tmp_path: Path, before: Job) -> None:
     out = spilled(before, tmp_path, world=3, layout="sharded")
     checkpoint = open_checkpoint(str(out))
-    key = "everstep.own.model.norm.running_mean"
-    ((_, value),) = checkpoint.read(key, Box((1, 0), (1, 7)))
-    assert torch.equal(value[0], before.model.norm.running_mean)
+    key = "everstep.own.1.model.norm.running_mean"
+    ((_, value),) = checkpoint.read(key, Box((0,), (7,)))
+    assert torch.equal(value, before.model.norm.running_mean)
 
 
 # --- what cannot be
@@ -242,3 +243,39 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, before: Job, harm: str) -> 
     sentence = {"short": "not what", "gone": "is missing", "metadata": "cannot be read", "part": "parts of model.first"}
     with pytest.raises(NotRestorable, match=sentence[harm]):
         Job(trained=False).start_from(folder)
+
+
+def test_stages_under_one_key_are_read_as_one_model(tmp_path: Path) -> None:
+    def stages() -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+        made = [nn.Sequential(OrderedDict({name: nn.Linear(3, 3)})) for name in ("first", "second")]
+        return list(made), [torch.optim.SGD(stage.parameters(), lr=0.5, momentum=0.9) for stage in made]
+
+    (before, optimizers), (after, others) = stages(), stages()
+    for stage, optimizer in zip(before, optimizers, strict=True):
+        stage(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    state = TrackedState({"model": before, "optimizer": optimizers})
+    order = fill_slots(tmp_path / "slots", state, VERSION, world=2)
+    carry_out(msgspec.structs.replace(order, url=str(tmp_path / "out")))
+    tracked: dict[str, object] = {"model": after, "optimizer": others}
+    assert start_from(str(tmp_path / "out"), tracked, TrackedState(tracked), 0, 1) == VERSION.step
+    for old, new in zip(before, after, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(old.parameters(), new.parameters(), strict=True))
+    assert [len(o.state) for o in others] == [2, 2]
+    merged = {name: value for stage in before for name, value in stage.state_dict().items()}
+    torch.save({"model": merged}, tmp_path / "plain.pt")
+    plain, fresh = stages()
+    tracked = {"model": plain, "optimizer": fresh}
+    assert start_from(str(tmp_path / "plain.pt"), tracked, TrackedState(tracked), 0, 1) == 0
+    assert torch.equal(plain[1][0].weight, before[1][0].weight)
+
+
+def test_optimizer_state_that_is_no_tensor_comes_back(tmp_path: Path) -> None:
+    model, after = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer, other = (torch.optim.SGD(m.parameters(), lr=1.0) for m in (model, after))
+    for count, parameter in enumerate(model.parameters()):
+        optimizer.state[parameter] = {"count": count}
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "file.pt")
+    tracked: dict[str, object] = {"model": after, "optimizer": other}
+    start_from(str(tmp_path / "file.pt"), tracked, TrackedState(tracked), 0, 1)
+    assert [other.state[p] for p in after.parameters()] == [{"count": 0}, {"count": 1}]
