@@ -6,6 +6,7 @@ import http.server
 import json
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from urllib.parse import parse_qs, urlsplit
 
 from controller.remediation.webhook import signature
@@ -34,10 +35,11 @@ class Receiver:
                 status = receiver.status if signed == self.headers["Everstep-Signature"] else 401
                 answer = receiver._answer(self.command, self.path, body) if status == 200 else {}
                 data = json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
+                with suppress(ConnectionError):  # whoever asked may be dead by now
+                    self.send_response(status)
+                    self.send_header("Content-Length", str(len(data)))
+                    self.end_headers()
+                    self.wfile.write(data)
 
             do_GET = do_POST = _serve  # noqa: N815 - the library's names
 
