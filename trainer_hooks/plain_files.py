@@ -23,7 +23,7 @@ from everstep.errors import ConfigurationError, NotRestorable
 from trainer_hooks.snapshot.copy import part_of
 
 Path = tuple[str | int, ...]
-_SPILLED = re.compile(r"step-(\d+)-g(\d+)")
+_SPILLED = re.compile(r"step-\d+-g\d+")
 _KNOWN = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
@@ -84,14 +84,12 @@ def open_checkpoint(url: str) -> Checkpoint:
 
 
 def _newest(filesystem: Any, path: str) -> str | None:
-    """By generation, then step, as versions are ordered."""
+    """What was written last: a job that starts again from storage counts its generations from 1 again."""
     if not filesystem.isdir(path):
         return None
     names = [entry.rstrip("/").rpartition("/")[2] for entry in filesystem.ls(path, detail=False)]
-    found = [(int(m[2]), int(m[1]), m[0]) for m in map(_SPILLED.fullmatch, names) if m]
-    return next(
-        (name for *_, name in sorted(found, reverse=True) if filesystem.isfile(f"{path}/{name}/.metadata")), None
-    )
+    found = [name for name in names if _SPILLED.fullmatch(name) and filesystem.isfile(f"{path}/{name}/.metadata")]
+    return max(found, key=lambda name: (filesystem.modified(f"{path}/{name}/.metadata"), name), default=None)
 
 
 class _MetadataReader(pickle.Unpickler):

@@ -15,7 +15,7 @@ import msgspec
 from agent.spill.retention import folder_of
 from agent.spill.slot import SpilledSlot
 from agent.spill.target import open_target
-from agent.spill.work import Job
+from agent.spill.work import Job, prune
 from everstep.errors import EverstepError
 from everstep.ids import Version
 
@@ -32,22 +32,26 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
     """What to write: ``sources`` of ``version`` to a folder under ``url``. ``manifests`` are those of all ranks, as
-    sealed. ``complete``: also write ``.metadata`` if every rank's file is there."""
+    sealed. ``complete``: also write ``.metadata`` if every rank's file is there, and then remove all checkpoints under
+    ``url`` but the ``keep`` newest (0: remove none)."""
 
     url: str
     version: Version
     sources: tuple[Source, ...]
     manifests: dict[int, bytes]
     complete: bool = False
+    keep: int = 0
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What was done: files and bytes of this order's ranks, and whether the checkpoint is whole now."""
+    """What was done: files and bytes of this order's ranks, whether the checkpoint is whole now, and the folders that
+    were removed."""
 
     folder: str
     ranks: tuple[int, ...]
     bytes: int
     whole: bool
+    removed: tuple[str, ...] = ()
 
 
 def carry_out(order: Order) -> Outcome:
@@ -59,7 +63,14 @@ def carry_out(order: Order) -> Outcome:
         slot = SpilledSlot(source.path, source.slot, source.rank, order.version)
         written += job.write(source.rank, slot).length
     whole = job.complete() if order.complete else False
-    return Outcome(folder=folder, ranks=tuple(s.rank for s in order.sources), bytes=written, whole=whole)
+    gone = prune(open_target(order.url), order.keep, order.version) if whole and order.keep else []
+    return Outcome(
+        folder=folder,
+        ranks=tuple(source.rank for source in order.sources),
+        bytes=written,
+        whole=whole,
+        removed=tuple(folder_of(version) for version in gone),
+    )
 
 
 def main() -> int:

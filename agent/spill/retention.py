@@ -13,10 +13,10 @@ _FOLDER = re.compile(r"step-(\d{8,19})-g(\d{1,10})")
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """A checkpoint on storage; ``whole``: its ``.metadata`` is there."""
+    """A checkpoint on storage. ``whole_at``: when its ``.metadata`` was written, unix seconds; None where it was not."""
 
     version: Version
-    whole: bool
+    whole_at: float | None
 
 
 def folder_of(version: Version) -> str:
@@ -34,13 +34,18 @@ def version_of(folder: str) -> Version | None:
 
 
 def superfluous(stored: Iterable[Stored], keep: int, named: Collection[Version] = ()) -> list[Version]:
-    """The versions that may go, oldest first: all whole ones but the newest ``keep`` and those ``named``.
+    """The versions that may go: all whole ones but the ``keep`` that were written last and those ``named``.
 
-    One that is not whole goes when a newer one is whole: nobody will complete it. The newest whole one always stays.
+    What was written last is newest, whatever its number: a job that starts again from storage counts its generations
+    from 1 again. One that is not whole goes when the newest whole one is not before its step: nobody will complete it.
+    The newest whole one always stays.
     """
-    ordered = sorted(stored, key=lambda s: s.version)
-    whole = [s.version for s in ordered if s.whole]
+    found = list(stored)
+    whole = sorted((s.whole_at, s.version) for s in found if s.whole_at is not None)
     if not whole:
         return []
-    kept = set(whole[-max(keep, 1) :]) | set(named)
-    return [s.version for s in ordered if s.version not in kept and (s.whole or s.version < whole[-1])]
+    kept = {version for _, version in whole[-max(keep, 1) :]} | set(named)
+    newest = whole[-1][1]
+    return sorted(
+        s.version for s in found if s.version not in kept and (s.whole_at is not None or s.version.step <= newest.step)
+    )

@@ -47,6 +47,9 @@ class Target(Protocol):
     def size(self, name: str) -> int | None:
         """A file's bytes, or None where there is none."""
 
+    def written_at(self, name: str) -> float | None:
+        """When a file was written, unix seconds, or None where there is none."""
+
     def grow(self, name: str) -> Growing:
         """A large file to be written."""
 
@@ -108,6 +111,11 @@ class Directory:
     def size(self, name: str) -> int | None:
         with suppress(FileNotFoundError):
             return (self._root / name).stat().st_size
+        return None
+
+    def written_at(self, name: str) -> float | None:
+        with suppress(FileNotFoundError):
+            return (self._root / name).stat().st_mtime
         return None
 
     def grow(self, name: str) -> Growing:
@@ -187,6 +195,12 @@ class ObjectStore:
         with suppress(FileNotFoundError):
             self._fs.invalidate_cache()
             return int(self._fs.info(self._path(name))["size"])
+        return None
+
+    def written_at(self, name: str) -> float | None:
+        with suppress(FileNotFoundError):
+            self._fs.invalidate_cache()
+            return float(self._fs.modified(self._path(name)).timestamp())
         return None
 
     def grow(self, name: str) -> Growing:

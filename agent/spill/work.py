@@ -17,6 +17,7 @@ import xxhash
 from agent.spill.dcp_metadata import ObjectEntry, TensorEntry, encode_metadata
 from agent.spill.extents import Division, FilePlan, Literal, divide, file_of, merge
 from agent.spill.python_state import decode_state, require_format
+from agent.spill.retention import Stored, folder_of, superfluous, version_of
 from agent.spill.slot import SpilledSlot
 from agent.spill.target import Growing, Target
 from everstep.errors import MalformedMessage
@@ -106,8 +107,24 @@ class Job:
         if len(found) < len(records):
             return False
         tensors, objects = merge((record.tensors, record.objects) for record in found)
-        self._target.put(METADATA, encode_metadata(tensors, objects))
+        metadata = encode_metadata(tensors, objects)
+        if self._target.get(METADATA) != metadata:  # when it was written first says which checkpoint is the newest
+            self._target.put(METADATA, metadata)
         return True
+
+
+def prune(root: Target, keep: int, named: Version) -> list[Version]:
+    """Removes what ``superfluous`` names of the checkpoints under ``root``, but never ``named``; what it removed."""
+    stored = [
+        Stored(version, root.written_at(f"{folder}/{METADATA}"))
+        for folder in root.folders()
+        if (version := version_of(folder)) is not None
+    ]
+    gone = superfluous(stored, keep, [named])
+    for version in gone:
+        root.remove(f"{folder_of(version)}/{METADATA}")  # first: what is half gone is no checkpoint
+        root.remove(folder_of(version))
+    return gone
 
 
 def _identity(version: Version, manifests: Mapping[int, bytes]) -> bytes:

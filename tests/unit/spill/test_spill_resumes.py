@@ -154,6 +154,18 @@ def test_an_object_store_holds_the_same(tmp_path: Path, url: str) -> None:
     assert place.get(f"{folder_of(VERSION)}/.metadata") is None
 
 
+@pytest.mark.parametrize("url", ["{}/out", "local://{}/store"])
+def test_older_checkpoints_go_when_a_newer_one_is_whole(tmp_path: Path, url: str) -> None:
+    url = url.format(tmp_path)
+    state = TrackedState({"model": nn.Linear(2, 2)})
+    for step in (3, 4, 5, 6):
+        order = fill_slots(tmp_path / f"slots-{step}", state, Version(1, step))
+        outcome = carry_out(msgspec.structs.replace(order, url=url, keep=2, complete=step != 5))
+    place = open_target(url)
+    assert place.folders() == [folder_of(Version(1, step)) for step in (4, 6)]
+    assert outcome.removed == (folder_of(Version(1, 3)), folder_of(Version(1, 5)))
+
+
 def spill(order: bytes) -> subprocess.CompletedProcess[bytes]:
     command = [sys.executable, "-m", "agent.spill"]
     return subprocess.run(command, input=order, cwd=ROOT, capture_output=True, timeout=60)

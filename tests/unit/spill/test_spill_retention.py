@@ -10,7 +10,8 @@ from agent.spill.retention import Stored, folder_of, superfluous, version_of
 from everstep.ids import Version
 
 versions = st.builds(Version, st.integers(1, 5), st.integers(0, 20))
-stores = st.dictionaries(versions, st.booleans()).map(lambda d: [Stored(v, whole) for v, whole in d.items()])
+times = st.none() | st.integers(0, 100).map(float)
+stores = st.dictionaries(versions, times).map(lambda d: [Stored(v, at) for v, at in d.items()])
 
 
 @given(st.builds(Version, st.integers(0, 10**9), st.integers(0, 10**15)))
@@ -24,17 +25,24 @@ def test_folders_of_others_are_nobodys_versions(name: str) -> None:
 
 
 @given(stores, st.integers(0, 4), st.sets(versions, max_size=3))
-def test_the_newest_whole_ones_and_the_named_ones_stay(stored: list[Stored], keep: int, named: set[Version]) -> None:
+def test_what_was_written_last_and_what_is_named_stays(stored: list[Stored], keep: int, named: set[Version]) -> None:
     gone = superfluous(stored, keep, named)
     left = [s for s in stored if s.version not in gone]
-    whole = sorted((s.version for s in stored if s.whole), reverse=True)
-    assert not set(gone) & (set(whole[: max(keep, 1)]) | named)
-    assert gone == sorted(gone)
-    assert sum(s.whole for s in left) <= max(keep, 1) + len(named)
-    newest = whole[0] if whole else None
-    assert all(newest is None or s.version > newest or s.version in named for s in left if not s.whole)
+    whole = sorted(((s.whole_at, s.version) for s in stored if s.whole_at is not None), reverse=True)
+    kept = {version for _, version in whole[: max(keep, 1)]}
+    assert not set(gone) & (kept | named)
+    assert gone == sorted(set(gone))
+    assert {s.version for s in left if s.whole_at is not None} <= kept | named
+    for one in left:
+        if one.whole_at is None and whole and one.version not in named:
+            assert one.version.step > whole[0][1].step, "only what may still be written"
+
+
+def test_a_job_that_counts_its_generations_anew_loses_the_old_ones_first() -> None:
+    before, after = Stored(Version(7, 40), 100.0), Stored(Version(1, 60), 200.0)
+    assert superfluous([before, after], 1) == [Version(7, 40)]
 
 
 def test_one_that_is_being_written_stays() -> None:
-    stored = [Stored(Version(1, 10), True), Stored(Version(1, 20), False), Stored(Version(1, 5), False)]
+    stored = [Stored(Version(1, 10), 5.0), Stored(Version(1, 20), None), Stored(Version(1, 5), None)]
     assert superfluous(stored, 1) == [Version(1, 5)]

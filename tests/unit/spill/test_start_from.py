@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -89,8 +90,9 @@ def test_everything_of_our_own_comes_back_on_any_rank(tmp_path: Path, before: Jo
 
 
 def test_of_several_the_newest_whole_one_is_taken(tmp_path: Path, before: Job) -> None:
-    out = spilled(before, tmp_path, Version(4, 9))
-    spilled(before, tmp_path, Version(4, 12))
+    out = spilled(before, tmp_path, Version(7, 9))
+    spilled(before, tmp_path, Version(1, 12))  # of a job that started again, and counts its generations anew
+    os.utime(out / folder_of(Version(7, 9)) / ".metadata", (1, 1))
     spilled(before, tmp_path, Version(4, 15))
     (out / folder_of(Version(4, 15)) / ".metadata").unlink()
     assert Job(trained=False).start_from(out) == 12
