@@ -45,7 +45,7 @@ def _digests_differ(turn: Turn, job: JobRecord, spec: GenerationSpec, report: Se
     else:
         what = f"digests of version {report.version} differ without a majority among {', '.join(tied)}"
         settled = _second_opinion(turn, job, tied, what)
-    if not settled and _too_many(turn, job):
+    if not settled and _too_many(turn, job) and not turn.state.store_away:  # an end that is told cannot be taken back
         jobs.fail(turn, job, f"{what}; {_times(job)}, and {_whose_fault(turn, job)}")
         return
     cause = Cause(reason=GenerationReason.CORRUPTION, sentence=f"{what}; {back}", trace=turn.trace)

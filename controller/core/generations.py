@@ -317,7 +317,8 @@ def consider_growth(turn: Turn, job: JobRecord) -> None:
     if len(before) >= most_nodes(job) or job.resumed_at is None or job.leaving or state.store_away:
         return
     seats = next_seats(state, job)
-    if len(seats) <= len(before) or not set(before) <= set(seats):
+    stay = set(before) - set(job.slow)  # who was slow, and taken for want of others, leaves when they come
+    if len(seats) <= len(before) or not stay <= set(seats):
         return
     due = job.opened_at + turn.policy.growth_interval_s
     if turn.now < due:

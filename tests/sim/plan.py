@@ -286,7 +286,7 @@ _KINDS: tuple[tuple[float, Callable[[_Draw], Fault]], ...] = (
     (2.5, lambda d: d.fault("crash_controller", d.controller())),
     (1.0, lambda d: d.fault("pause_controller", d.controller(), 0.5, 10.0)),
     (1.0, lambda d: d.fault("fail_write", detail=d.rng.choice(("before", "after")))),
-    (0.7, lambda d: d.fault("database_away", "", 0.3, 8.0)),
+    (0.7, lambda d: d.fault("database_away", "", 0.3, 60.0)),
     (0.7, lambda d: d.fault("slow_database", "", 1.0, 10.0, value=d.rng.uniform(0.05, 1.5))),
     (1.0, lambda d: d.fault("jump_clock", d.rng.choice((d.node(), d.controller())), value=d.rng.uniform(-90, 90))),
     (3.0, _Draw.odd_order),

@@ -18,6 +18,8 @@ from tests.sim.world import World
 
 MEMORY = Path("/dev/shm")
 """Where agents' spools lie, if it is there: no disk is worn for a simulation."""
+CRASH = "crash"
+"""In place of a checker's name: an error that no checker names."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,10 @@ def play(plan: Plan, on_trace: Callable[[float, str, str], None] | None = None) 
             checker_name, sentence = violation.checker, str(violation)
         except Exception as error:  # noqa: BLE001 - the outcome of this world; every other error is a finding too
             last = traceback.extract_tb(error.__traceback__)[-1]
-            checker_name = "crash"
+            checker_name = CRASH
             sentence = f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
             if on_trace is not None:
-                on_trace(world.timeline.now, "crash", traceback.format_exc())
+                on_trace(world.timeline.now, CRASH, traceback.format_exc())
         finally:
             world.end()
         return Outcome(

@@ -13,7 +13,7 @@ from rich.progress import track
 
 from tests.sim.mutants.listed import MUTANTS, Mutant
 from tests.sim.plan import make
-from tests.sim.run import Outcome, play
+from tests.sim.run import CRASH, Outcome, play
 
 DEFAULT_SEEDS = 150
 """Worlds that ``make test`` plays, and in which every mutant must be seen."""
@@ -34,7 +34,7 @@ def hunt(mutant: Mutant, seeds: int = DEFAULT_SEEDS) -> Sighting:
     with mutant.apply():
         for count, seed in enumerate(order, 1):
             outcome = play(make(seed))
-            if outcome.checker:
+            if outcome.checker not in ("", CRASH):  # a mistake that only crashes is seen by anybody
                 return Sighting(mutant.name, outcome, count)
     return Sighting(mutant.name, None, len(order))
 

@@ -31,7 +31,7 @@ from controller.push import Outbox
 from controller.transaction import Transaction
 from tests.sim import training_state
 from tests.sim.mutants.surgery import method_mistaken, method_swapped, mistaken, swapped
-from trainer_hooks.data import ElasticSampler
+from trainer_hooks.data import share_of
 from trainer_hooks.orders import Orders
 from trainer_hooks.restore import choose
 
@@ -88,9 +88,7 @@ def _numbers_from_before() -> AbstractContextManager[None]:
 @contextmanager
 def _overlapping_shares() -> Iterator[None]:
     """Neighbouring ranks share samples. What is remembered of the real sampler is forgotten before and after."""
-    mistake = method_mistaken(
-        ElasticSampler, "_share", "(self._rank + 1) * self._batch // self._world", "(self._rank + 1) * self._batch"
-    )
+    mistake = mistaken(share_of, "(rank + 1) * global_batch // world_size", "(rank + 1) * global_batch")
     _forget_samples()
     try:
         with mistake:

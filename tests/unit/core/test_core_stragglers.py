@@ -114,6 +114,19 @@ def test_a_replaced_straggler_is_taken_again_only_where_the_job_could_not_run_wi
     assert fleet.seats() == ["n1", "n2"]
 
 
+def test_a_job_grows_by_those_who_come_back_and_lets_its_straggler_go() -> None:
+    fleet = _start(nodes=3, min_nodes=2)
+    _run(fleet, 12.0, n2=0.049)
+    fleet.resume(restored=Version(1, 100), step=400)
+    fleet.leave("n4")
+    fleet.leave("n3")
+    assert fleet.seats() == ["n1", "n2"]
+    fleet.resume(restored=Version(3, 500), step=501)
+    fleet.join("n3", "n4")
+    _run(fleet, 60.0)
+    assert set(fleet.seats()) == {"n1", "n3", "n4"}
+
+
 def test_a_readmitted_straggler_is_a_spare_like_others() -> None:
     fleet = _start(nodes=3, min_nodes=2)
     _run(fleet, 12.0, n2=0.049)
