@@ -13,6 +13,9 @@ from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.training import RestoreRule
 from trainer_hooks.snapshot.layout import Box, Manifest, Tensor, uncovered, whole
 
+FIRST_CHECKPOINT_RANK = 1 << 19
+"""Ranks from here on are no ranks of a job, but those under which its checkpoints of DCP lie (trainer_hooks/dcp)."""
+
 ManifestOf = Callable[[str], Manifest]
 """The manifest of a digest. Raises MalformedMessage where it cannot be had or read."""
 
@@ -23,6 +26,11 @@ class Choice(msgspec.Struct, frozen=True):
     version: Version | None
     slots: tuple[SlotInfo, ...]
     sentence: str
+
+
+def of_snapshots(slots: Iterable[SlotInfo]) -> tuple[SlotInfo, ...]:
+    """The slots that are no checkpoints of DCP."""
+    return tuple(slot for slot in slots if slot.rank < FIRST_CHECKPOINT_RANK)
 
 
 def admitted(rule: RestoreRule, version: Version) -> bool:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import torch
@@ -23,7 +24,6 @@ from trainer_hooks.restore.local import BadSlot, LocalSlots, as_tensor, map_read
 from trainer_hooks.restore.reshard import Read, box_to_fetch
 from trainer_hooks.snapshot.copy import part_of, slot_view
 from trainer_hooks.snapshot.layout import ALIGN, BLOB_PREFIX, Box, Manifest, Tensor
-from trainer_hooks.state import TrackedTensor
 from trainer_hooks.vault_client import VaultClient
 
 RANGES_PER_FETCH = 1 << 16
@@ -45,6 +45,16 @@ class Supply(msgspec.Struct, frozen=True):
     @property
     def blob_range(self) -> Range:
         return self.manifest.blob_at, BLOB_PREFIX + self.manifest.blob_capacity
+
+
+class Target(Protocol):
+    """Live memory to fill: ``local`` is a view with the size of ``box``, which lies in the whole tensor."""
+
+    @property
+    def local(self) -> torch.Tensor: ...
+
+    @property
+    def box(self) -> Box: ...
 
 
 class Landed(msgspec.Struct, frozen=True):
@@ -79,7 +89,7 @@ class Loader:
         vault: VaultClient,
         job: str,
         member: Member,
-        targets: Sequence[TrackedTensor],
+        targets: Sequence[Target],
         local: LocalSlots,
         has_checker: Callable[[SlotInfo], bool] = lambda _: False,
     ) -> None:
@@ -91,7 +101,7 @@ class Loader:
         self._has_checker = has_checker
         self._scratch: Path | None = None
         self._scratch_bytes = 0
-        self.bytes_by_source: dict[str, int] = {}
+        self.bytes_by_source = {"own": 0, "node": 0, "remote": 0}
 
     def load(self, reads: Sequence[Read], supplies: Sequence[Supply], blob_of: int) -> tuple[bytes, list[BadSlot]]:
         """Fills the targets; returns the Python state of supply ``blob_of``, and the slots that failed.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from everstep.errors import EverstepError
 from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.training import GenerationSpec, Member
-from trainer_hooks.restore.choose import admitted
+from trainer_hooks.restore.choose import admitted, of_snapshots
 from trainer_hooks.restore.council import Council, Proposal, SlotKey, slot_key
 from trainer_hooks.restore.fetch import Loader
 from trainer_hooks.restore.local import BadSlot, LocalSlots
@@ -90,7 +90,7 @@ class Survey:
 
     def _tell_inventory(self) -> None:
         try:
-            slots = self._vault.inventory(self._spec.job)
+            slots = of_snapshots(self._vault.inventory(self._spec.job))
         except EverstepError as error:
             log.warning("this node's vault gives no inventory: %s", error, extra=self._where)
             slots = ()
@@ -123,7 +123,7 @@ class Survey:
         if not outside:
             return ()
         try:
-            slots = self._vault.inventory(self._spec.job, outside, timeout_s=OUTSIDER_TIMEOUT_S)
+            slots = of_snapshots(self._vault.inventory(self._spec.job, outside, timeout_s=OUTSIDER_TIMEOUT_S))
         except EverstepError as error:
             log.info("no inventory from %s: %s", outside, error, extra=self._where)
             return ()

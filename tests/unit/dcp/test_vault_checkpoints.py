@@ -1,0 +1,115 @@
+"""dcp.save and dcp.load over real vaults, on real ranks: into other layouts, on fewer ranks, without a node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from everstep.ids import Version
+from everstep.wire.v1.training import GenerationSpec, JobSpec, RestoreRule
+from tests.support.dcp_played import NOTES, Order, play
+from tests.support.forked import ChildFailed, ForkPool
+from tests.support.generations import JOB, generation
+from tests.support.layouts import Layout
+from tests.support.vaults import VaultProcess, Vaults, map_segment, vaults
+
+DEADLINE_S = 60.0
+FSDP = Layout(shard=4)
+
+
+class Fleet:
+    """Nodes with a vault and a rank each, and a rendezvous store."""
+
+    def __init__(self, forks: ForkPool, running: Vaults) -> None:
+        self.forks = forks
+        self.vaults = running
+        self.nodes = {node: running.start(node) for node in ("n1", "n2", "n3", "n4")}
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def run(self, number: int, nodes: Sequence[str], *orders: Order) -> list[Any]:
+        """One generation; what was gathered after each order."""
+        spec = self.spec(number, nodes)
+        alive = [vault for vault in self.nodes.values() if vault.process.poll() is None]
+        self.vaults.configure(*alive, generation=number)
+        processes = [
+            self.forks.start(play, [(spec, orders)], rank, str(self.nodes[node].run_dir / "vault.sock"))
+            for rank, node in enumerate(nodes)
+        ]
+        results: list[list[Any]] = [process.result(DEADLINE_S) for process in processes]
+        return results[0]
+
+    def spec(self, number: int, nodes: Sequence[str]) -> GenerationSpec:
+        plain = generation(
+            number,
+            ranks=[(node, 0) for node in nodes],
+            store=f"127.0.0.1:{self.store.port}",
+            restore=RestoreRule(),
+            spec=JobSpec(job=JOB, max_nodes=4, replicas=2, nproc_per_node=1),
+        )
+        kept = {f: getattr(plain, f) for f in plain.__struct_fields__ if f not in ("holders", "replica_nodes")}
+        ring = {node: (nodes[(i + 1) % len(nodes)],) for i, node in enumerate(nodes)}
+        return GenerationSpec(**kept, holders=self.vaults.holders(), replica_nodes=ring)
+
+    @property
+    def first(self) -> VaultProcess:
+        return self.nodes["n1"]
+
+
+@pytest.fixture
+def fleet(forks: ForkPool) -> Iterator[Fleet]:
+    with vaults() as running:
+        yield Fleet(forks, running)
+
+
+FOUR = ("n1", "n2", "n3", "n4")
+
+
+def equal(one: Any, other: Any) -> bool:
+    arrays, notes = one
+    return notes == other[1] and [n for n in arrays if not np.array_equal(arrays[n], other[0][n])] in ([], ["schedule"])
+
+
+@pytest.mark.slow
+def test_what_was_saved_is_loaded_into_other_layouts_and_on_fewer_ranks(fleet: Fleet) -> None:
+    tp, hybrid = Layout(tp=4), Layout(replicate=2, shard=2)
+    orders: list[Order] = [("save", 3, FSDP), ("load", None, FSDP), ("load", 3, tp), ("load", None, hybrid)]
+    saved, *loaded = fleet.run(1, FOUR, *orders)
+    assert saved[1] == NOTES
+    assert all(equal(one, saved) for one in loaded)
+    fewer = fleet.run(2, FOUR[:3], ("load", None, Layout(shard=3)), ("save", 4, Layout(replicate=3)))
+    assert equal(fewer[0], saved)
+    more = fleet.run(3, FOUR, ("load", None, FSDP), ("load", 3, FSDP))
+    assert equal(more[0], fewer[1])
+    assert equal(more[1], saved)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_outlives_a_node_and_a_rotten_slot(fleet: Fleet) -> None:
+    (saved,) = fleet.run(1, FOUR, ("save", 2, FSDP))
+    view = map_segment(fleet.vaults.segments / "n1" / JOB / "own-32")
+    ((slot, header),) = view.sealed()
+    assert header.version == Version(1, 2)
+    view.payload(slot)[0] ^= 1
+    fleet.nodes["n3"].kill()
+    (loaded,) = fleet.run(2, ("n1", "n2", "n4"), ("load", None, Layout(shard=3)))
+    assert equal(loaded, saved)
+
+
+@pytest.mark.slow
+def test_two_checkpoints_are_kept_and_one_that_is_not_there_is_said_to_be_missing(fleet: Fleet) -> None:
+    saves: list[Order] = [("save", step, Layout(replicate=2)) for step in (1, 2, 3, 4)]
+    fleet.run(1, FOUR[:2], *saves, ("load", 3, Layout(tp=2)))
+    with pytest.raises(ChildFailed, match="hold no whole checkpoint"):
+        fleet.run(2, FOUR[:2], ("load", 1, Layout(tp=2)))
+
+
+@pytest.mark.slow
+def test_pickles_are_neither_written_nor_read_unless_they_are_allowed(fleet: Fleet) -> None:
+    saved, loaded = fleet.run(1, FOUR[:2], ("pickle", 1, Layout(tp=2)), ("unpickle", 1, Layout(tp=2)))
+    assert equal(loaded, saved)
+    with pytest.raises(ChildFailed, match="was stored as a pickle"):
+        fleet.run(2, FOUR[:2], ("load", 1, Layout(tp=2)))

@@ -1,0 +1,8 @@
+"""torch.distributed.checkpoint over the vaults' memory, for programs that save and load with their own code."""
+
+from trainer_hooks.dcp.planner import VaultLoadPlanner, VaultSavePlanner
+from trainer_hooks.dcp.reader import VaultReader
+from trainer_hooks.dcp.tier import Tier
+from trainer_hooks.dcp.writer import VaultWriter
+
+__all__ = ["Tier", "VaultLoadPlanner", "VaultReader", "VaultSavePlanner", "VaultWriter"]

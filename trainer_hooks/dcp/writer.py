@@ -1,0 +1,179 @@
+"""``torch.distributed.checkpoint.save`` into the vault: copied to shared memory, hashed, and copied to other nodes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from everstep.boxes import Box
+from everstep.errors import EverstepError
+from everstep.ids import Version
+from everstep.manifests import LAYOUT_FORMAT, Manifest, Stored, Tensor
+from everstep.slots import SlotHeader, SlotState, slot_bytes_for, slot_to_fill
+from everstep.wire.v1.local import Replicated
+from trainer_hooks.dcp.metadata import Aside, encode_aside
+from trainer_hooks.dcp.planner import PLAIN
+from trainer_hooks.dcp.tier import SLOTS, Tier
+from trainer_hooks.snapshot.blob import dtype_name
+from trainer_hooks.snapshot.copy import slot_view, write_blob
+from trainer_hooks.snapshot.layout import ALIGN, BLOB_PREFIX, encode
+from trainer_hooks.vault_client import MappedSegment
+
+log = logging.getLogger(__name__)
+
+
+class VaultWriter(StorageWriter):
+    """Writes one checkpoint into the memory tier; the two written last are kept.
+
+    Use it with ``planner=VaultSavePlanner()``. DCP's own collectives make it one checkpoint of all ranks.
+
+    Args:
+        tier: this rank's place, ``run.tier``.
+        step: the checkpoint's number; of one generation a later one has a higher number.
+        allow_pickle: whether values that are no tensors may be stored by another planner, that is, as pickles.
+    """
+
+    def __init__(self, tier: Tier, step: int, *, allow_pickle: bool = False) -> None:
+        self._tier = tier
+        self._version = Version(tier.spec.number, step)
+        self._allow_pickle = allow_pickle
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing: what is written is named by its step."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Fills and seals a slot; the future is done when it has its copies on other nodes, or cannot have them.
+
+        Raises TypeError for pickled values where they are not allowed, OutOfSlotMemory where there is no room.
+        """
+        tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
+        values = {item.index.fqn: self._value(item, planner) for item in plan.items if item not in tensors}
+        aside = encode_aside(Aside(values, plan.planner_data or {}))
+        manifest = self._manifest(tensors, len(aside))
+        body = encode(manifest)
+        segment = self._segment(len(body), manifest.payload_bytes)
+        slot = self._slot(segment)
+        payload = segment.view.begin(slot, self._tier.rank, self._version, body, manifest.payload_bytes)
+        whole = torch.frombuffer(payload, dtype=torch.uint8)
+        stored = iter(manifest.stored)
+        with torch.no_grad():
+            for item in tensors:
+                if box_of(item).volume:
+                    at = next(stored)
+                    live: Any = planner.resolve_data(item)
+                    slot_view(whole, at.at, manifest.catalog[at.tensor].dtype, at.box.size).copy_(live)
+        write_blob(payload, manifest, aside)
+        segment.view.seal(slot)
+        results = [WriteResult(item.index, nbytes_of(item), None) for item in plan.items]
+        return self._replicated(segment, slot, manifest.payload_bytes, results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Nothing: a checkpoint is whole when the slots of all its ranks are there."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False
+
+    def _value(self, item: WriteItem, planner: SavePlanner) -> bytes:
+        data: Any = planner.resolve_data(item)
+        value: bytes = data.getvalue()
+        if not value.startswith(PLAIN) and not self._allow_pickle:
+            raise TypeError(
+                f"{item.index.fqn} would be stored as a pickle: save with planner=VaultSavePlanner(), or say "
+                "allow_pickle=True here and to the reader, which will run what it reads"
+            )
+        return value
+
+    def _manifest(self, items: list[WriteItem], aside_bytes: int) -> Manifest:
+        catalog: dict[str, Tensor] = {}
+        stored: list[Stored] = []
+        at = 0
+        for item in items:
+            data = item.tensor_data
+            assert data is not None, "an item that is no bytes is a tensor"
+            dtype = data.properties.dtype
+            tensor = Tensor(item.index.fqn, dtype_name(dtype), dtype.itemsize, tuple(data.size), False)
+            catalog.setdefault(tensor.name, tensor)
+            box = box_of(item)
+            if box.volume:
+                stored.append(Stored(list(catalog).index(tensor.name), box, at))
+                at = -(-(at + box.volume * dtype.itemsize) // ALIGN) * ALIGN
+        end = at + BLOB_PREFIX + aside_bytes
+        world = self._tier.spec.world_size
+        found = tuple(catalog.values())
+        return Manifest(LAYOUT_FORMAT, self._tier.member.rank, world, found, tuple(stored), at, aside_bytes, end, end)
+
+    def _segment(self, manifest_bytes: int, payload_bytes: int) -> MappedSegment:
+        needed = slot_bytes_for(manifest_bytes, payload_bytes)
+        return self._tier.vault.open_segment(self._tier.spec.job, self._tier.local_rank, needed, slots=SLOTS)
+
+    def _slot(self, segment: MappedSegment) -> int:
+        """Over the oldest; what was written before under this version is given up."""
+        view = segment.view
+        for slot, header in list(view.sealed()):
+            if header.version == self._version:
+                view.discard(slot)
+        headers: list[SlotHeader | None] = [view.header(slot) for slot in range(view.slots)]
+        sealed = sorted(h.version for h in headers if h is not None and h.state is SlotState.SEALED)
+        return slot_to_fill(headers, set(sealed[-2:]))
+
+    def _replicated(
+        self, segment: MappedSegment, slot: int, nbytes: int, results: list[WriteResult]
+    ) -> Future[list[WriteResult]]:
+        tier, done = self._tier, Future[list[WriteResult]]()
+        to = tier.spec.replica_nodes.get(tier.member.node, ())
+        if not to:
+            done.set_result(results)
+            return done
+        sealed = tier.vault.sealed(
+            job=tier.spec.job,
+            generation=tier.spec.number,
+            rank=tier.rank,
+            local_rank=tier.local_rank,
+            slot=slot,
+            version=self._version,
+            replicate=((0, nbytes),),
+            to=to,
+            keep=tuple(sorted({header.version for _, header in segment.view.sealed()})),
+        )
+
+        def told(answer: Any) -> None:
+            try:
+                copied: Replicated = answer.result()
+                if copied.failed:
+                    log.warning("checkpoint %s has no copy on some nodes: %s", self._version, copied.failed)
+            except EverstepError as error:
+                log.warning("checkpoint %s has no copies on other nodes: %s", self._version, error)
+            done.set_result(results)
+
+        sealed.add_done_callback(told)
+        return done
+
+
+def box_of(item: WriteItem) -> Box:
+    """Of a tensor's item."""
+    assert item.tensor_data is not None, "an item that is no bytes is a tensor"
+    chunk = item.tensor_data.chunk
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def nbytes_of(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return 0
+    return box_of(item).volume * item.tensor_data.properties.dtype.itemsize
