@@ -15,7 +15,6 @@ from functools import partial
 import msgspec
 import xxhash
 
-from agent.vault.parity import gf
 from agent.vault.parity.manifest import LETTERS, Facts, Letter, ParityManifest, read_manifest
 from agent.vault.parity.shards import Place, Shards, all_at_once
 from agent.vault.reading import Range
@@ -159,6 +158,8 @@ class Recovery:
             self._give_up([(letters[0], error)])  # what is wrong was made so; the other one may be right
 
     def _recovered(self, index: int, letters: Sequence[Letter]) -> memoryview:
+        from agent.vault.parity import gf  # numpy takes 30 ms and 15 MB of a vault that never needs it
+
         chunks = [buffer[: m.sealed.chunk_bytes(index)] for m, buffer in zip(self._members, self._buffers, strict=True)]
         parity = {letter: self._parity_chunk(letter, index) for letter in letters}
         lost = {number: chunks[number] for number in self._lost_in(index)}

@@ -15,7 +15,6 @@ from functools import partial
 import xxhash
 
 from agent.vault.jobs import JobBook
-from agent.vault.parity import gf
 from agent.vault.parity.manifest import LETTERS, MemberFacts, ParityManifest
 from agent.vault.parity.shards import Place, Shards, all_at_once, not_a_home, require
 from agent.vault.segments import Segment, SegmentKey, SegmentStore
@@ -111,6 +110,8 @@ class Encoder:
 
     def _fill(self, ask: Protect, manifest: ParityManifest, payload: memoryview) -> list[bytes]:
         """Writes the parity chunk by chunk; the digest of each."""
+        from agent.vault.parity import gf  # numpy takes 30 ms and 15 MB of a vault that never needs it
+
         buffers = [memoryview(bytearray(min(CHUNK_BYTES, m.sealed.payload_bytes))) for m in manifest.members]
         digests = []
         for index in range(chunk_count(manifest.payload_bytes)):

@@ -17,24 +17,15 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from agent.vault.parity.stripes import MOST_MEMBERS, STRIPE_BYTES, parity_bytes
+
 Rows = npt.NDArray[np.uint64]
 """(ROWS, ROW_WORDS)."""
 
-STRIPE_BYTES = 256 << 10
-"""Part of the format of parity: where a byte lies in its stripe is which bit of which element it is."""
-
 ROWS = 8
 ROW_WORDS = STRIPE_BYTES // ROWS // 8
-MOST_MEMBERS = 255
-"""g has order 255; the 256th member's coefficient would be the first one's again."""
-
 _REDUCTION = 0x1D
 """x^8 = x^4 + x^3 + x^2 + 1: what the row that leaves at the top is added to."""
-
-
-def parity_bytes(longest: int) -> int:
-    """Bytes of P, and of Q, for members of at most ``longest`` bytes."""
-    return -(-longest // STRIPE_BYTES) * STRIPE_BYTES
 
 
 def encode(members: Sequence[memoryview], p: memoryview | None = None, q: memoryview | None = None) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 import xxhash
 
-from agent.vault.parity.gf import MOST_MEMBERS, parity_bytes
+from agent.vault.parity.stripes import MOST_MEMBERS, parity_bytes
 from everstep.errors import MalformedMessage
 from everstep.ids import NodeId, Rank, Version
 from everstep.slots import CHUNK_BYTES, DIGEST_BYTES, chunk_count

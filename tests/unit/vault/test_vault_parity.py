@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ import xxhash
 from agent.vault.channel import Channel
 from agent.vault.handshake import admit
 from agent.vault.jobs import JobBook
-from agent.vault.parity.gf import STRIPE_BYTES, parity_bytes
+from agent.vault.parity.stripes import STRIPE_BYTES, parity_bytes
 from everstep.errors import Unavailable
 from everstep.ids import Version
 from everstep.slots import CHUNK_BYTES, chunk_digests, slot_bytes_for
@@ -194,6 +196,11 @@ def test_without_parity_nothing_is_made_again(group: Group) -> None:
     assert isinstance(answer, local.Failed)
     assert answer.code == "not_restorable"
     assert "no sealed slot here holds version 1:5 of the parity of group 7" in answer.message
+
+
+def test_a_vault_that_is_not_asked_for_parity_does_without_numpy() -> None:
+    code = "import sys, agent.vault.main; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # --- who does not hold what was sealed ---------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.vault.parity import gf
+from agent.vault.parity.stripes import MOST_MEMBERS, STRIPE_BYTES, parity_bytes
 
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
@@ -40,7 +41,7 @@ def power_of_two(exponent: int) -> int:
 
 def elements(data: bytes) -> Bytes:
     """Stripe by stripe the field's elements: bit r of element b is bit b of row r."""
-    stripes = np.frombuffer(data, np.uint8).reshape(-1, 8, gf.STRIPE_BYTES // 8)
+    stripes = np.frombuffer(data, np.uint8).reshape(-1, 8, STRIPE_BYTES // 8)
     bits = np.unpackbits(stripes, axis=2, bitorder="little")
     weights = (1 << np.arange(8, dtype=np.uint16))[None, :, None]
     return (bits * weights).sum(axis=1, dtype=np.uint16).astype(np.uint8).ravel()
@@ -48,14 +49,14 @@ def elements(data: bytes) -> Bytes:
 
 def in_rows(found: Bytes) -> bytes:
     """Elements as they lie in stripes."""
-    by_stripe = found.reshape(-1, 1, gf.STRIPE_BYTES)
+    by_stripe = found.reshape(-1, 1, STRIPE_BYTES)
     bits = (by_stripe >> np.arange(8, dtype=np.uint8)[None, :, None]) & 1
     return np.packbits(bits, axis=2, bitorder="little").tobytes()
 
 
 def slow_parity(members: Sequence[bytes]) -> tuple[bytes, bytes]:
     """P and Q, element by element."""
-    length = gf.parity_bytes(max(map(len, members)))
+    length = parity_bytes(max(map(len, members)))
     parts = [elements(m.ljust(length, b"\0")) for m in members]
     p, q = np.zeros(length, np.uint8), np.zeros(length, np.uint8)
     for number, part in enumerate(parts):
@@ -65,7 +66,7 @@ def slow_parity(members: Sequence[bytes]) -> tuple[bytes, bytes]:
 
 
 def encoded(members: Sequence[bytes]) -> tuple[bytearray, bytearray]:
-    length = gf.parity_bytes(max(map(len, members)))
+    length = parity_bytes(max(map(len, members)))
     p, q = bytearray(b"\xaa" * length), bytearray(b"\x55" * length)
     gf.encode([memoryview(m) for m in members], memoryview(p), memoryview(q))
     return p, q
@@ -84,13 +85,13 @@ def noise(lengths: Sequence[int], seed: int = 1) -> list[bytes]:
 
 
 def test_the_oracle_s_elements_survive_being_put_back_into_rows() -> None:
-    data = random.Random(3).randbytes(2 * gf.STRIPE_BYTES)
+    data = random.Random(3).randbytes(2 * STRIPE_BYTES)
     assert in_rows(elements(data)) == data
 
 
 @pytest.mark.parametrize("k", range(1, 9))
 def test_parity_is_what_the_tables_of_bytes_say_and_any_two_losses_come_back(k: int) -> None:
-    members = noise([gf.STRIPE_BYTES + 1000 * number for number in range(k)], seed=k)
+    members = noise([STRIPE_BYTES + 1000 * number for number in range(k)], seed=k)
     p, q = encoded(members)
     assert (bytes(p), bytes(q)) == slow_parity(members)
     for number in range(k):
@@ -102,8 +103,8 @@ def test_parity_is_what_the_tables_of_bytes_say_and_any_two_losses_come_back(k: 
 
 lengths = st.one_of(
     st.integers(0, 40),
-    st.integers(-3, 3).map(lambda off: gf.STRIPE_BYTES + off),
-    st.integers(1, 2 * gf.STRIPE_BYTES + 100),
+    st.integers(-3, 3).map(lambda off: STRIPE_BYTES + off),
+    st.integers(1, 2 * STRIPE_BYTES + 100),
 )
 
 
@@ -118,7 +119,7 @@ def test_members_of_any_lengths_count_as_followed_by_zeros(sizes: list[int], see
 
 
 def test_the_last_coefficient_still_differs_from_the_first_one() -> None:
-    members = noise([100] * gf.MOST_MEMBERS)
+    members = noise([100] * MOST_MEMBERS)
     p, q = encoded(members)
     for lost in ((0, 254), (253, 254), (0, 1)):
         assert recovered(members, lost, p, q) == [members[number] for number in lost]
@@ -127,25 +128,25 @@ def test_the_last_coefficient_still_differs_from_the_first_one() -> None:
 def test_one_parity_alone_may_be_written() -> None:
     members = noise([5000, 70_000, 10])
     both = encoded(members)
-    p, q = bytearray(gf.STRIPE_BYTES), bytearray(gf.STRIPE_BYTES)
+    p, q = bytearray(STRIPE_BYTES), bytearray(STRIPE_BYTES)
     gf.encode([memoryview(m) for m in members], p=memoryview(p))
     gf.encode([memoryview(m) for m in members], q=memoryview(q))
     assert (p, q) == both
 
 
 def test_a_stretch_of_whole_stripes_recovers_by_itself() -> None:
-    members = noise([3 * gf.STRIPE_BYTES, 2 * gf.STRIPE_BYTES + 77, gf.STRIPE_BYTES + 5])
-    p, q = (memoryview(parity)[gf.STRIPE_BYTES : 2 * gf.STRIPE_BYTES] for parity in encoded(members))
-    parts = [memoryview(m)[gf.STRIPE_BYTES : 2 * gf.STRIPE_BYTES] for m in members]
+    members = noise([3 * STRIPE_BYTES, 2 * STRIPE_BYTES + 77, STRIPE_BYTES + 5])
+    p, q = (memoryview(parity)[STRIPE_BYTES : 2 * STRIPE_BYTES] for parity in encoded(members))
+    parts = [memoryview(m)[STRIPE_BYTES : 2 * STRIPE_BYTES] for m in members]
     into = {number: memoryview(bytearray(len(parts[number]))) for number in (0, 2)}
     gf.recover([None, parts[1], None], p, q, into)
     assert [bytes(into[number]) for number in (0, 2)] == [bytes(parts[0]), bytes(parts[2])]
 
 
 def test_buffers_need_not_be_aligned_and_members_need_not_be_writable() -> None:
-    members = noise([gf.STRIPE_BYTES, gf.STRIPE_BYTES])
+    members = noise([STRIPE_BYTES, STRIPE_BYTES])
     shifted = [memoryview(b"..." + m)[3:] for m in members]
-    q = memoryview(bytearray(gf.STRIPE_BYTES + 5))[5:]
+    q = memoryview(bytearray(STRIPE_BYTES + 5))[5:]
     gf.encode(shifted, q=q)
     assert bytes(q) == slow_parity(members)[1]
 
@@ -160,7 +161,7 @@ def test_three_losses_and_lengths_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="too little parity"):
         recovered(members, [0], None, None)
     with pytest.raises(ValueError, match="has 262144, not 262145"):
-        gf.encode([memoryview(members[0])], p=memoryview(bytearray(gf.STRIPE_BYTES + 1)))
+        gf.encode([memoryview(members[0])], p=memoryview(bytearray(STRIPE_BYTES + 1)))
     with pytest.raises(ValueError, match="are to be recovered"):
         gf.recover([memoryview(m) for m in members], memoryview(p), memoryview(q), {})
     with pytest.raises(ValueError, match="1 to 255 members"):
