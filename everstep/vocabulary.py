@@ -40,6 +40,7 @@ class FindingKind(StrEnum):
     SENSOR_STALE = "sensor.stale"
     RANK_FLAPPING = "rank.flapping"
     RANK_STRAGGLER = "rank.straggler"
+    RANK_LOSS = "rank.loss"
     VAULT_LOST = "vault.lost"
     SLOT_CORRUPT = "vault.slot_corrupt"
     TRANSFER_CORRUPT = "vault.transfer_corrupt"

@@ -10,9 +10,10 @@ import torch
 
 from everstep.clock import Clock
 from everstep.ids import Version
+from everstep.vocabulary import Finding, FindingKind, Mode, Severity
 from everstep.wire.v1.directives import VersionNotice
 from everstep.wire.v1.local import ToAgent
-from everstep.wire.v1.training import GenerationSpec, Resumed
+from everstep.wire.v1.training import FindingRaised, GenerationSpec, Resumed
 from trainer_hooks.interrupt import Interrupter, Regroup
 from trainer_hooks.orders import Orders
 from trainer_hooks.progress import Progress
@@ -39,6 +40,9 @@ class Keeper(Protocol):
     def report(self, loss: torch.Tensor | float) -> None:
         """The loss of the running step."""
 
+    def loss_refused(self, data_step: int, message: str) -> None:
+        """The guard of the training refused an update, on all ranks; said once."""
+
     def waited(self, seconds: float) -> None:
         """So long of the running step went by in a collective, where this rank waits for others."""
 
@@ -59,6 +63,9 @@ class IdleKeeper:
         return
 
     def report(self, loss: torch.Tensor | float) -> None:
+        return
+
+    def loss_refused(self, data_step: int, message: str) -> None:
         return
 
     def waited(self, seconds: float) -> None:
@@ -155,6 +162,21 @@ class GenerationKeeper:
 
     def report(self, loss: torch.Tensor | float) -> None:
         self._progress.loss.offer(loss)
+
+    def loss_refused(self, data_step: int, message: str) -> None:
+        spec = self._spec
+        if self._group.member.rank == 0:
+            finding = Finding(
+                kind=FindingKind.RANK_LOSS,
+                subject=f"{spec.job}/g{spec.number}/step{self._progress.step + 1}",
+                severity=Severity.INFO,
+                message=f"job {spec.job}: {message}",
+                mode=Mode.OBSERVE,
+                source="run.guard",
+                since=self._clock.wall(),
+                evidence={"data_step": str(data_step)},
+            )
+            self._send(FindingRaised(finding=finding, job=spec.job))
 
     def waited(self, seconds: float) -> None:
         self._progress.waited(seconds)

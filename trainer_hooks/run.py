@@ -16,12 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainer_hooks.data import ElasticSampler, Sampler
 from trainer_hooks.exact.replicas import VirtualReplicas
 from trainer_hooks.exact.sums import VirtualMean
+from trainer_hooks.guard import Guard, Policy
 from trainer_hooks.keeper import Keeper
 from trainer_hooks.loading.loader import Loader, is_stream
 from trainer_hooks.loading.stateful import OfOneRank, is_stateful_loader
 from trainer_hooks.loading.stream import StreamSampler
 from trainer_hooks.replicate import replicate
 from trainer_hooks.rng import EVERYBODY, seed_step
+from trainer_hooks.spikes import SpikeRule
 from trainer_hooks.waits import Waits
 
 
@@ -66,6 +68,7 @@ class Run:
         self._replicas: list[VirtualReplicas] = []
         self._unfinished_parts = False
         self._loaders: list[Loader] = []
+        self._guard: Guard | None = None
 
     @property
     def rank(self) -> int:
@@ -208,6 +211,61 @@ class Run:
         seed_step(self._seed, step, EVERYBODY)
         self._unfinished_parts = False
 
+    def guard(
+        self,
+        *,
+        policy: Policy = "skip",
+        back: int = 1,
+        every: int = 10,
+        limit: int = 3,
+        spike: float | None = 10.0,
+        window: int = 64,
+        warmup: int = 16,
+    ) -> Guard:
+        """A guard against losses that are NaN or jump; ask it before every update. Make it before ``track``.
+
+        ::
+
+            samples = sampler.indices(guard.data_step)
+            ...
+            loss.backward()
+            if guard.allows(loss, sampler.weight(step)):
+                optimizer.step()
+
+        A loss is refused that is NaN, infinite, or ``spike`` standard deviations above the last ``window`` (once there
+        are ``warmup``; None: never for that). Then no update is made, and the state goes back ``back`` versions, of
+        which one is kept every ``every`` steps; what came after is computed again, by ``policy`` without the batch
+        ("skip") or with it ("replay"). After ``limit`` refusals in a row ``allows`` raises LossDiverged.
+
+        Costs ``back`` copies of this rank's tracked state, in the memory where it lies, one copy every ``every`` steps
+        on the training thread, and waiting for the loss in each step. ``back=0`` only leaves the update out.
+
+        Raises ValueError for settings that contradict each other.
+        """
+        if self._guard is not None:
+            raise ValueError("this run has a guard already: one guards all that is tracked")
+        rule = SpikeRule(spike=spike, window=window, warmup=warmup)
+        self._guard = Guard(
+            self.mean,
+            self._everywhere,
+            self._keeper.before_update,
+            self._keeper.loss_refused,
+            policy=policy,
+            back=back,
+            every=every,
+            limit=limit,
+            rule=rule,
+            where={"generation": self.generation, "rank": self.rank},
+        )
+        return self._guard
+
+    def _everywhere(self, here: bool) -> bool:
+        if not self.distributed:
+            return here
+        flag = torch.tensor(float(here), device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+        return bool(flag.item())
+
     def track(self, **objects: object) -> None:
         """Names what must survive, and restores it to the version that the generation agreed upon.
 
@@ -222,7 +280,13 @@ class Run:
             key: OfOneRank(tracked, self.rank, self.world_size) if is_stateful_loader(tracked) else tracked
             for key, tracked in objects.items()
         }
+        if self._guard is not None:
+            if "guard" in objects:
+                raise ValueError("the run's guard is tracked under the name guard: give what you track another one")
+            kept["guard"] = self._guard
         self._finished = self._keeper.track(kept)
+        if self._guard is not None:
+            self._guard.watch({key: tracked for key, tracked in kept.items() if tracked is not self._guard})
         for tracked in objects.values():
             if isinstance(tracked, torch.optim.Optimizer):
                 tracked.register_step_pre_hook(lambda *_: self._keeper.before_update())
@@ -247,6 +311,8 @@ class Run:
         """
         if self._unfinished_parts:
             raise RuntimeError("the loop over run.parts was left before its end, so this step had no gradients")
+        if self._guard is not None:
+            self._guard.step_finished()
         self._finished += 1
         self._keeper.step_finished(self._finished)
 

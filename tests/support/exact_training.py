@@ -67,12 +67,13 @@ class Diary:
     """One JSON line for each step that this process computed to its end."""
 
     def __init__(self, folder: Path, run: everstep.Run) -> None:
-        self._file = (folder / f"diary-{os.getpid()}.jsonl").open("a", buffering=1)
+        self._path = folder / f"diary-{os.getpid()}.jsonl"
         self._run = run
 
     def write(self, step: int, **what: Any) -> None:
         row = {"generation": self._run.generation, "rank": self._run.rank, "step": step, **what}
-        self._file.write(json.dumps(row) + "\n")
+        with self._path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def read_diaries(folder: Path) -> list[dict[str, Any]]:

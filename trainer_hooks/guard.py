@@ -1,0 +1,216 @@
+"""A guard against losses that are NaN, or jump: the update is not made, and earlier ones are taken back.
+
+All ranks judge the same number, the mean loss, so all do the same without a word. Versions to go back to are copies in
+the rank's own memory, beside the checkpoints: those may be gone further than these, and belong to whole generations.
+After a regroup there are none until some steps are done; until then only the update is left out.
+
+Steps go on counting, since a step is what the job has finished. Which *data* a step has is counted apart
+(``Guard.data_step``): what was taken back is done again, with the batch at which it happened or without.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from everstep.errors import EverstepError
+from trainer_hooks.python_state import Merged, decode
+from trainer_hooks.spikes import LossHistory, SpikeRule
+from trainer_hooks.state import TrackedState, TrackedTensor
+
+log = logging.getLogger(__name__)
+
+RECORDS = 100
+Policy = Literal["skip", "replay"]
+Loss = torch.Tensor | Sequence[torch.Tensor]
+
+
+class LossDiverged(EverstepError, RuntimeError):
+    """The loss stayed bad, however often the guard went back; the message says how often and what to look at."""
+
+
+class KeptVersion:
+    """A copy of this rank's tracked state, as it was before some data step."""
+
+    def __init__(self, tensors: list[torch.Tensor], blob: bytes, data_step: int) -> None:
+        self.tensors = tensors
+        self.blob = blob
+        self.data_step = data_step
+
+
+class Guard:
+    """See ``Run.guard``. Its count of data steps, the last losses and what it did are tracked with everything else.
+
+    Args:
+        mean: of a loss over all samples of the step (``Run.mean``). A collective.
+        everywhere: whether something is true on all ranks. A collective.
+        before_update: is called before tracked state is changed.
+        told: takes the data step and the sentence of each refusal.
+        where: fields for the log.
+    """
+
+    def __init__(
+        self,
+        mean: Callable[[Loss, float], torch.Tensor],
+        everywhere: Callable[[bool], bool],
+        before_update: Callable[[], None],
+        told: Callable[[int, str], None],
+        *,
+        policy: Policy,
+        back: int,
+        every: int,
+        limit: int,
+        rule: SpikeRule,
+        where: Mapping[str, object],
+    ) -> None:
+        if policy not in ("skip", "replay"):
+            raise ValueError(f"policy is {policy!r}: skip leaves the batch out, replay computes it again")
+        if back < 0 or every < 1 or limit < 1:
+            raise ValueError(f"back is {back}, every {every}, limit {limit}: at least 0, 1 and 1")
+        self._mean = mean
+        self._everywhere = everywhere
+        self._before_update = before_update
+        self._told = told
+        self._policy = policy
+        self._back = back
+        self._every = every
+        self._limit = limit
+        self._where = dict(where)
+        self._history = LossHistory(rule)
+        self._data_step = 1
+        self._left_out: set[int] = set()
+        self._in_a_row = 0
+        self._worst = 0
+        self._records: deque[dict[str, Any]] = deque(maxlen=RECORDS)
+        self._state: TrackedState | None = None
+        self._tracked: list[TrackedTensor] = []
+        self._kept: deque[KeptVersion] = deque()
+        self._done_here = 0
+
+    @property
+    def data_step(self) -> int:
+        """Which step's data to compute now, from 1: what to ask a sampler or loader for."""
+        return self._data_step
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """What the guard did, the newest last, at most the last hundred."""
+        return list(self._records)
+
+    def allows(self, loss: Loss, weight: float = 1.0) -> bool:
+        """Whether to update: call it after the backward pass, on every rank, with what ``Run.mean`` takes.
+
+        Where it says no, the state is that of an earlier version if one was kept, and the gradients count for nothing.
+        Waits for the loss. Raises LossDiverged after ``limit`` refusals without a step beyond the last of them.
+        """
+        value = float(self._mean(loss, weight))
+        reason = self._history.judge(value)
+        if reason:
+            self._refuse(value, reason)
+            return False
+        self._history.add(value)
+        if self._data_step > self._worst:
+            self._in_a_row = 0
+        self._data_step += 1
+        self._pass_left_out()
+        return True
+
+    # --- what Run calls
+
+    def watch(self, objects: Mapping[str, object]) -> None:
+        """The tracked objects, restored; from here on their versions are kept."""
+        self._state = TrackedState(objects)
+
+    def step_finished(self) -> None:
+        """The tracked state stands: keeps it, if its turn has come."""
+        self._done_here += 1
+        if self._back and self._done_here % self._every == 0:
+            self._keep()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "data_step": self._data_step,
+            "left_out": sorted(self._left_out),
+            "in_a_row": self._in_a_row,
+            "worst": self._worst,
+            "losses": list(self._history.losses),
+            "records": list(self._records),
+        }
+
+    def load_state_dict(self, stored: Mapping[str, Any]) -> None:
+        self._data_step = stored["data_step"]
+        self._left_out = set(stored["left_out"])
+        self._in_a_row, self._worst = stored["in_a_row"], stored["worst"]
+        self._history.losses.extend(stored["losses"])
+        self._records.extend(stored["records"])
+
+    # --- going back
+
+    def _refuse(self, loss: float, reason: str) -> None:
+        self._in_a_row += 1
+        bad = self._data_step
+        self._worst = max(self._worst, bad)
+        if self._in_a_row > self._limit:
+            raise LossDiverged(
+                f"the loss of data step {bad} is {loss:.6g} ({reason}), after {self._limit} refusals in a row: going "
+                "back does not help. Look at the learning rate and at the data, or raise spike or limit of run.guard"
+            )
+        version = self._go_back()
+        if self._policy == "skip":
+            self._left_out.add(bad)
+            self._pass_left_out()
+        to = "" if version is None else f" and went back to before data step {version.data_step}"
+        done = "left its batch out" if self._policy == "skip" else "will compute its batch again"
+        message = f"the loss of data step {bad} is {loss:.6g} ({reason}): made no update{to}, {done}"
+        log.warning("%s", message, extra=self._where)
+        self._told(bad, message)
+        self._records.append(
+            {
+                "data_step": bad,
+                "loss": loss,
+                "reason": reason,
+                "policy": self._policy,
+                "back_to": None if version is None else version.data_step,
+            }
+        )
+
+    def _go_back(self) -> KeptVersion | None:
+        """To the oldest version there is; newer ones are forgotten. None: some rank has none."""
+        can = bool(self._kept) and self._state is not None and self._state.unchanged()
+        if not self._everywhere(can):
+            self._kept.clear()
+            return None
+        assert self._state is not None
+        version = self._kept[0]
+        self._kept = deque([version])
+        self._before_update()
+        with torch.no_grad():
+            torch._foreach_copy_(self._live(), version.tensors)
+        self._state.load_python(Merged([decode(version.blob)], self._state.python_names()))
+        self._data_step = version.data_step
+        return version
+
+    def _keep(self) -> None:
+        assert self._state is not None, "run.track names the state first"
+        if not self._tracked or not self._state.unchanged():
+            self._kept.clear()
+            self._tracked = self._state.tensors()
+        live = self._live()
+        full = len(self._kept) == self._back
+        room = self._kept.popleft().tensors if full else [torch.empty_like(tensor) for tensor in live]
+        with torch.no_grad():
+            torch._foreach_copy_(room, live)
+        self._kept.append(KeptVersion(room, self._state.blob(), self._data_step))
+
+    def _live(self) -> list[torch.Tensor]:
+        return [tensor.now() if tensor.volatile else tensor.local for tensor in self._tracked]
+
+    def _pass_left_out(self) -> None:
+        while self._data_step in self._left_out:
+            self._data_step += 1
+        oldest = self._kept[0].data_step if self._kept else self._data_step
+        self._left_out = {step for step in self._left_out if step >= oldest}
