@@ -92,7 +92,10 @@ def main(argv: list[str]) -> int:
             task = progress.add_task("checkpoint", total=len(wanted))
             for name, part in wanted:
                 progress.update(task, description=name)
-                rows += part()
+                try:
+                    rows += part()
+                except RuntimeError as error:
+                    rows.append(Row(f"{name}: did not run", None, "", 0, against=str(error).strip().splitlines()[-1]))
                 if options.json is not None:
                     write_json(options.json, rows)  # what was measured so far outlives a part that fails
                 progress.advance(task)

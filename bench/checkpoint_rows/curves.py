@@ -103,9 +103,13 @@ def _rows(name: str, unit: str, point: Point) -> list[Row]:
     ]
 
 
+def _short(number: int) -> str:
+    return f"{number // 1000}k" if number % 1000 == 0 else str(number)
+
+
 def draw(path: Path, panels: tuple[tuple[str, str, list[Point]], ...]) -> None:
     """One panel for each of what grows, both axes logarithmic."""
-    figure, axes = plt.subplots(1, len(panels), figsize=(13, 4), constrained_layout=True)
+    figure, axes = plt.subplots(1, len(panels), figsize=(14, 4.2), constrained_layout=True)
     for axis, (name, unit, points) in zip(axes, panels, strict=True):
         known = [p for p in points if p.stall is not None and p.restore is not None and p.memcpy is not None]
         for values, colour, label, style in (
@@ -117,7 +121,8 @@ def draw(path: Path, panels: tuple[tuple[str, str, list[Point]], ...]) -> None:
                 [p.at for p in known], values, marker="o", color=colour, label=label, linestyle=style, linewidth=2
             )
         axis.set(title=name, xlabel=unit, ylabel="milliseconds", xscale="log", yscale="log")
-        axis.set_xticks([p.at for p in points], [f"{p.at:,}" for p in points])
+        axis.set_xticks([p.at for p in points], [_short(p.at) for p in points])
+        axis.set_xlim(points[0].at / 1.6, points[-1].at * 1.6)
         axis.minorticks_off()
         axis.grid(alpha=0.25)
         for missing in (p for p in points if p not in known):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import json
 import os
 import shutil
@@ -31,6 +33,7 @@ DIGEST_INTERVAL = 50
 DEADLINE_S = 30.0
 SAMPLE_S = 0.02
 MEMORY = Path("/dev/shm")
+_fleets = itertools.count(1)
 
 
 class NodeVault:
@@ -102,13 +105,16 @@ class Fleet:
 
     def __init__(self, nodes: Sequence[str], *options: str) -> None:
         self._options = options
-        self._base = Path(tempfile.mkdtemp(prefix="evb-"))
-        self.memory = Path(tempfile.mkdtemp(prefix="everstep-bench-", dir=MEMORY))
-        self.warm = Path(tempfile.mkdtemp(prefix="everstep-bench-warm-", dir=MEMORY))
         self.vaults: dict[str, NodeVault] = {}
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.number = 0
+        own = f"everstep-bench-{os.getpid()}-{next(_fleets)}"
+        self._base = Path(tempfile.gettempdir()) / own
+        self.memory, self.warm = MEMORY / own, MEMORY / f"{own}-warm"
+        atexit.register(self.end)  # a signal may come at any moment, before the block is entered too
         try:
+            for folder in (self._base, self.memory, self.warm):
+                folder.mkdir(mode=0o700)
+            self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             self.start(*nodes)
         except BaseException:
             self.end()
@@ -138,9 +144,9 @@ class Fleet:
         for vault in self.vaults.values():
             vault.kill()
         self.vaults.clear()
-        shutil.rmtree(self._base, ignore_errors=True)
-        shutil.rmtree(self.memory, ignore_errors=True)
-        shutil.rmtree(self.warm, ignore_errors=True)
+        for folder in (self._base, self.memory, self.warm):
+            shutil.rmtree(folder, ignore_errors=True)
+        atexit.unregister(self.end)
 
     def generation(self, nodes: Sequence[str], replicas: int, floor: Version | None = None) -> GenerationSpec:
         """The next generation, one rank on each of ``nodes``, told to all vaults. ``floor``: what was committed."""

@@ -6,6 +6,7 @@ rank's own (``alone``), equal on all ranks (``replicas``), or sharded over them 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from bench.checkpoint_rows.limits import WarmMemory
+from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
 from everstep.slots import CHUNK_BYTES
 from everstep.wire.v1.training import GenerationSpec, Sealed
@@ -33,6 +35,10 @@ COLUMNS = 256
 ROW_BYTES = 4 * COLUMNS
 PRODUCT = 768
 """A next step's compute is products of square matrices of this size: they stay in the cache of one core."""
+FEW = 64
+"""More tensors than these are held against one memcpy of all their bytes: a loop over them would cost more than it."""
+WARM_UPS = 6
+"""Snapshots that nobody counts: each slot is written once."""
 WARM_UP_S, SEAL_S = 180.0, 60.0
 
 
@@ -188,10 +194,14 @@ def snapshots(
         state = TrackedState({"model": model.module})
         snapshotter = Snapshotter(one.vault, state, spec, one.member, one.store, heard.hear)
         stack.callback(snapshotter.close, finish=True)
-        step = _warm_up(one, model, snapshotter, heard)
+        refused = _Refusals()
+        logging.getLogger("trainer_hooks").addHandler(refused)
+        step = _warm_up(one, model, snapshotter, heard, refused)
         assert heard.last is not None
         payload = sum(part.numel() * part.element_size() for part in model.parts)
-        reference = WarmMemory(Path(memory), model.arrays(), min(payload, heard.last.bytes))
+        nbytes = min(payload, heard.last.bytes)
+        arrays = model.arrays() if size.tensors <= FEW else [np.ones(nbytes, np.uint8)]
+        reference = WarmMemory(Path(memory), arrays, nbytes)
         stalls = Stalls(reference.nbytes, heard.last.replicas)
         work = _Work(compute_s)
         for _ in range(repeats):
@@ -204,10 +214,22 @@ def snapshots(
         return stalls
 
 
-def _warm_up(one: Rank, model: Model, snapshotter: Snapshotter, heard: Heard) -> int:
-    """Until two snapshots of all ranks are sealed: segments are there, and their pages mapped."""
+class _Refusals(logging.Handler):
+    """What a vault refused for want of memory: no later step can mend that."""
+
+    why = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        for value in record.args if isinstance(record.args, tuple) else ():
+            if isinstance(value, OutOfSlotMemory):
+                self.why = str(value)
+
+
+def _warm_up(one: Rank, model: Model, snapshotter: Snapshotter, heard: Heard, refused: _Refusals) -> int:
+    """Until some snapshots of all ranks are sealed: segments are there, and their pages mapped."""
     deadline, step, done = time.monotonic() + WARM_UP_S, 0, 0
-    while done < 6:
+    while done < WARM_UPS:
+        assert not refused.why, refused.why
         assert time.monotonic() < deadline, "no snapshot was sealed"
         step += 1
         snapshotter.wait()

@@ -1,0 +1,64 @@
+"""The checkpoint bench in a size that takes seconds: real vaults and ranks, nothing left behind. Times are its own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.checkpoint_rows import four, losses
+from bench.checkpoint_rows.processes import Crew, RankFailed
+from bench.checkpoint_rows.rank import Size
+from controller.core.placement import Site, place_replicas
+from tests.support.vaults import until
+
+ROOT = Path(__file__).parents[2]
+MEMORY = Path("/dev/shm")
+DEADLINE_S = 60.0
+
+
+def _segments() -> set[Path]:
+    return set(MEMORY.glob("everstep-bench-*"))
+
+
+@pytest.mark.slow
+def test_shards_are_copied_survive_a_lost_node_and_come_back_on_three_ranks() -> None:
+    with Crew() as crew:
+        rows = {row.name: row for row in four.shards(crew, Size(3, 64 << 10, "shards"), 1, judged=False)}
+    assert (rows["memory, r = 2: most over what the vaults state"].value or 2) <= 1
+    lost = next(row for name, row in rows.items() if name.endswith("a lost node's shard from a peer"))
+    assert lost.value is not None
+    assert "remote" in next(row.against for name, row in rows.items() if name.endswith("4 ranks to 3"))
+
+
+@pytest.mark.slow
+def test_three_copies_outlive_any_two_nodes_and_two_copies_those_that_do_not_copy_each_other() -> None:
+    assert losses.double_kills(2, 3).lost == []
+    two = losses.double_kills(4, 2)
+    copies = place_replicas(losses.NODES, {node: Site(rack=node) for node in losses.NODES}, 2)
+    together = [(a, b) for a, b in two.killed if b in copies[a] or a in copies[b]]
+    assert two.lost == together
+    assert 0 < len(together) < len(two.killed), "take a seed that has both"
+
+
+def test_what_a_rank_raises_ends_the_measurement_with_its_traceback() -> None:
+    with Crew() as crew, pytest.raises(RankFailed, match="ZeroDivisionError"):
+        crew.run(divmod, [(1, 0), (1, 1)])
+
+
+@pytest.mark.slow
+def test_a_bench_that_is_ended_leaves_no_vault_no_rank_and_no_memory() -> None:
+    before = _segments()
+    bench = subprocess.Popen([sys.executable, "-m", "bench.checkpoint", "--quick", "--only", "slot to"], cwd=ROOT)
+    try:
+        until(lambda: _segments() - before, "vaults begin", DEADLINE_S)
+        begun = _segments() - before
+        bench.send_signal(signal.SIGTERM)
+        assert bench.wait(DEADLINE_S) == 128 + signal.SIGTERM
+    finally:
+        bench.kill()
+        bench.wait()
+    assert not [path for path in begun if path.exists()]
