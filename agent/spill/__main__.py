@@ -1,57 +1,25 @@
-"""``python -m agent.spill``: writes what an order on standard input asks for, and says on standard output what came of
-it. A process of its own, since pickles, checksums and object stores would hold up the vault that starts it.
+"""``python -m agent.spill [PARENT]``: writes what an order on standard input asks for, and says on standard output what
+came of it. A process of its own, since pickles, checksums and object stores would hold up the vault that starts it.
 
-Ends with 0 when all of the order was done, and with 1 and a sentence on standard error where it could not be: the
-vault may ask again, and what was written is not written twice.
+Ends with 0 when all of the order was done, and with 1 where it could not be: the vault may ask again, and what was
+written is not written twice. With its parent's process id it ends when that does.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 import msgspec
 
+from agent.spill.order import MAX_ORDER_BYTES, Order, Outcome, Refusal
 from agent.spill.retention import folder_of
 from agent.spill.slot import SpilledSlot
 from agent.spill.target import open_target
 from agent.spill.work import Job, prune
-from everstep.errors import EverstepError
-from everstep.ids import Version
-
-MAX_ORDER_BYTES = 1 << 30
-
-
-class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's slot on this node."""
-
-    rank: int
-    path: str
-    slot: int
-
-
-class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What to write: ``sources`` of ``version`` to a folder under ``url``. ``manifests`` are those of all ranks, as
-    sealed. ``complete``: also write ``.metadata`` if every rank's file is there, and then remove all checkpoints under
-    ``url`` but the ``keep`` newest (0: remove none)."""
-
-    url: str
-    version: Version
-    sources: tuple[Source, ...]
-    manifests: dict[int, bytes]
-    complete: bool = False
-    keep: int = 0
-
-
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What was done: files and bytes of this order's ranks, whether the checkpoint is whole now, and the folders that
-    were removed."""
-
-    folder: str
-    ranks: tuple[int, ...]
-    bytes: int
-    whole: bool
-    removed: tuple[str, ...] = ()
+from everstep.errors import EverstepError, MalformedMessage, Unavailable
+from everstep.lineage import die_with_parent
 
 
 def carry_out(order: Order) -> Outcome:
@@ -73,16 +41,24 @@ def carry_out(order: Order) -> Outcome:
     )
 
 
-def main() -> int:
-    os.nice(10)  # training and its snapshots come first
+def _answer(data: bytes) -> Outcome | Refusal:
     try:
-        order = msgspec.msgpack.decode(sys.stdin.buffer.read(MAX_ORDER_BYTES), type=Order)
-        outcome = carry_out(order)
-    except (EverstepError, OSError, msgspec.DecodeError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    print(msgspec.json.encode(outcome).decode())
-    return 0
+        return carry_out(msgspec.msgpack.decode(data, type=Order))
+    except msgspec.DecodeError as error:
+        return Refusal(code=MalformedMessage.code, message=f"the order cannot be read: {error}")
+    except EverstepError as error:
+        return Refusal(code=error.code, message=str(error))
+    except OSError as error:
+        return Refusal(code=Unavailable.code, message=f"the storage failed: {error}")
+
+
+def main() -> int:
+    if len(sys.argv) > 1:
+        die_with_parent(int(sys.argv[1]), signal.SIGKILL)
+    os.nice(10)  # training and its snapshots come first
+    answer = _answer(sys.stdin.buffer.read(MAX_ORDER_BYTES))
+    print(msgspec.json.encode(answer).decode())
+    return 0 if isinstance(answer, Outcome) else 1
 
 
 if __name__ == "__main__":

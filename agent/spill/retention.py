@@ -13,7 +13,8 @@ _FOLDER = re.compile(r"step-(\d{8,19})-g(\d{1,10})")
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """A checkpoint on storage. ``whole_at``: when its ``.metadata`` was written, unix seconds; None where it was not."""
+    """A checkpoint on storage. ``whole_at``: when its ``.metadata`` was written, unix seconds; None where it was not
+    written."""
 
     version: Version
     whole_at: float | None

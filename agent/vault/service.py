@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from agent.vault.channel import Channel
@@ -27,6 +28,7 @@ from agent.vault.segments import SegmentKey, SegmentStore
 from agent.vault.send import Sender
 from agent.vault.serve import TransferServer
 from agent.vault.settings import VaultSettings
+from agent.vault.spills import Spiller
 from agent.vault.statistics import Tally
 from agent.vault.witness import Witness
 from everstep.clock import Clock
@@ -46,6 +48,8 @@ from everstep.wire.v1.local import (
     Segment,
     SlotInfo,
     SlotSealed,
+    Spill,
+    Spilled,
     Statistics,
     StatisticsAnswer,
     ToVault,
@@ -83,6 +87,7 @@ class Vault:
         shards = Shards(settings, library, self._peers, findings)
         self._encoder = Encoder(settings.node, store, self._book, shards, self._tally, self._streams)
         self._decoder = Decoder(store, shards, self._tally, self._streams)
+        self._spiller = Spiller(settings.node, store, self._book, shards, self._tally, self._streams)
         self._receiver = Receiver(store, self._book, findings, self._tally)
         self.transfers = TransferServer(
             settings, store, self._book, library, self._receiver, self._tally, self._witness
@@ -110,6 +115,7 @@ class Vault:
         self._witness.close()
         await self._local.stop()
         self._peers.close()
+        self._spiller.close()
         await asyncio.to_thread(self.transfers.stop)
         await asyncio.to_thread(self._scrubber.stop)
         for pool in (self._threads, self._streams):
@@ -122,7 +128,7 @@ class Vault:
 
     async def handle(self, message: ToVault, client: Client) -> FromVault:
         """The answer to one request. Raises EverstepError for a refusal."""
-        if isinstance(message, Configure | Forget | Protect | Statistics):
+        if isinstance(message, Configure | Forget | Protect | Spill | Statistics):
             self._meet_supervisor(client)
         match message:
             case OpenSegment():
@@ -136,6 +142,16 @@ class Vault:
             case Protect():
                 made = await self._in_thread(lambda: self._encoder.protect(message))
                 return Protected(request=message.request, parity=made.letter, members=made.members_digest)
+            case Spill():
+                spill = partial(self._spiller.spill, message)
+                outcome = await self._loop.run_in_executor(self._spiller.thread, spill)
+                return Spilled(
+                    request=message.request,
+                    folder=outcome.folder,
+                    bytes=outcome.bytes,
+                    whole=outcome.whole,
+                    removed=outcome.removed,
+                )
             case Inventory():
                 return await self._inventory(message)
             case Configure():
@@ -157,6 +173,7 @@ class Vault:
         self._replicator.forget(message.job)
         self._receiver.forget(message.job)
         self._encoder.forget(message.job)
+        self._spiller.forget(message.job)
         self._peers.forget(message.job)
         await self._in_thread(lambda: self._store.forget(message.job))
         return Done(request=message.request)

@@ -16,6 +16,8 @@ COUNTERS = (
     "parity_slots",
     "parity_bytes",
     "decoded_bytes",
+    "spilled_slots",
+    "spilled_bytes",
     "scrubbed_slots",
     "scrubbed_bytes",
     "corrupt_slots",

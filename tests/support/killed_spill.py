@@ -17,7 +17,8 @@ from pathlib import Path
 import msgspec
 
 from agent.spill import target, work
-from agent.spill.__main__ import Order, carry_out
+from agent.spill.__main__ import carry_out
+from agent.spill.order import Order
 
 
 class _Doom:

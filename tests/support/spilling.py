@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import nn
 
-from agent.spill.__main__ import Order, Source
+from agent.spill.order import Order, Source
 from everstep.ids import Version
 from everstep.slots import SegmentView, format_segment, segment_bytes, slot_bytes_for
 from trainer_hooks.snapshot.copy import Sources, slot_view, write_blob

@@ -13,7 +13,9 @@ frame is ``Hello``; the agent answers ``Welcome``, then sends directives of that
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
 
 from everstep.ids import GenerationNumber, JobId, NodeId, Rank, Version
 from everstep.wire.v1.base import Message
@@ -272,6 +274,36 @@ class Protected(Message, frozen=True, kw_only=True, tag=True):
     members: str
 
 
+class Spill(Message, frozen=True, kw_only=True, tag=True):
+    """From the supervisor of a node that holds shares of ``version``: write them to storage. Answer: Spilled.
+
+    ``writers``: the nodes that are asked, each with the ranks whose shares it writes; the same for all of them, since
+    each byte is written by one. Together they make an ordinary checkpoint in a folder under ``url``, a path or URL; the
+    last one to finish makes it whole, and then all under ``url`` but the ``keep`` written last are removed (0: none).
+
+    The version must stay in the slots meanwhile: ``Failed`` with NotFound where a share is not there any more. Asked
+    again, a vault goes on where it ended.
+    """
+
+    request: int
+    job: JobId
+    generation: GenerationNumber
+    version: Version
+    url: ShortText
+    writers: dict[NodeId, tuple[Rank, ...]]
+    keep: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class Spilled(Message, frozen=True, kw_only=True, tag=True):
+    """This node's part is on storage. ``whole``: so is all the rest. ``removed``: folders of older checkpoints."""
+
+    request: int
+    folder: str
+    bytes: int
+    whole: bool
+    removed: tuple[str, ...] = ()
+
+
 class Statistics(Message, frozen=True, kw_only=True, tag=True):
     """From the supervisor: what has the vault done so far? Answer: StatisticsAnswer."""
 
@@ -281,10 +313,10 @@ class Statistics(Message, frozen=True, kw_only=True, tag=True):
 class StatisticsAnswer(Message, frozen=True, kw_only=True, tag=True):
     """Counts since the vault started (``counters``), requests refused since then by code, and what is there now.
 
-    Counters: replicated_slots, replicated_bytes (sent and acknowledged), received_slots, received_bytes (sealed here
-    for others), superseded, served_bytes, fetched_bytes, parity_slots, parity_bytes (made here), decoded_bytes (made
-    again from parity), scrubbed_slots, scrubbed_bytes, corrupt_slots, corrupt_transfers. Levels: segment_bytes,
-    free_bytes, sealed_slots, peer_connections.
+    Counters: replicated_slots, replicated_bytes (sent and acknowledged), received_slots, received_bytes (sealed
+    here for others), superseded, served_bytes, fetched_bytes, parity_slots, parity_bytes (made here), decoded_bytes
+    (made again from parity), spilled_slots, spilled_bytes (on storage), scrubbed_slots, scrubbed_bytes,
+    corrupt_slots, corrupt_transfers. Levels: segment_bytes, free_bytes, sealed_slots, peer_connections.
     """
 
     request: int
@@ -311,13 +343,14 @@ class VaultFinding(Message, frozen=True, kw_only=True, tag=True):
     finding: FindingRaised
 
 
-ToVault = OpenSegment | SlotSealed | Configure | Forget | Inventory | Fetch | Protect | Statistics
+ToVault = OpenSegment | SlotSealed | Configure | Forget | Inventory | Fetch | Protect | Spill | Statistics
 FromVault = (
     Segment
     | Replicated
     | InventoryAnswer
     | Fetched
     | Protected
+    | Spilled
     | Done
     | Failed
     | VaultFinding

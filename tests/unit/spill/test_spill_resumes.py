@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from agent.spill.__main__ import Order, Outcome, carry_out
+from agent.spill.__main__ import carry_out
+from agent.spill.order import Order, Outcome, Refusal
 from agent.spill.retention import folder_of
 from agent.spill.target import Directory, open_target
 from everstep.errors import DigestMismatch, MalformedMessage, NotFound, NotRestorable
@@ -184,21 +185,22 @@ def test_the_command_says_what_came_of_an_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"url": "relative/path"}, b"give an absolute path, or a URL"),
-        ({"url": "nosuch://bucket/x"}, b"install fsspec"),
-        ({"version": Version(2, 8)}, b"is not there any more"),
+        ({"url": "relative/path"}, "give an absolute path, or a URL"),
+        ({"url": "nosuch://bucket/x"}, "install fsspec"),
+        ({"version": Version(2, 8)}, "is not there any more"),
+        ({"url": "/proc/nothing"}, "the storage failed"),
     ],
-    ids=["relative", "unknown", "gone"],
+    ids=["relative", "unknown", "gone", "storage"],
 )
-def test_the_command_says_what_is_wrong_and_ends_with_1(tmp_path: Path, change: Any, sentence: bytes) -> None:
+def test_the_command_says_what_is_wrong_and_ends_with_1(tmp_path: Path, change: Any, sentence: str) -> None:
     order = msgspec.structs.replace(small_job(tmp_path), url=str(tmp_path / "out"))
     said = spill(msgspec.msgpack.encode(msgspec.structs.replace(order, **change)))
     assert said.returncode == 1
-    assert sentence in said.stderr
-    assert b"Traceback" not in said.stderr
+    assert sentence in msgspec.json.decode(said.stdout, type=Refusal).message
+    assert said.stderr == b""
 
 
 def test_an_order_that_is_none_is_refused() -> None:
     said = spill(b"\xc1")
     assert said.returncode == 1
-    assert b"DecodeError" in said.stderr
+    assert msgspec.json.decode(said.stdout, type=Refusal).code == "malformed"
