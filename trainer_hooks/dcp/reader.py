@@ -36,6 +36,7 @@ class Destination(msgspec.Struct, frozen=True):
 
     local: torch.Tensor
     box: Box
+    parameter: bool = True
 
 
 class VaultReader(StorageReader):

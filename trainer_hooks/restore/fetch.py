@@ -48,13 +48,17 @@ class Supply(msgspec.Struct, frozen=True):
 
 
 class Target(Protocol):
-    """Live memory to fill: ``local`` is a view with the size of ``box``, which lies in the whole tensor."""
+    """Live memory to fill: ``local`` is a view with the size of ``box``, which lies in the whole tensor. What is a
+    parameter is sent for first."""
 
     @property
     def local(self) -> torch.Tensor: ...
 
     @property
     def box(self) -> Box: ...
+
+    @property
+    def parameter(self) -> bool: ...
 
 
 class Landed(msgspec.Struct, frozen=True):
@@ -115,7 +119,9 @@ class Loader:
         for read in reads:
             of_supply[read.supply].append(read)
         local = {i: r for i, r in of_supply.items() if supplies[i].slot.node == self._member.node}
-        arrivals = [self._send_for(supplies[i], r, i == blob_of) for i, r in of_supply.items() if i not in local]
+        remote = {i: r for i, r in of_supply.items() if i not in local}
+        arrivals = self._send(remote, supplies, blob_of, parameters=True)
+        arrivals += self._send(remote, supplies, blob_of, parameters=False)
         blobs: list[bytes] = []
         failures: list[BadSlot] = []
         for index, mine in local.items():
@@ -191,6 +197,18 @@ class Loader:
 
     # --- other nodes' slots
 
+    def _send(
+        self, reads: dict[int, list[Read]], supplies: Sequence[Supply], blob_of: int, *, parameters: bool
+    ) -> list[_Arrival]:
+        """Asks for what the reads of each supply give of parameters, and its Python state; or for all the rest."""
+        arrivals = []
+        for index, mine in reads.items():
+            some = [read for read in mine if self._targets[read.want].parameter is parameters]
+            with_blob = parameters and index == blob_of
+            if some or with_blob:
+                arrivals.append(self._send_for(supplies[index], some, with_blob))
+        return arrivals
+
     def _send_for(self, supply: Supply, reads: list[Read], with_blob: bool) -> _Arrival:
         """Asks the vault for all that a remote slot gives, and says where it will land in the scratch file."""
         start = at = -(-self._scratch_bytes // ALIGN) * ALIGN
@@ -244,7 +262,8 @@ class Loader:
                 good.append(arrival)
             except EverstepError as error:
                 corrupt = isinstance(error, DigestMismatch)
-                failures.append(BadSlot(arrival.supply.slot, str(error), corrupt=corrupt))
+                if all(failure.slot is not arrival.supply.slot for failure in failures):
+                    failures.append(BadSlot(arrival.supply.slot, str(error), corrupt=corrupt))
         if not good:
             return []
         blobs = []

@@ -45,13 +45,14 @@ class Piece(msgspec.Struct, frozen=True, order=True):
 class Share(msgspec.Struct, frozen=True):
     """What one rank stores, exclusive pieces first, and the groups whose digests it takes part in: name to indices in
     its layout. ``covers`` are pieces that it holds and that the ranks ``covered`` store. ``alike`` are nodes that store
-    again what is not exclusive, each a part of it."""
+    again what is not exclusive, each a part of it. ``alone``: some of it no other rank of several holds."""
 
     pieces: tuple[Piece, ...]
     groups: dict[str, tuple[int, ...]]
     covers: tuple[Piece, ...] = ()
     covered: tuple[int, ...] = ()
     alike: tuple[str, ...] = ()
+    alone: bool = False
 
     def with_covers(self) -> Share:
         """All that this rank can store for itself and others."""
@@ -73,6 +74,7 @@ class _Book(msgspec.Struct):
     covers: list[Piece] = []
     covered: set[int] = set()
     alike: set[str] = set()
+    alone: bool = False
 
 
 def divide(
@@ -104,6 +106,7 @@ def divide(
             tuple(sorted(mine.covers)),
             tuple(sorted(mine.covered)),
             tuple(sorted(mine.alike)),
+            mine.alone,
         )
         for mine, group in zip(books, groups, strict=True)
     ]
@@ -147,6 +150,9 @@ def _divide_among(
 ) -> None:
     """Gives every piece of ``boxes`` (all of the same holders) to the least loaded holders, different nodes first."""
     holders = boxes[0].ranks
+    if len(holders) == 1 < len(nodes):
+        shared = (held.part for held in boxes if held.part.sharing is not Sharing.OWN)
+        books[holders[0]].alone = any(part.nbytes > SCALAR_BYTES for part in shared)
 
     def nodes_of(ranks: Sequence[int]) -> int:
         return len({nodes[rank] for rank in ranks})

@@ -70,7 +70,8 @@ class _Job:
         self.sources = sources
         self.blob = blob
         self.kept = False
-        self.alone = look.sharded and not sources.on_gpu
+        share = sources.share  # known from the second snapshot on: of a pipeline's stage it says what the look cannot
+        self.alone = (look.sharded or (share is not None and share.alone)) and not sources.on_gpu
         self.phase = _Phase.QUEUED
         self.copied = threading.Event()
         self.over = threading.Event()
@@ -131,8 +132,8 @@ class Snapshotter:
     def begin(self, step: int) -> None:
         """The state after ``step`` stands still now, until ``wait`` returned.
 
-        Returns at once; but of sharded state on the CPU, where a copy would take the same cores as the next step, when
-        the share is sealed: nobody else holds it, and from then on the step outlives this process.
+        Returns at once; but of state on the CPU that is sharded, or that no other rank holds, when the share is sealed:
+        a copy would take the same cores as the next step, and from then on the step outlives this process.
 
         Raises TypeError for tracked state that cannot be stored: that is for the user to mend.
         """

@@ -4,7 +4,7 @@ before a regrouping is what is gathered after it, to the bit."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,20 +44,23 @@ def walk(names: list[str]) -> list[str]:
     return done[::-1]
 
 
-def play_all(forks: ForkPool, fleet: Vaults, layouts: Iterable[Layout]) -> list[Played]:
-    """A generation of each layout, one after another, on one node; what was restored and trained in each."""
-    vault = fleet.start("n1")
-    fleet.configure(vault)
+def play_all(
+    forks: ForkPool, fleet: Vaults, layouts: Iterable[Layout], nodes: Sequence[str] = ("n1",) * WORLD
+) -> list[Played]:
+    """A generation of each layout, one after another; what was restored and trained in each. ``nodes``: of the ranks,
+    one for all or one for each."""
+    running = {node: fleet.start(node) for node in dict.fromkeys(nodes)}
+    fleet.configure()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    parts = [(spec_of(number, layout, store.port), layout) for number, layout in enumerate(layouts, 1)]
-    socket = str(vault.run_dir / "vault.sock")
-    processes = [forks.start(play, parts, rank, socket) for rank in range(WORLD)]
+    parts = [(spec_of(number, layout, store.port, nodes), layout) for number, layout in enumerate(layouts, 1)]
+    sockets = [str(running[node].run_dir / "vault.sock") for node in nodes]
+    processes = [forks.start(play, parts, rank, sockets[rank]) for rank in range(WORLD)]
     results: list[list[Played]] = [process.result(DEADLINE_S) for process in processes]
     return results[0]
 
 
-def spec_of(number: int, layout: Layout, port: int) -> GenerationSpec:
-    ranks = [("n1", rank) for rank in range(layout.world)]
+def spec_of(number: int, layout: Layout, port: int, nodes: Sequence[str]) -> GenerationSpec:
+    ranks = [(node, nodes[:rank].count(node)) for rank, node in enumerate(nodes[: layout.world])]
     return generation(number, ranks=ranks, store=f"127.0.0.1:{port}", restore=RestoreRule())
 
 
@@ -78,7 +81,22 @@ def test_every_layout_is_restored_into_every_other_to_the_bit(forks: ForkPool, f
     layouts = {name: layout for world in (2, 3, 4) for name, layout in layouts_of(world).items()}
     first, ways = chunk(len(layouts) ** 2, part, PARTS)
     names = walk(sorted(layouts))[first : first + ways + 1]
-    said = play_all(forks, fleet, (layouts[name] for name in names))
+    said = play_all(forks, fleet, [layouts[name] for name in names])
+    assert not wrong_ways(names, said)
+    assert len(said) == ways + 1
+
+
+@pytest.mark.slow
+def test_layouts_are_restored_from_the_memory_of_other_nodes(forks: ForkPool, fleet: Vaults) -> None:
+    layouts = layouts_of(4)
+    names = sorted(layouts)
+    assert not wrong_ways(
+        names, play_all(forks, fleet, [layouts[name] for name in names], nodes=("n1", "n2", "n3", "n4"))
+    )
+
+
+def wrong_ways(names: Sequence[str], said: Sequence[Played]) -> list[Any]:
+    """Where something else was restored than what had been there before."""
     wrong: list[Any] = []
     for number, (before, after) in enumerate(itertools.pairwise(said), 2):
         way = f"{names[number - 2]} -> {names[number - 1]}"
@@ -86,8 +104,7 @@ def test_every_layout_is_restored_into_every_other_to_the_bit(forks: ForkPool, f
             wrong.append((way, after["restored"]))
         elif found := differences(before["after"], after["before"]):
             wrong.append((way, found[:5]))
-    assert not wrong
-    assert len(said) == ways + 1
+    return wrong
 
 
 @pytest.mark.slow

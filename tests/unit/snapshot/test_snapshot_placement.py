@@ -16,8 +16,11 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from everstep.boxes import Box, byte_ranges
+from everstep.manifests import LAYOUT_FORMAT, Manifest, Stored, Tensor
 from tests.support.layouts import playing
 from trainer_hooks.meshes import tell_ranks_apart
+from trainer_hooks.restore.reshard import Want, plan_reads
 from trainer_hooks.snapshot.live import local_parts
 from trainer_hooks.snapshot.placement import boxes_of
 
@@ -67,9 +70,8 @@ def test_a_layer_that_is_sharded_and_parallel_says_where_its_elements_are(
                 parts = local_parts(name, parameter)
                 assert sum(box.volume for _, box in parts) == parameter._local_tensor.numel()
                 for local, box in parts:
-                    cells = tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))
-                    assert torch.equal(local, whole[cells])
-                    counted[name][cells] += 1
+                    assert torch.equal(local, whole[cells(box)])
+                    counted[name][cells(box)] += 1
     assert all((count >= 1).all() for count in counted.values())
 
 
@@ -95,7 +97,7 @@ def test_cuts_from_right_to_left_are_one_box(drawn: tuple[list[int], list[int], 
         expected = cut_by_hand(whole, order)
         ((_, box),) = boxes_of(tuple(shape), mesh, coordinate, placements)
         assert box.size == tuple(expected.shape)
-        assert torch.equal(whole[tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))], expected)
+        assert torch.equal(whole[cells(box)], expected)
 
 
 @given(st.integers(1, 20), st.integers(1, 4), st.integers(1, 4), st.data())
@@ -109,9 +111,64 @@ def test_a_part_of_each_of_several_pieces_is_as_many_boxes(
     expected = split[0][index]
     got = torch.full_like(expected, -1)
     for at, box in boxes_of((3, n), (parts, 2), (index, 1), [_StridedShard(1, split_factor=factor), Replicate()]):
-        cells = tuple(slice(o, o + m) for o, m in zip(box.offset, box.size, strict=True))
-        got[tuple(slice(a, a + m) for a, m in zip(at, box.size, strict=True))] = whole[cells]
+        got[cells(Box(at, box.size))] = whole[cells(box)]
     assert torch.equal(got, expected)
+
+
+@st.composite
+def laid_out(draw: st.DrawFn, dims: int) -> list[list[Placement] | list[int]]:
+    """A mesh, and placements on it as DDP, FSDP2, tensor parallelism and mixes of them make them."""
+    mesh = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    cut = [draw(st.none() | st.integers(0, dims - 1)) for _ in mesh]
+    placements: list[Placement] = []
+    for index, dim in enumerate(cut):
+        factor = torch.Size(mesh[j] for j in range(index + 1, len(mesh)) if cut[j] == dim).numel()
+        strided = dim is not None and factor > 1 and draw(st.booleans())
+        if dim is None:
+            placements.append(Replicate())
+        else:
+            placements.append(_StridedShard(dim, split_factor=factor) if strided else Shard(dim))
+    return [mesh, placements]
+
+
+def parts_of(shape: tuple[int, ...], layout: Any) -> list[list[Box]]:
+    """The boxes of each rank."""
+    mesh, placements = layout
+    return [
+        [box for _, box in boxes_of(shape, mesh, coordinate, placements) if box.volume]
+        for coordinate in itertools.product(*map(range, mesh))
+    ]
+
+
+@given(st.data(), st.lists(st.integers(1, 11), min_size=1, max_size=3).map(tuple))
+def test_any_layout_is_read_from_any_other(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    """Each target rank's boxes from the slots of the source's ranks, in any order; against whole arrays."""
+    source, target = data.draw(laid_out(len(shape))), data.draw(laid_out(len(shape)))
+    whole = numbered(shape).int()
+    tensor = Tensor("t", "int32", 4, shape, False)
+    slots: list[tuple[Manifest, bytes]] = []
+    for boxes in data.draw(st.permutations(parts_of(shape, source))):
+        stored, payload = [], b""
+        for box in boxes:
+            stored.append(Stored(0, box, len(payload)))
+            payload += whole[cells(box)].numpy().tobytes()
+        manifest = Manifest(LAYOUT_FORMAT, 0, 1, (tensor,), tuple(stored), len(payload), 0, len(payload) + 8, 0)
+        slots.append((manifest, payload))
+    for wanted in parts_of(shape, target):
+        wants = [Want(0, box) for box in wanted]
+        got = torch.full(shape, -1, dtype=torch.int32)
+        for read in plan_reads(wants, [manifest for manifest, _ in slots]):
+            payload = slots[read.supply][1]
+            ranges = byte_ranges(read.stored.box, read.box, 4, read.stored.at)
+            found = bytearray(b"".join(payload[at : at + n] for at, n in ranges))
+            assert (got[cells(read.box)] == -1).all(), "an element was read twice"
+            got[cells(read.box)] = torch.frombuffer(found, dtype=torch.int32).view(read.box.size)
+        for box in wanted:
+            assert torch.equal(got[cells(box)], whole[cells(box)])
+
+
+def cells(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))
 
 
 def test_a_sum_that_is_spread_over_ranks_has_no_box() -> None:

@@ -187,6 +187,14 @@ def test_what_each_rank_of_a_stage_has_of_its_own_is_whole_when_these_ranks_are_
     assert [is_whole(seen, held) for held in boxes] == [True, False]
 
 
+def test_a_rank_that_alone_has_a_stage_is_told_so_and_one_that_is_alone_in_its_world_is_not() -> None:
+    low, high = Layout((part("low", (64, 8)), part("step", ()))), Layout((part("high", (64, 8)), part("step", ())))
+    nodes = ["n1", "n1", "n1"]
+    assert [share.alone for share in divide([low, high, high], nodes, 2)] == [True, False, False]
+    assert [share.alone for share in divide([low], ["n1"], 2)] == [False]
+    assert [share.alone for share in divide(stages(), ["n1"] * 4, 2)] == [False] * 4  # but for statistics
+
+
 def test_the_other_names_that_a_tied_tensor_has_on_any_rank_are_in_the_catalog() -> None:
     tied = msgspec.structs.replace(part("t", (4, 8)), aliases=("u",), groups=(("optimizer", 0),))
     layouts = [Layout((part("t", (4, 8)),)), Layout((tied,))]
