@@ -24,6 +24,7 @@ from trainer_hooks.loading.stream import StreamSampler
 from trainer_hooks.replicate import replicate
 from trainer_hooks.rng import EVERYBODY, seed_step
 from trainer_hooks.spikes import SpikeRule
+from trainer_hooks.tier import Tier
 from trainer_hooks.waits import Waits
 
 
@@ -38,6 +39,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     device: torch.device = torch.device("cpu")
     restores: bool = False
     mesh: Callable[[], DeviceMesh] | None = None
+    tier: Callable[[], Tier] | None = None
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -68,6 +70,7 @@ class Run:
         self._replicas: list[VirtualReplicas] = []
         self._unfinished_parts = False
         self._loaders: list[Loader] = []
+        self._tier: Tier | None = None
         self._guard: Guard | None = None
 
     @property
@@ -107,6 +110,15 @@ class Run:
         if self._place.mesh is None:
             raise RuntimeError("there is no process group: look at run.distributed before you ask for run.mesh")
         return self._place.mesh()
+
+    @property
+    def tier(self) -> Tier:
+        """This rank's place in the memory tier, for ``trainer_hooks.dcp``. Raises RuntimeError without Everstep."""
+        if self._tier is None:
+            if self._place.tier is None:
+                raise RuntimeError("there is no memory tier: start the program with everstep-launch")
+            self._tier = self._place.tier()
+        return self._tier
 
     @property
     def finished(self) -> int:

@@ -32,6 +32,7 @@ from trainer_hooks.progress import Progress
 from trainer_hooks.regroup import Group, Rendezvous
 from trainer_hooks.run import Place, Run
 from trainer_hooks.thread_state import reset_thread_state
+from trainer_hooks.tier import Tier
 from trainer_hooks.timeline import Timeline
 from trainer_hooks.vault_client import VaultClient
 
@@ -220,6 +221,7 @@ class Worker:
             device=group.device,
             restores=spec.restore.floor is not None,
             mesh=lambda: group.mesh,
+            tier=lambda: Tier(self._vault, spec, member, group.store),
         )
 
     # --- how a training function ends

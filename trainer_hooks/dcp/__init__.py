@@ -2,7 +2,7 @@
 
 from trainer_hooks.dcp.planner import VaultLoadPlanner, VaultSavePlanner
 from trainer_hooks.dcp.reader import VaultReader
-from trainer_hooks.dcp.tier import Tier
 from trainer_hooks.dcp.writer import VaultWriter
+from trainer_hooks.tier import Tier
 
 __all__ = ["Tier", "VaultLoadPlanner", "VaultReader", "VaultSavePlanner", "VaultWriter"]

@@ -22,11 +22,11 @@ from everstep.manifests import Manifest, decode_manifest
 from everstep.wire.v1.local import SlotInfo
 from trainer_hooks.dcp.metadata import Aside, Place, decode_aside, metadata_of
 from trainer_hooks.dcp.planner import PLAIN, VaultLoadPlanner
-from trainer_hooks.dcp.tier import Tier
 from trainer_hooks.restore.choose import FIRST_CHECKPOINT_RANK
 from trainer_hooks.restore.fetch import Loader, Supply
 from trainer_hooks.restore.local import BadSlot
 from trainer_hooks.restore.reshard import Read
+from trainer_hooks.tier import Tier
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,80 @@
+"""Where a rank's checkpoints of DCP lie in its vault, beside its snapshots and apart from them.
+
+They have slots in a segment of their own, under numbers of ranks and local ranks that no snapshot has: restoring a job
+does not see them, and they are copied to other nodes as snapshots are.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from torch._C._distributed_c10d import Store
+
+from everstep.errors import ConfigurationError, NotRestorable
+from everstep.ids import Version
+from everstep.wire.v1.local import SlotInfo
+from everstep.wire.v1.training import GenerationSpec, Member
+from trainer_hooks.restore.choose import FIRST_CHECKPOINT_RANK
+from trainer_hooks.restore.local import LocalSlots
+from trainer_hooks.vault_client import VaultClient
+
+FIRST_LOCAL_RANK = 32
+"""Half of the local ranks for which a vault keeps segments."""
+SLOTS = 3
+"""The one being written and the two written last."""
+
+
+class Tier:
+    """One rank's place in the memory tier, in one generation.
+
+    Args:
+        store: the generation's, on which ranks agree which checkpoint they load.
+
+    Raises ConfigurationError on a node of more ranks than a vault has segments for.
+    """
+
+    def __init__(self, vault: VaultClient, spec: GenerationSpec, member: Member, store: Store) -> None:
+        if member.local_rank >= FIRST_LOCAL_RANK:
+            raise ConfigurationError(f"checkpoints of DCP are kept for {FIRST_LOCAL_RANK} ranks of a node at most")
+        self.vault = vault
+        self.spec = spec
+        self.member = member
+        self.store = store
+        self.local = LocalSlots()
+        self.loads = 0
+
+    @property
+    def rank(self) -> int:
+        """Of this rank's slots."""
+        return FIRST_CHECKPOINT_RANK + self.member.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Of this rank's segment."""
+        return FIRST_LOCAL_RANK + self.member.local_rank
+
+    def checkpoints(self) -> dict[Version, list[SlotInfo]]:
+        """The slots of all checkpoints that this job's vaults hold, nearest first."""
+        nodes = tuple(dict.fromkeys((*self.spec.seats, *(holder.node for holder in self.spec.holders))))
+        slots = self.vault.inventory(self.spec.job, tuple(n for n in nodes if n != self.member.node))
+        found: dict[Version, list[SlotInfo]] = defaultdict(list)
+        for slot in sorted(slots, key=self._distance):
+            if slot.rank >= FIRST_CHECKPOINT_RANK:
+                found[slot.version].append(slot)
+        return dict(found)
+
+    def _distance(self, slot: SlotInfo) -> tuple[bool, bool, int]:
+        here = slot.node == self.member.node
+        return not here, slot.replica, (slot.rank - self.rank) % FIRST_CHECKPOINT_RANK
+
+    def agree(self, chosen: Version | None) -> Version:
+        """What rank 0 chose, on all ranks. Raises NotRestorable where it chose nothing."""
+        key = f"dcp/load/{self.loads}"
+        self.loads += 1
+        if self.member.rank == 0:
+            self.store.set(key, "" if chosen is None else f"{chosen.generation}:{chosen.step}")
+        told = self.store.get(key).decode()
+        if not told:
+            raise NotRestorable("the job's vaults hold no whole checkpoint of the kind that is asked for")
+        generation, _, step = told.partition(":")
+        return Version(int(generation), int(step))
