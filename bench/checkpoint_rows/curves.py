@@ -109,7 +109,7 @@ def _short(number: int) -> str:
 
 def draw(path: Path, panels: tuple[tuple[str, str, list[Point]], ...]) -> None:
     """One panel for each of what grows, both axes logarithmic."""
-    figure, axes = plt.subplots(1, len(panels), figsize=(14, 4.2), constrained_layout=True)
+    figure, axes = plt.subplots(1, len(panels), figsize=(14, 4.5), constrained_layout=True)
     for axis, (name, unit, points) in zip(axes, panels, strict=True):
         known = [p for p in points if p.stall is not None and p.restore is not None and p.memcpy is not None]
         for values, colour, label, style in (
@@ -131,7 +131,7 @@ def draw(path: Path, panels: tuple[tuple[str, str, list[Point]], ...]) -> None:
             )
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
-    axes[0].legend(frameon=False)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle("Snapshot and restore, no compute beside them")
     figure.savefig(path, dpi=110)
     plt.close(figure)
