@@ -20,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from everstep.errors import NotRestorable
 from trainer_hooks.python_state import Group, Merged, Name, PythonState, encode, group_options, pack_names, put_options
 from trainer_hooks.snapshot.blob import dtype_name, dtype_of
+from trainer_hooks.snapshot.identity import Identity
 from trainer_hooks.snapshot.layout import Layout, Sharing, Tensor
-from trainer_hooks.snapshot.live import Site, Still, TrackedTensor, local_parts
+from trainer_hooks.snapshot.live import Still, TrackedTensor, local_parts
 
 __all__ = ["TrackedState", "TrackedTensor"]
 
@@ -47,8 +48,7 @@ class TrackedState:
             for one in _several(tracked):
                 self._sort_in(key, one)
         self._fqns = self._names()
-        self._sites: list[Site] = []
-        self._sizes: list[tuple[Any, int]] = []
+        self._identity = Identity()
         self._still: list[Still] = []
         self._scalars: list[tuple[str, str, dict[str, Any], str]] = []
         self._extra: list[tuple[str, torch.nn.Module]] = []
@@ -86,24 +86,21 @@ class TrackedState:
         self._reshard()
         self._fqns = self._names()
         self._looked = True
-        self._sites, self._still, self._scalars, self._packed = [], [], [], None
+        self._identity, self._still, self._scalars, self._packed = Identity(), [], [], None
         self._extra = [
             (name, module)
             for _, name, module in self._all_modules()
             if type(module).get_extra_state is not torch.nn.Module.get_extra_state
         ]
-        self._sizes = [
-            (inside, len(inside))
-            for _, _, module in self._all_modules()
-            for inside in (module._parameters, module._buffers, module._modules)
-        ]
+        for _, _, module in self._all_modules():
+            self._identity.module(module)
         found: dict[Any, TrackedTensor] = {}
         for name, place, key, parameter in self._parameters():
             self._add(found, name, place, key, parameter, Sharing.EQUAL, parameter=True)
         for name, place, key, buffer in self._buffers():
             self._add(found, name, place, key, buffer, self._sharing_of(name, buffer), parameter=False)
         for name, place, key, moment in self._moments():
-            self._add(found, name, place, key, moment, Sharing.EQUAL, parameter=False)
+            self._add(found, name, place, key, moment, Sharing.EQUAL, parameter=False, shaped=False)
         return list(found.values())
 
     def complete(self) -> bool:
@@ -116,13 +113,7 @@ class TrackedState:
 
     def unchanged(self) -> bool:
         """Whether the tensors are still those that ``tensors`` found, in the same memory. Fast: every step asks."""
-        return (
-            self._looked
-            and all(len(container) == size for container, size in self._sizes)
-            and all(s.place.get(s.key) is s.tensor and s.memory.data_ptr() == s.address for s in self._sites)
-            and all(still.holds(still.buffer) for still in self._still)
-            and not any(isinstance(state.get(key), torch.Tensor) for _, _, state, key in self._scalars)
-        )
+        return self._looked and self._identity.unchanged() and all(still.holds(still.buffer) for still in self._still)
 
     def _reshard(self) -> None:
         for _, module in self._modules:
@@ -147,11 +138,13 @@ class TrackedState:
         sharing: Sharing,
         *,
         parameter: bool,
+        shaped: bool = True,
     ) -> None:
         parts = local_parts(name, tensor)
         if sharing is Sharing.EQUAL:
-            memory = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-            self._sites.append(Site(place, key, tensor, memory, memory.data_ptr()))
+            self._identity.tensor(place, key, tensor, shaped=shaped)
+        else:
+            self._identity.moving(place, key, tensor)
         for local, box in parts:
             identity = (local.data_ptr(), local.size(), local.stride(), local.dtype) if local.numel() else id(tensor)
             if identity not in found:
@@ -189,12 +182,12 @@ class TrackedState:
 
     def _moments(self) -> Iterator[tuple[str, Mapping[str, Any], str, torch.Tensor]]:
         for top, optimizer in self._optimizers:
-            self._sizes.append((optimizer.state, len(optimizer.state)))
+            self._identity.optimizer(optimizer)
             for fqn, parameter in self._trained(optimizer):
                 state = optimizer.state.get(parameter)
                 if state is None:
                     continue
-                self._sizes.append((state, len(state)))
+                self._identity.state(state)
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor):
                         yield f"{top}.{fqn}.{key}", state, key, value

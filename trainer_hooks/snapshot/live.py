@@ -58,16 +58,6 @@ class TrackedTensor(msgspec.Struct, frozen=True):
         )
 
 
-class Site(msgspec.Struct, frozen=True):
-    """Where a tensor was found, to see cheaply whether it is still there: ``place[key] is tensor`` at ``address``."""
-
-    place: Mapping[Any, Any]
-    key: Any
-    tensor: torch.Tensor
-    memory: torch.Tensor
-    address: int
-
-
 class Still(msgspec.Struct):
     """A buffer as it was, to see whether training changes it: most are constants, some are running statistics."""
 
