@@ -13,10 +13,14 @@ import torch
 
 from trainer_hooks.sdc.digest import WeightedDigest
 from trainer_hooks.snapshot.blob import dtype_of
+from trainer_hooks.snapshot.gather import Gather
 from trainer_hooks.snapshot.layout import BLOB_PREFIX, Box, Manifest
 from trainer_hooks.snapshot.plan import Share
 from trainer_hooks.state import TrackedTensor
 from trainer_hooks.vault_client import MappedSegment
+
+MOST_GATHERS = 16
+"""One for each slot of a segment, and some for segments before it."""
 
 
 def part_of(local: torch.Tensor, held: Box, wanted: Box) -> torch.Tensor:
@@ -102,16 +106,26 @@ def write_blob(payload: memoryview, manifest: Manifest, blob: bytes) -> None:
 class HostMover:
     """Copies between host tensors; done when ``run`` returns."""
 
+    def __init__(self) -> None:
+        self._gathers: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor], Gather]] = {}
+
     def begin(self) -> None:
         """Called by the training thread when the state is as it shall be copied."""
 
     def run(
         self, targets: list[torch.Tensor], sources: list[torch.Tensor], digests: dict[str, WeightedDigest]
     ) -> dict[str, torch.Tensor]:
-        with torch.no_grad():
-            if targets:
-                torch._foreach_copy_(targets, sources)
+        self._gather(targets, sources).copy()
         return {group: digest.start() for group, digest in digests.items()}
+
+    def _gather(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Gather:
+        """Made once for each slot; a list is known by its identity as long as it is held here."""
+        key = (id(targets), id(sources))
+        if key not in self._gathers:
+            if len(self._gathers) >= MOST_GATHERS:
+                self._gathers.clear()
+            self._gathers[key] = targets, sources, Gather(targets, sources)
+        return self._gathers[key][2]
 
     def order_before_step(self) -> None:
         """Called by the training thread before the state changes again."""
@@ -124,6 +138,7 @@ class DeviceMover(HostMover):
     """Copies from a GPU on a stream of its own into page-locked slots."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
