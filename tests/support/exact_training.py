@@ -12,7 +12,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -63,6 +64,12 @@ class Faults:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def hold(run: everstep.Run, step: int, last_steps: Mapping[int, int]) -> None:
+    """Waits for the next generation where this one's last step, if it is told, is behind: tests need no haste."""
+    while step > last_steps.get(run.generation, step):
+        time.sleep(0.005)
+
+
 class Diary:
     """One JSON line for each step that this process computed to its end."""
 
@@ -80,6 +87,12 @@ def read_diaries(folder: Path) -> list[dict[str, Any]]:
     """What all ranks wrote; a line that a SIGKILL cut short counts for nothing."""
     lines = [line for path in folder.glob("diary-*.jsonl") for line in path.read_text().splitlines(True)]
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def reached(folder: Path, generation: int, step: int, ranks: int) -> bool:
+    """Whether so many ranks of the generation have computed the step."""
+    rows = (row for row in read_diaries(folder) if (row["generation"], row["step"]) == (generation, step))
+    return len({row["rank"] for row in rows}) == ranks
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from tests.support.exact_training import Diary, Fault, Faults, fingerprint
+from tests.support.exact_training import Diary, Fault, Faults, fingerprint, hold
 from tests.support.loaded_data import Counted, Jumping, Numbers, Stuck
 from trainer_hooks.loading.packing import Packed, pack
 from trainer_hooks.run import Run
@@ -40,7 +41,9 @@ KINDS = {
 }
 
 
-def train(run: Run, folder: str, until: int, kind: str, faults: tuple[Fault, ...] = ()) -> None:
+def train(
+    run: Run, folder: str, until: int, kind: str, faults: tuple[Fault, ...], last_steps: Mapping[int, int]
+) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     make, collate_fn = KINDS[kind]
@@ -52,6 +55,7 @@ def train(run: Run, folder: str, until: int, kind: str, faults: tuple[Fault, ...
     dying, diary = Faults(faults, Path(folder), run.rank), Diary(Path(folder), run)
     for step in run.steps(until=until, seed=SEED):
         dying.step = step
+        hold(run, step, last_steps)
         samples, inputs = loader.batch(step)
         dying.at("forward")
         (replicas(inputs).square().mean() * loader.weight(step)).backward()

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import nn
 
-from tests.support.exact_training import BATCH, SAMPLES, SEED, Diary, Fault, Faults, Net, data, fingerprint
+from tests.support.exact_training import BATCH, SAMPLES, SEED, Diary, Fault, Faults, Net, data, fingerprint, hold
 from trainer_hooks.run import Run
 
 
-def train(run: Run, folder: str, until: int, virtual_ranks: int, faults: tuple[Fault, ...] = ()) -> None:
+def train(
+    run: Run,
+    folder: str,
+    until: int,
+    virtual_ranks: int,
+    faults: tuple[Fault, ...] = (),
+    last_steps: Mapping[int, int] = MappingProxyType({}),
+) -> None:
     """Two models under one optimizer each, clipping, a schedule and dropout; unequal parts."""
     torch.set_num_threads(1)
     torch.manual_seed(SEED + run.rank)  # replicas are made equal by whoever is rank 0 at the start
@@ -27,6 +36,7 @@ def train(run: Run, folder: str, until: int, virtual_ranks: int, faults: tuple[F
     dying, diary = Faults(faults, Path(folder), run.rank), Diary(Path(folder), run)
     for step in run.steps(until=until, seed=SEED):
         dying.step = step
+        hold(run, step, last_steps)
         samples, losses = [], []
         for part in run.parts(sampler, step):
             with torch.autocast("cpu", torch.bfloat16):
