@@ -11,6 +11,8 @@ import logging
 import random
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,8 +71,7 @@ class Held(nn.Module):
 def double_kills(kills: int, replicas: int, seed: int = 1) -> Outcome:
     """Kills of two random nodes at random moments, with ``replicas`` copies of each byte."""
     chance, outcome = random.Random(seed), Outcome()
-    logging.getLogger("trainer_hooks").setLevel(logging.ERROR)  # that copies fail is what is played here
-    with Fleet(NODES) as fleet:
+    with _quiet(), Fleet(NODES) as fleet:
         clients = {node: VaultClient(fleet.vaults[node].socket) for node in NODES}
         try:
             for _ in range(kills):
@@ -79,6 +80,18 @@ def double_kills(kills: int, replicas: int, seed: int = 1) -> Outcome:
             for client in clients.values():
                 client.close()
     return outcome
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """That copies fail is what is played here: it is not said each time."""
+    log = logging.getLogger("trainer_hooks")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def _kill_two(

@@ -16,6 +16,8 @@ from typing import Any
 
 PRELOAD = ["bench.checkpoint_rows.rank"]
 DEADLINE_S = 300.0
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+"""As launchers set it, ours and torchrun; the loopback is where all of them are."""
 
 
 class RankFailed(RuntimeError):
@@ -26,8 +28,8 @@ class Crew:
     """Processes that are gone when the block is left, whatever happened, with all that they started themselves."""
 
     def __init__(self) -> None:
-        os.environ["OMP_NUM_THREADS"] = "1"  # as launchers set it, ours and torchrun
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        self._environment = {name: os.environ.get(name) for name in ENVIRONMENT}
+        os.environ.update(ENVIRONMENT)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
         self._running: list[tuple[Any, Connection]] = []
@@ -37,6 +39,11 @@ class Crew:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.end()
+        for name, before in self._environment.items():
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
 
     def start(self, function: Callable[..., Any], *arguments: Any) -> Connection:
         """Calls a module's function in a process of its own; what it returns comes over the connection."""
