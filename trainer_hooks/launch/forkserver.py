@@ -2,12 +2,13 @@
 
 ``python -m trainer_hooks.launch.forkserver --control FD --parent PID``; the launcher starts it and speaks to it in
 ``trainer_hooks.launch.messages`` over a socket pair. It reports the death of a child at once. When the launcher is
-gone it kills what it forked and ends; when it is gone itself, the kernel kills its children.
+gone it kills what it forked, waits for that and ends; when it is gone itself, the kernel kills its children.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib
 import os
@@ -147,9 +148,15 @@ class ForkServer:
             self._end()
 
     def _end(self, *_: object) -> None:
+        """Kills all children and ends when they are gone: who waits for this process may count on that."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         for pid in self._children.values():
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # a signal came between its reaping and its forgetting
+                os.kill(pid, signal.SIGKILL)
             signal_group(pid, signal.SIGKILL)
+        for pid in self._children.values():
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
         os._exit(0)
 
 

@@ -51,6 +51,12 @@ def start_grandchild(path: str) -> None:
     signal.pause()
 
 
+def hold_memory(path: str) -> None:
+    held = b"x" * (400 << 20)
+    Path(path).write_text(str(len(held)))
+    signal.pause()
+
+
 def draw() -> float:
     import numpy
 
@@ -146,6 +152,15 @@ def test_the_server_and_its_children_end_when_nobody_listens(bare: ForkPool) -> 
     bare.close()
     assert bare._server.returncode == 0
     eventually(lambda: not alive(pid))
+
+
+def test_a_server_that_has_ended_has_outlived_its_children(bare: ForkPool, tmp_path: Path) -> None:
+    """Also one that takes a while to die, since its memory is freed first."""
+    child = bare.start(hold_memory, str(tmp_path / "held"))
+    eventually(lambda: (tmp_path / "held").exists() and (tmp_path / "held").read_text() != "")
+    pid = child.pid
+    bare.close()
+    assert not alive(pid)
 
 
 def test_a_message_that_does_not_fit_is_refused_with_the_mend(bare: ForkPool) -> None:
