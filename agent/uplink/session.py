@@ -201,6 +201,9 @@ class Session:
 
     def heard(self, kind: int, body: bytes) -> None:
         """Takes a frame."""
+        if kind == Frame.LET_GO:
+            self.hold = False
+            return
         message = self._decoded(kind, body)
         match message:
             case HeartbeatAnswer():

@@ -255,6 +255,10 @@ class Agent:
         elif kind == Frame.DEFLATED_PUSH:
             self._after = int.from_bytes(body[:NUMBER_BYTES], "big")
             self._enter(self._host.seats_of(body[NUMBER_BYTES:], True), now)
+        elif kind == Frame.LET_GO:
+            self.hold = False
+            if not self._asked and not self.beat_sent_at:
+                self._host.ended(self)
         elif kind == Frame.REGISTERED:
             self.hold = msgspec.json.decode(body, type=Registered).hold
             self._host.progressed(self, "registered")

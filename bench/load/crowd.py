@@ -13,6 +13,7 @@ import sys
 import time
 from array import array
 from collections import Counter, deque
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from everstep.wire.v1.training import AnyReport, FindingRaised
 LONGEST_POLL_S = 0.002
 """How late a beat may be for want of looking at the clock."""
 RESUME_AT_ONCE = 16
+AGAIN_S = (0.2, 1.0)
+"""After which news is said again whose connection broke: drawn from between, as the agent's back-off does."""
 
 
 class Crowd:
@@ -55,6 +58,7 @@ class Crowd:
         self._loss = 0.0
         self._jitter_s = 0.0
         self._late: list[tuple[float, Agent]] = []
+        self._again: list[tuple[float, int, Agent]] = []
         self._storms: list[_Storm] = []
         self._random = random.Random(order["first"])
         self._resuming: deque[tuple[Agent, Seats, int]] = deque()
@@ -144,6 +148,8 @@ class Crowd:
             agent.seq = 0
             self._opening.append(agent)
             self._open_more()
+        elif agent.unreported():
+            heappush(self._again, (time.perf_counter() + self._random.uniform(*AGAIN_S), agent.index, agent))
 
     def _open_more(self) -> None:
         if self._opening:
@@ -190,6 +196,8 @@ class Crowd:
     def _do_what_is_due(self) -> float:
         """Returns how long nothing more is due, seconds."""
         now = time.perf_counter()
+        while self._again and self._again[0][0] <= now:
+            self._news_again(heappop(self._again)[-1])
         for storm in self._storms:
             storm.blow(now)
         if not self._interval_s:
@@ -225,6 +233,14 @@ class Crowd:
             self.sent += 1
         except OSError as error:
             self._broken(agent, error)
+
+    def _news_again(self, agent: Agent) -> None:
+        """Of an agent that has not come back meanwhile."""
+        if agent.sock is None and agent.unreported():
+            try:
+                self._report(agent)
+            except OSError as error:
+                self._broken(agent, error)
 
     # --- orders --------------------------------------------------------------------------------------------------
 

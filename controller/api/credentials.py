@@ -8,10 +8,13 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from controller.api.endpoints import body
+from controller.api import asgi, endpoints
+from controller.api.history import page_size
+from controller.api.tags import tag_of
 from controller.credentials import Credentials, Order, shown
 from controller.loop import FleetLoop
 from controller.transaction import Transaction, new_trace
+from controller.views import LONGEST_PAGE
 from everstep.errors import Unavailable
 from everstep.tokens import Identity
 from everstep.wire.v1 import enrolment as wire
@@ -29,30 +32,58 @@ class CredentialRoutes:
         self._credentials = credentials
 
     async def enrol(self, request: Request, who: Identity) -> wire.Enrolled:
-        asked = await body(request, wire.Enrol)
+        asked = await endpoints.body(request, wire.Enrol)
         trace = new_trace()
         enrolled = await self._submit(lambda tx, now: self._credentials.enrol(asked, who, trace, tx, now))
         log.info("enrolled by join token %s", who.credential, extra={"node": asked.node, "trace": trace})
         return enrolled
 
-    async def credentials(self, _request: Request, _who: Identity) -> wire.CredentialList:
-        return wire.CredentialList(credentials=tuple(shown(row) for row in self._credentials.listed()))
+    async def credentials(self, request: Request, _who: Identity) -> endpoints.Tagged:
+        asked = asgi.query(request.scope)
+        wanted = (asked.get("role", ""), asked.get("subject", ""), asked.get("cursor", ""))
+        rows, more = self._credentials.page(*wanted, page_size(asked, LONGEST_PAGE))
+        page = wire.CredentialList(credentials=tuple(map(shown, rows)), next=more)
+        return endpoints.Tagged(page, self._tag_of_all())
+
+    async def credential(self, request: Request, _who: Identity) -> endpoints.Tagged:
+        credential = shown(self._credentials.get(request.path_params["id"]))
+        return endpoints.Tagged(credential, tag_of(credential))
 
     async def issue_credential(self, request: Request, who: Identity) -> wire.Issued:
-        wanted = await body(request, wire.Issue)
+        wanted = await endpoints.body(request, wire.Issue)
         order = Order(who, wanted.reason, new_trace())
-        return await self._submit(lambda tx, now: self._credentials.issue(wanted, order, tx, now))
+
+        def issue(tx: Transaction, now: float) -> wire.Issued:
+            endpoints.check_tag(request, self._tag_of_all)
+            return self._credentials.issue(wanted, order, tx, now)
+
+        return await self._submit(issue)
 
     async def revoke_credential(self, request: Request, who: Identity) -> op.Changed:
-        because = await body(request, op.Because)
+        because = await endpoints.body(request, op.Because)
         id, order = request.path_params["id"], Order(who, because.reason, new_trace())
-        sentence = await self._submit(lambda tx, now: self._credentials.revoke(id, order, tx, now))
-        return op.Changed(trace=order.trace, sentence=sentence)
+
+        def revoke(tx: Transaction, now: float) -> str:
+            self._check_tag(request, id)
+            return self._credentials.revoke(id, order, tx, now)
+
+        return op.Changed(trace=order.trace, sentence=await self._submit(revoke))
 
     async def rotate_credential(self, request: Request, who: Identity) -> wire.Issued:
-        wanted = await body(request, wire.Rotate)
+        wanted = await endpoints.body(request, wire.Rotate)
         id, order = request.path_params["id"], Order(who, wanted.reason, new_trace())
-        return await self._submit(lambda tx, now: self._credentials.rotate(id, wanted.grace_s, order, tx, now))
+
+        def rotate(tx: Transaction, now: float) -> wire.Issued:
+            self._check_tag(request, id)
+            return self._credentials.rotate(id, wanted.grace_s, order, tx, now)
+
+        return await self._submit(rotate)
+
+    def _tag_of_all(self) -> str:
+        return f'"{self._credentials.digest()}"'
+
+    def _check_tag(self, request: Request, id: str) -> None:
+        endpoints.check_tag(request, lambda: tag_of(shown(self._credentials.get(id))))
 
     async def _submit(self, change: Callable[[Transaction, float], T]) -> T:
         """Runs a change in the loop. Raises Unavailable while the database is away: it could not be promised."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import resource
+from collections import OrderedDict
 from functools import cache
+from typing import Protocol
 
 RESERVED = 256
 """File descriptors kept for everything that is no agent's connection: the database, logs, libraries, operators."""
@@ -14,20 +16,37 @@ EXHAUSTED_SHARE = 0.85
 of a million GPUs that beats every 20 s, thousands of connections are on their way in a bad half second."""
 
 
+LET_GO_EACH = 2
+"""Sessions that are let go for each new connection while descriptors are scarce: more leave than come."""
+LOOK_AT_EACH = 8
+"""Sessions that are looked at for that: where all are needed, a connection costs no more than this."""
+
+
+class Lettable(Protocol):
+    """A session, as far as its descriptor is concerned."""
+
+    def let_go(self) -> bool:
+        """Asks the agent to hang up, where the session can be done without. Returns whether it was asked."""
+
+
 class Descriptors:
-    """Counts connections.
+    """Counts connections, and asks those to leave that are needed least.
+
+    A fleet has more agents than a process may have files: when thousands of them have news in the same moment (their
+    jobs start, a switch fails), those that only wait for their next beat make room.
 
     Args:
         limit: connections that may be open at once; further ones are closed on arrival.
     """
 
-    __slots__ = ("exhausted_from", "limit", "open", "scarce_from")
+    __slots__ = ("_held", "exhausted_from", "limit", "open", "scarce_from")
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.open = 0
         self.scarce_from = round(limit * SCARCE_SHARE)
         self.exhausted_from = round(limit * EXHAUSTED_SHARE)
+        self._held: OrderedDict[Lettable, None] = OrderedDict()
 
     @property
     def scarce(self) -> bool:
@@ -41,6 +60,26 @@ class Descriptors:
     def spent(self) -> bool:
         """Whether no further connection may be taken."""
         return self.open > self.limit
+
+    def hold(self, session: Lettable) -> None:
+        """A session was opened."""
+        self._held[session] = None
+
+    def forget(self, session: Lettable) -> None:
+        """It has ended."""
+        self._held.pop(session, None)
+
+    def make_room(self) -> None:
+        """A connection has come: where descriptors are scarce, lets others go, those first that were opened first."""
+        if not self.scarce:
+            return
+        left = LET_GO_EACH
+        for _ in range(min(LOOK_AT_EACH, len(self._held))):
+            session, _ = self._held.popitem(last=False)
+            if not session.let_go():
+                self._held[session] = None
+            elif not (left := left - 1):
+                return
 
 
 @cache

@@ -75,6 +75,7 @@ class Front(asyncio.Protocol):
         self._transport = transport
         self._connections.add(self)
         self._descriptors.open += 1
+        self._descriptors.make_room()
         if self._descriptors.spent:
             transport.abort()
             return
@@ -118,6 +119,7 @@ class Front(asyncio.Protocol):
         """Hands the connection over; ``first`` is what came after the upgrade already."""
         self._leave()
         self._connections.add(session)
+        self._descriptors.hold(session)
         self._transport.set_protocol(session)
         self._transport.write(_ACCEPTED)
         if first:
@@ -125,6 +127,7 @@ class Front(asyncio.Protocol):
 
     def _ended(self, session: Session) -> None:
         self._connections.discard(session)
+        self._descriptors.forget(session)
         self._descriptors.open -= 1
 
     def _to_http(self) -> None:

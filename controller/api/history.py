@@ -29,13 +29,12 @@ from everstep.wire.v1.training import GenerationSpec
 ORDERED = ("operator.", "credential.")
 """How the kinds of events begin that tell what people ordered."""
 PAGE = 100
-LONGEST_PAGE = 1000
 VERDICTS_IN_EVIDENCE = 100
 
 
 def page_size(asked: dict[str, str], default: int = PAGE) -> int:
     """``?limit=``, within bounds."""
-    return max(1, min(asgi.integer(asked, "limit", default), LONGEST_PAGE))
+    return max(1, min(asgi.integer(asked, "limit", default), views.LONGEST_PAGE))
 
 
 def flag(asked: dict[str, str], name: str) -> bool | None:
@@ -88,7 +87,7 @@ class HistoryRoutes:
         frames = server_sent(
             self._feed,
             after,
-            lambda seen: self._store.read(lambda reader: reader.events(after=seen, limit=LONGEST_PAGE)),
+            lambda seen: self._store.read(lambda reader: reader.events(after=seen, limit=views.LONGEST_PAGE)),
         )
         return EventStream(frames, self._cut)
 

@@ -14,10 +14,12 @@ from everstep import __version__
 _REF = "#/components/schemas/{name}"
 _OTHER_MEDIA = {"stream": "text/event-stream", "metrics": "text/plain"}
 _MEANINGS = {
+    304: "Not changed since the answer of that tag.",
     401: "No token, or one that does not verify.",
     403: "A right token, for something else.",
     404: "No such thing.",
     409: "Refused in the present state.",
+    412: "Not as it was when you looked.",
     413: "More than 1 MiB.",
     415: "A body that is not JSON.",
     422: "Not a message of the declared shape.",
@@ -28,6 +30,7 @@ _MEANINGS = {
 _PULSE = {"type": "object", "required": ["ok", "role"], "properties": {"ok": {"type": "boolean"}}}
 _NOT_READY = {"ready": {"503": {"description": "It does not.", "content": {"application/json": {"schema": _PULSE}}}}}
 _WITH_RETRY_AFTER = (429, 503)
+_ETAG = {"ETag": {"required": True, "schema": {"type": "string"}, "description": "The entity tag."}}
 
 
 def _json(schema: dict[str, Any]) -> dict[str, Any]:
@@ -41,7 +44,22 @@ def _parameter(name: str, place: str, kind: Any, required: bool) -> dict[str, An
 def _parameters(route: Route) -> list[dict[str, Any]]:
     in_path = [_parameter(name, "path", PATH[name], True) for name in re.findall(r"\{(\w+)\}", route.path)]
     in_query = [_parameter(name, "query", QUERY[name], False) for name in route.query]
-    return in_path + in_query
+    return in_path + in_query + [_parameter(name, "header", str, False) for name in _conditions(route)]
+
+
+def _conditions(route: Route) -> list[str]:
+    """Request headers with entity tags that the route heeds."""
+    return ["If-None-Match"] * route.tagged + ["If-Match"] * bool(route.matches)
+
+
+def _description(route: Route) -> str:
+    said = f"Token of: {route.access}."
+    if route.matches:
+        said += (
+            f" With If-Match: refused (412) where the ETag of GET {route.matches} is another by now, so that an order "
+            "that is sent again is not carried out twice. Never required (no 428)."
+        )
+    return said + f" {route.repeats}: there is no If-Match." if route.repeats else said
 
 
 def _statuses(name: str, route: Route) -> list[int]:
@@ -55,6 +73,8 @@ def _statuses(name: str, route: Route) -> list[int]:
         statuses |= {422}
     if route.body is not None:
         statuses |= {404, 409, 413, 415}
+    if route.matches:
+        statuses |= {412}
     if route.access is Access.AGENT:
         statuses |= {404, 409}
     if name == "register":
@@ -78,12 +98,13 @@ def _operation(name: str, route: Route, schemas: dict[Any, dict[str, Any]]) -> d
     operation: dict[str, Any] = {
         "operationId": name,
         "summary": route.summary,
-        "description": f"Token of: {route.access}.",
+        "description": _description(route),
         "tags": ["agents" if route.access is Access.AGENT else "operators"],
         "security": [] if route.access is Access.OPEN else [{"bearer": []}, {"certificate": []}],
         "parameters": _parameters(route),
         "responses": {
-            "200": {"description": "Done.", "content": done},
+            "200": {"description": "Done.", "content": done, **({"headers": _ETAG} if route.tagged else {})},
+            **({"304": {"description": _MEANINGS[304], "headers": _ETAG}} if route.tagged else {}),
             **_refusals(name, route),
             **_NOT_READY.get(name, {}),
         },

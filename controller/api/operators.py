@@ -8,8 +8,8 @@ import msgspec
 from fastapi import Request
 
 from controller import views
-from controller.api import asgi, endpoints
-from controller.api.history import LONGEST_PAGE, page_size
+from controller.api import asgi, endpoints, tags
+from controller.api.history import page_size
 from controller.core import effects as fx
 from controller.core import events as ev
 from controller.core.restorability import restorability_of
@@ -40,40 +40,44 @@ class OperatorRoutes:
     async def status(self, _request: Request, _who: Identity) -> op.FleetStatus:
         return views.fleet_status(self._desk)
 
-    async def nodes(self, request: Request, _who: Identity) -> op.NodeList:
+    async def nodes(self, request: Request, _who: Identity) -> endpoints.Tagged:
         asked = asgi.query(request.scope)
         wanted = views.NodeFilter(**{name: asked[name] for name in views.NodeFilter.__struct_fields__ if name in asked})
-        return views.node_page(self._desk, wanted, asked.get("cursor", ""), page_size(asked, LONGEST_PAGE))
+        page = views.node_page(self._desk, wanted, asked.get("cursor", ""), page_size(asked, views.LONGEST_PAGE))
+        return endpoints.Tagged(page, tags.of_nodes(self._desk, page))
 
     async def node(self, request: Request, _who: Identity) -> endpoints.Tagged:
         node = request.path_params["node"]
         detail = views.node_detail(self._desk, node)
+        tag = tags.of_node(self._desk.node(node))  # of what is shown, not of what comes while the store is read
         docs = await self._store.read(lambda reader: reader.verdicts(node, limit=VERDICTS_SHOWN))
         verdicts = tuple(msgspec.json.decode(doc, type=Verdict) for doc in docs)
-        return endpoints.tagged(msgspec.structs.replace(detail, verdicts=verdicts), of=self._desk.node(node))
+        return endpoints.Tagged(msgspec.structs.replace(detail, verdicts=verdicts), tag)
 
     async def jobs(self, request: Request, _who: Identity) -> op.JobList:
         asked = asgi.query(request.scope)
         return views.job_page(
-            self._desk, asked.get("job_state", ""), asked.get("cursor", ""), page_size(asked, LONGEST_PAGE)
+            self._desk, asked.get("job_state", ""), asked.get("cursor", ""), page_size(asked, views.LONGEST_PAGE)
         )
 
     async def job(self, request: Request, _who: Identity) -> endpoints.Tagged:
         job = request.path_params["job"]
-        detail = views.job_detail(self._desk, job)
+        detail, tag = views.job_detail(self._desk, job), tags.of_job(self._desk.job(job))
         docs = await self._store.read(lambda reader: reader.recoveries(job, limit=RECOVERIES_SHOWN))
         recoveries = [msgspec.json.decode(doc, type=op.Recovery) for doc in docs]
         current = self._loop.boards.recoveries.current(self._desk.job(job))
         if current is not None and current.seconds is None:
             recoveries.append(current)
         answer = msgspec.structs.replace(detail, recoveries=tuple(recoveries))
-        return endpoints.tagged(answer, of=views.job_tag(self._desk.job(job)))
+        return endpoints.Tagged(answer, tag)
 
     async def restorability(self, request: Request, _who: Identity) -> op.Restorability:
         return restorability_of(self._desk.state, self._desk.job(request.path_params["job"]))
 
-    async def probes(self, _request: Request, _who: Identity) -> op.ProbeList:
-        return op.ProbeList(probes=self._loop.boards.probes.newest())
+    async def probes(self, request: Request, _who: Identity) -> endpoints.Tagged:
+        asked, board = asgi.query(request.scope), self._loop.boards.probes
+        found, more = board.page(asked.get("node", ""), asked.get("cursor", ""), page_size(asked))
+        return endpoints.Tagged(op.ProbeList(probes=found, next=more), tags.of_probes(board.newest()))
 
     async def probe(self, request: Request, _who: Identity) -> op.ProbeStatus:
         return self._loop.boards.probes.get(request.path_params["probe"])
@@ -109,10 +113,7 @@ class OperatorRoutes:
 
     async def _command(self, request: Request, command: ev.OperatorCommand) -> op.Changed:
         def stimulus(tx: Transaction, now: float) -> op.Changed:
-            if command.node in self._desk.state.nodes:
-                endpoints.check_tag(request, self._desk.state.nodes[command.node])
-            if command.job in self._desk.state.jobs:
-                endpoints.check_tag(request, views.job_tag(self._desk.state.jobs[command.job]))
+            endpoints.check_tag(request, lambda: tags.of_subject(self._desk, command))
             return _changed(command, tx, now)
 
         return await self._loop.submit(stimulus)
@@ -122,8 +123,13 @@ class OperatorRoutes:
         event = ev.ProbeRequested(
             nodes=wanted.nodes, backend=wanted.backend, actor=who.subject, reason=wanted.reason, trace=new_trace()
         )
-        probe = await self._loop.submit(lambda tx, now: _started_probe(event, tx, now))
-        return self._loop.boards.probes.get(probe)
+        board = self._loop.boards.probes
+
+        def stimulus(tx: Transaction, now: float) -> str:
+            endpoints.check_tag(request, lambda: tags.of_probes(board.newest()))
+            return _started_probe(event, tx, now)
+
+        return board.get(await self._loop.submit(stimulus))
 
 
 def _order(kind: ev.OperatorAction, who: Identity, reason: str, **subject: Any) -> ev.OperatorCommand:

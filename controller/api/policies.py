@@ -10,8 +10,7 @@ from multiprocessing import get_context
 from fastapi import Request
 
 from controller import policy_change, views
-from controller.api import endpoints
-from controller.core.budget import budget
+from controller.api import endpoints, tags
 from controller.replay import WhatIf
 from everstep.errors import Conflict
 from everstep.tokens import Identity
@@ -33,14 +32,17 @@ class PolicyRoutes:
         self._trying = asyncio.Lock()
 
     async def policy(self, _request: Request, _who: Identity) -> endpoints.Tagged:
-        return endpoints.tagged(policy_change.document(self._desk.state.policy))
+        policy = self._desk.state.policy
+        return endpoints.Tagged(policy_change.document(policy), tags.of_policy(policy))
 
     async def check_policy(self, request: Request, _who: Identity) -> past.PolicyChecked:
         change = await endpoints.body(request, past.PolicyChange)
+        self._check_tag(request)
         return policy_change.check(self._desk.state.policy, change)
 
     async def try_policy(self, request: Request, _who: Identity) -> past.Tried:
         wanted = await endpoints.body(request, past.TryPolicy)
+        self._check_tag(request)
         policy_change.apply(self._desk.state.policy, wanted.change)
         if not self._journal:
             raise Conflict("nothing is recorded here: set journal_dir, and try the change on what comes from then on")
@@ -50,6 +52,9 @@ class PolicyRoutes:
             self._flush()
             told = await self._apart(wanted)
         return _tried(told)
+
+    def _check_tag(self, request: Request) -> None:
+        endpoints.check_tag(request, lambda: tags.of_policy(self._desk.state.policy))
 
     async def _apart(self, wanted: past.TryPolicy) -> WhatIf:
         """In a process of its own: it is long work, and the loop has a fleet to look after."""
@@ -62,31 +67,9 @@ class PolicyRoutes:
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    async def budget(self, _request: Request, _who: Identity) -> past.BudgetStatus:
-        state = self._desk.state
-        now = budget(state, self._desk.now())
-        return past.BudgetStatus(
-            window_s=now.window_s,
-            breaker=now.breaker,
-            breaker_at=now.breaker_at,
-            scopes=tuple(
-                past.BudgetScope(
-                    kind=one.kind,
-                    name=one.name,
-                    limit=one.limit,
-                    used=one.used,
-                    left=0 if now.breaker else one.left,
-                    nodes=one.of,
-                    frees_at=one.frees_at,
-                )
-                for one in now.scopes
-            ),
-            held=tuple(
-                past.HeldEviction(node=record.node, finding=record.overruled, held_by=record.held_by)
-                for record in state.nodes.values()
-                if record.overruled
-            ),
-        )
+    async def budget(self, _request: Request, _who: Identity) -> endpoints.Tagged:
+        status = views.budget_status(self._desk)
+        return endpoints.Tagged(status, tags.tag_of(status))
 
 
 def _tried(told: WhatIf) -> past.Tried:

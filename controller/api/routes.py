@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from everstep.ids import JobId, NodeId, TraceId, Whole
+from everstep.tokens import TokenRole
 from everstep.vocabulary import Decision, JobState, NodeState, Verdict
 from everstep.wire.v1 import agent, enrolment
 from everstep.wire.v1 import history as past
@@ -57,6 +58,8 @@ QUERY: dict[str, Any] = {
     "remedy_state": Literal["wanted", "begun", "confirmed", "failed", "superseded"],
     "decision": _one_of(Decision),
     "standing": bool,
+    "role": _one_of(TokenRole),
+    "subject": Annotated[str, msgspec.Meta(max_length=128)],
     "verified": bool,
     "rack": Text,
     "switch": Text,
@@ -70,6 +73,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """One route. ``body`` and ``answers`` are message types; ``query`` names optional parameters.
 
     A route with ``Access.JOB`` names its job in its path, or else in its query; where it names none, it is about all.
+    ``tagged``: the answer has an ETag. A route with a body says in ``matches`` which GET has the tag that its If-Match
+    is compared with, or in ``repeats`` why it takes none.
     """
 
     method: str
@@ -79,46 +84,67 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     answers: Any
     body: Any = None
     query: tuple[str, ...] = ()
+    tagged: bool = False
+    matches: str = ""
+    repeats: str = ""
 
 
 def _read(path: str, answers: Any, summary: str, *query: str, access: Access = Access.READ) -> Route:
     return Route(method="GET", path=path, access=access, summary=summary, answers=answers, query=query)
 
 
-def _change(path: str, body: Any, summary: str, answers: Any = op.Changed) -> Route:
-    return Route(method="POST", path=path, access=Access.CHANGE, summary=summary, answers=answers, body=body)
+def _tagged(path: str, answers: Any, summary: str, *query: str, access: Access = Access.READ) -> Route:
+    return msgspec.structs.replace(_read(path, answers, summary, *query, access=access), tagged=True)
+
+
+def _change(
+    path: str, body: Any, summary: str, matches: str, answers: Any = op.Changed, access: Access = Access.CHANGE
+) -> Route:
+    return Route(method="POST", path=path, access=access, summary=summary, answers=answers, body=body, matches=matches)
 
 
 def _agent(verb: str, body: Any, answers: Any, summary: str) -> Route:
     path = f"/v1/agents/{{node}}/{verb}"
-    return Route(method="POST", path=path, access=Access.AGENT, summary=summary, answers=answers, body=body)
+    repeats = "What comes again is known by its incarnation and number, and counts once"
+    return Route(
+        method="POST", path=path, access=Access.AGENT, summary=summary, answers=answers, body=body, repeats=repeats
+    )
 
 
 OPERATOR: dict[str, Route] = {
     "status": _read("/v1/status", op.FleetStatus, "The fleet on one screen."),
-    "nodes": _read(
+    "nodes": _tagged(
         "/v1/nodes",
         op.NodeList,
         "Nodes, in pages.",
         *("state", "rack", "switch", "job", "model", "label", "limit", "cursor"),
     ),
-    "node": _read("/v1/nodes/{node}", op.NodeDetail, "One node, with findings and newest verdicts."),
+    "node": _tagged("/v1/nodes/{node}", op.NodeDetail, "One node, with findings and newest verdicts."),
     "jobs": _read("/v1/jobs", op.JobList, "Jobs, in pages.", "job_state", "limit", "cursor"),
-    "job": _read("/v1/jobs/{job}", op.JobDetail, "One job, with its ranks and recoveries.", access=Access.JOB),
+    "job": _tagged("/v1/jobs/{job}", op.JobDetail, "One job, with its ranks and recoveries.", access=Access.JOB),
     "restorability": _read(
         "/v1/jobs/{job}/restorability",
         op.Restorability,
         "What the job would go back to now, and which loss it could not bear.",
         access=Access.JOB,
     ),
-    "probes": _read("/v1/probes", op.ProbeList, "The newest probes."),
+    "probes": _tagged("/v1/probes", op.ProbeList, "The newest probes, in pages.", "node", "limit", "cursor"),
     "probe": _read("/v1/probes/{probe}", op.ProbeStatus, "One probe."),
-    "start_probe": _change("/v1/probes", op.StartProbe, "Let nodes run an all-reduce.", op.ProbeStatus),
-    "reset_breaker": _change("/v1/breaker/reset", op.Because, "Allow automatic evictions again."),
-    "stop": _change("/v1/jobs/{job}/stop", op.Because, "End a job."),
-    "resize": _change("/v1/jobs/{job}/resize", op.Resize, "Bound a job's nodes from its next boundary on."),
-    "maintenance": _change("/v1/maintenance", past.Maintenance, "A window for people to work on a node or a rack."),
-    "order": _change("/v1/nodes/{node}/{order}", op.Because, "drain, hold, readmit, evict or repair a node."),
+    "start_probe": _change("/v1/probes", op.StartProbe, "Let nodes run an all-reduce.", "/v1/probes", op.ProbeStatus),
+    "reset_breaker": _change("/v1/breaker/reset", op.Because, "Allow automatic evictions again.", "/v1/budget"),
+    "stop": _change("/v1/jobs/{job}/stop", op.Because, "End a job.", "/v1/jobs/{job}"),
+    "resize": _change(
+        "/v1/jobs/{job}/resize", op.Resize, "Bound a job's nodes from its next boundary on.", "/v1/jobs/{job}"
+    ),
+    "maintenance": _change(
+        "/v1/maintenance",
+        past.Maintenance,
+        "A window for people to work on a node or a rack.",
+        "/v1/nodes/{node}, or of /v1/nodes?rack=RACK",
+    ),
+    "order": _change(
+        "/v1/nodes/{node}/{order}", op.Because, "drain, hold, readmit, evict or repair a node.", "/v1/nodes/{node}"
+    ),
 }
 
 HISTORY: dict[str, Route] = {
@@ -152,16 +178,24 @@ HISTORY: dict[str, Route] = {
 }
 
 POLICY: dict[str, Route] = {
-    "policy": _read("/v1/policy", past.PolicyDocument, "The policy in force."),
-    "check_policy": msgspec.structs.replace(
-        _change("/v1/policy/check", past.PolicyChange, "Whether a change could be put in force.", past.PolicyChecked),
-        access=Access.READ,
+    "policy": _tagged("/v1/policy", past.PolicyDocument, "The policy in force."),
+    "check_policy": _change(
+        "/v1/policy/check",
+        past.PolicyChange,
+        "Whether a change could be put in force.",
+        "/v1/policy",
+        past.PolicyChecked,
+        Access.READ,
     ),
-    "try_policy": msgspec.structs.replace(
-        _change("/v1/policy/try", past.TryPolicy, "What a change would have done lately.", past.Tried),
-        access=Access.READ,
+    "try_policy": _change(
+        "/v1/policy/try",
+        past.TryPolicy,
+        "What a change would have done lately.",
+        "/v1/policy",
+        past.Tried,
+        Access.READ,
     ),
-    "budget": _read("/v1/budget", past.BudgetStatus, "What may still be evicted, and what is held."),
+    "budget": _tagged("/v1/budget", past.BudgetStatus, "What may still be evicted, and what is held."),
 }
 
 CREDENTIALS: dict[str, Route] = {
@@ -172,14 +206,30 @@ CREDENTIALS: dict[str, Route] = {
         summary="A credential of its own for a node that shows a join token.",
         body=enrolment.Enrol,
         answers=enrolment.Enrolled,
+        repeats="The same hash for the same node is answered as before",
     ),
-    "issue_credential": _change("/v1/credentials", enrolment.Issue, "Issue a credential.", enrolment.Issued),
-    "credentials": _read(
-        "/v1/credentials", enrolment.CredentialList, "All credentials, without secrets.", access=Access.CHANGE
+    "issue_credential": _change(
+        "/v1/credentials", enrolment.Issue, "Issue a credential.", "/v1/credentials", enrolment.Issued
     ),
-    "revoke_credential": _change("/v1/credentials/{id}/revoke", op.Because, "End a credential."),
+    "credentials": _tagged(
+        "/v1/credentials",
+        enrolment.CredentialList,
+        "Credentials, without secrets, in pages.",
+        *("role", "subject", "limit", "cursor"),
+        access=Access.CHANGE,
+    ),
+    "credential": _tagged(
+        "/v1/credentials/{id}", enrolment.Credential, "One credential, without its secret.", access=Access.CHANGE
+    ),
+    "revoke_credential": _change(
+        "/v1/credentials/{id}/revoke", op.Because, "End a credential.", "/v1/credentials/{id}"
+    ),
     "rotate_credential": _change(
-        "/v1/credentials/{id}/rotate", enrolment.Rotate, "Issue a second one for its subject.", enrolment.Issued
+        "/v1/credentials/{id}/rotate",
+        enrolment.Rotate,
+        "Issue a second one for its subject.",
+        "/v1/credentials/{id}",
+        enrolment.Issued,
     ),
 }
 

@@ -182,6 +182,15 @@ class Session(asyncio.Protocol):
             self._stalled.cancel()
             self._stalled = None
 
+    def let_go(self) -> bool:
+        """Asks the agent to hang up, where nobody needs the session and nothing is under way."""
+        busy = self._beats_busy or self._reports_busy or not self._attached
+        if self._closed or busy or not self._held or self._desk.hold(self._node):
+            return False
+        self._held = False
+        self._send(Frame.LET_GO, b"")
+        return True
+
     # --- frames in -----------------------------------------------------------------------------------------------
 
     def _frame(self, kind: int, body: bytes) -> None:

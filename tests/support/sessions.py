@@ -115,6 +115,8 @@ class AgentSession(Line):
             message = DirectivesAnswer(
                 directives=(Directive(seq=seq, body=msgspec.json.decode(text, type=AnyDirective)),)
             )
+        elif kind is Frame.LET_GO:
+            message = None
         else:
             message = msgspec.json.decode(body, type=ANSWERS[kind])
         if isinstance(message, DirectivesAnswer):

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from everstep.ids import Address, GenerationNumber, JobId, NodeId, Rank, TraceId, Version
+from typing import Annotated
+
+import msgspec
+
+from everstep.ids import Address, GenerationNumber, JobId, NodeId, Rank, TraceId, Version, Whole
 from everstep.vocabulary import ProbeKind
 from everstep.wire.v1.base import Message
+from everstep.wire.v1.parity import ParityGroup
 from everstep.wire.v1.training import GenerationSpec, ShortText
 
 
@@ -37,13 +42,45 @@ class VersionNotice(Message, frozen=True, kw_only=True, tag=True):
     """What a job's ranks keep: the newest committed version, and the one to come that may be committed next.
 
     ``candidate`` is a step of ``generation`` that no rank has finished yet. Its version is kept by every rank that
-    hears of it in time, and so told in ``Sealed.kept``; a version that all of them keep is committed.
+    hears of it in time, and so told in ``Sealed.kept``; a version that all of them keep is committed. ``pinned``:
+    versions to be kept besides, where there is a slot for them: somebody is still reading them.
     """
 
     job: JobId
     generation: GenerationNumber
     committed: Version | None
     candidate: int | None
+    pinned: tuple[Version, ...] = ()
+
+
+class SpillVersion(Message, frozen=True, kw_only=True, tag=True):
+    """Have the node's vault write its part of ``version`` to storage; the answer is ``VersionSpilled``.
+
+    ``writers``, ``keep`` as in ``local.Spill``. Said again until it is answered: the same order while it is carried out
+    is passed over. ``url`` has no credentials; the vault has its own.
+    """
+
+    job: JobId
+    generation: GenerationNumber
+    version: Version
+    url: Annotated[str, msgspec.Meta(max_length=2048)]
+    writers: dict[NodeId, tuple[Rank, ...]]
+    keep: Annotated[int, msgspec.Meta(ge=0)] = 0
+    attempt: Whole = 0
+
+
+class ProtectVersion(Message, frozen=True, kw_only=True, tag=True):
+    """Have the node's vault make P or Q of ``version`` for these groups; the answer is ``VersionProtected``.
+
+    ``keep``: versions whose parity stays. Said again until it is answered, as ``SpillVersion``.
+    """
+
+    job: JobId
+    generation: GenerationNumber
+    version: Version
+    groups: tuple[ParityGroup, ...]
+    keep: tuple[Version, ...] = ()
+    attempt: Whole = 0
 
 
 class RunProbe(Message, frozen=True, kw_only=True, tag=True):
@@ -65,7 +102,7 @@ class RunProbe(Message, frozen=True, kw_only=True, tag=True):
     kind: ProbeKind = ProbeKind.ALL_REDUCE
 
 
-AnyDirective = NewGeneration | KillRank | StopJob | VersionNotice | RunProbe
+AnyDirective = NewGeneration | KillRank | StopJob | VersionNotice | SpillVersion | ProtectVersion | RunProbe
 
 
 class Directive(Message, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ method   path                                body                answer
 POST     /v1/enrol                           Enrol               Enrolled (join token)
 POST     /v1/credentials                     Issue               Issued
 GET      /v1/credentials                                         CredentialList
+GET      /v1/credentials/{id}                                    Credential
 POST     /v1/credentials/{id}/revoke         operator.Because    operator.Changed
 POST     /v1/credentials/{id}/rotate         Rotate              Issued
 =======  ==================================  ==================  ===========================================
@@ -132,9 +133,11 @@ class Issued(Message, frozen=True, kw_only=True):
 
 
 class CredentialList(Message, frozen=True, kw_only=True):
-    """Every credential that lives, and those that died lately; oldest first."""
+    """Credentials that live, and those that died lately; oldest first. ``next`` is the ``cursor`` of the page after
+    (empty on the last one)."""
 
     credentials: tuple[Credential, ...]
+    next: str = ""
 
 
 class Rotate(Message, frozen=True, kw_only=True):

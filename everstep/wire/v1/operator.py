@@ -256,9 +256,11 @@ class ProbeStatus(Message, frozen=True, kw_only=True):
 
 
 class ProbeList(Message, frozen=True, kw_only=True):
-    """Newest first; those since the controller began to lead."""
+    """Newest first; those since the controller began to lead. ``next`` is the ``cursor`` of the page after (empty on
+    the last one)."""
 
     probes: tuple[ProbeStatus, ...]
+    next: str = ""
 
 
 class FleetStatus(Message, frozen=True, kw_only=True):

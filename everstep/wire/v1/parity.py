@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
 
-from everstep.ids import NodeId, Rank
+from everstep.ids import NodeId, Rank, Version
 from everstep.wire.v1.base import Message
 
 
@@ -19,3 +20,36 @@ class ParityGroup(Message, frozen=True, kw_only=True):
     group: Rank
     members: Annotated[tuple[tuple[Rank, NodeId], ...], msgspec.Meta(min_length=1, max_length=255)]
     parity: tuple[NodeId, NodeId]
+
+
+class NodeGroup(Message, frozen=True, kw_only=True):
+    """Nodes whose shards are kept together. ``members`` in the order of their coefficients; ``parity``: where P and
+    where Q of their shards is kept."""
+
+    members: tuple[NodeId, ...]
+    parity: tuple[NodeId, NodeId]
+
+    @property
+    def nodes(self) -> tuple[NodeId, ...]:
+        return (*self.members, *self.parity)
+
+
+class Protection(Message, frozen=True, kw_only=True):
+    """A version that is kept by parity: ``seats`` are the nodes whose ranks stored it, in their order, with
+    ``nproc_per_node`` ranks each; ``groups`` those of them that parity keeps."""
+
+    version: Version
+    seats: tuple[NodeId, ...]
+    nproc_per_node: int
+    groups: tuple[NodeGroup, ...]
+
+    def shards(self) -> Iterator[ParityGroup]:
+        """What is told to vaults: a group of shards for each local rank of each group of nodes."""
+        first = {node: place * self.nproc_per_node for place, node in enumerate(self.seats)}
+        for number, group in enumerate(self.groups):
+            for local_rank in range(self.nproc_per_node):
+                yield ParityGroup(
+                    group=number * self.nproc_per_node + local_rank,
+                    members=tuple((first[node] + local_rank, node) for node in group.members),
+                    parity=group.parity,
+                )

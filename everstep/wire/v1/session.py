@@ -13,6 +13,7 @@ REPORTS ``Reports``       REPORTS_ANSWER         answered when durable, in order
 ACKNOWLEDGE               (none)                 directives up to a number have been taken over
 (none)                    PUSH ``DirectivesAnswer``  directives as they are decided, each once per session
 (none)                    DEFLATED_PUSH          one large directive: its number in 8 bytes, its body deflated (zlib)
+(none)                    LET_GO                 no body: the session is not held any more; hang up when all is answered
 any                       REFUSED ``Refused``    instead of the answer to one frame; the session goes on
 ========================  =====================  ==============================================================
 
@@ -21,7 +22,7 @@ REGISTERED where that was the first frame. A session belongs to the life (incarn
 newest session of a node takes the place of the one before, which the controller closes.
 
 The end of the connection tells the controller at once that the agent is gone, unless it was told not to hold it
-(``HeartbeatAnswer.hold``).
+(``HeartbeatAnswer.hold``, LET_GO).
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Frame(IntEnum):
     PUSH = 20
     REFUSED = 21
     DEFLATED_PUSH = 22
+    LET_GO = 23
 
 
 class Acknowledge(Message, frozen=True, kw_only=True):

@@ -10,9 +10,21 @@ import msgspec
 from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, TraceId, Version, Whole
 from everstep.vocabulary import Finding, GenerationReason
 from everstep.wire.v1.base import Message
+from everstep.wire.v1.parity import Protection
 
 ShortText = Annotated[str, msgspec.Meta(max_length=4096)]
 LongText = Annotated[str, msgspec.Meta(max_length=65536)]
+
+
+class SpillPlan(Message, frozen=True, kw_only=True):
+    """Which versions of a job also go to storage: the first committed one that is ``every`` steps or more after the
+    last one that went there. ``to``: an absolute path or a URL, without credentials; the job gets a folder of its own
+    under it. ``keep``: so many stay there, the ones written last (0: all).
+    """
+
+    every: Annotated[int, msgspec.Meta(ge=1)]
+    to: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+    keep: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 2
 
 
 class JobSpec(Message, frozen=True, kw_only=True):
@@ -27,6 +39,9 @@ class JobSpec(Message, frozen=True, kw_only=True):
     ``block_nodes``: nodes that form one tensor x pipeline block. A roster is a whole number of blocks, whose nodes have
     consecutive seats; the bounds are rounded inwards to whole blocks. ``block_within``: the nodes of a block share
     this failure domain. ``priority``: of jobs that want the same node the one with the higher number gets it.
+
+    ``parity``: members of a parity group (0: no parity). Besides the copies, a clean version is then kept by groups of
+    at most so many nodes with two more for P and Q, which bear the loss of any two.
     """
 
     job: JobId
@@ -41,6 +56,14 @@ class JobSpec(Message, frozen=True, kw_only=True):
     block_nodes: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     block_within: Literal["", "rack", "switch"] = ""
     priority: Annotated[int, msgspec.Meta(ge=-1000, le=1000)] = 0
+    spill: SpillPlan | None = None
+    parity: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+
+    @property
+    def pinned_slots(self) -> int:
+        """Slots that a rank needs besides the usual ones: for the version on its way to storage; for the one that is
+        kept by parity, and the next one while its parity is made."""
+        return (self.spill is not None) + 2 * (self.parity > 0)
 
 
 class Member(Message, frozen=True, kw_only=True, gc=False):
@@ -67,11 +90,19 @@ class RestoreRule(Message, frozen=True, kw_only=True):
     The newest whole version ``v`` with ``floor <= v <= ceiling`` is taken. ``floor`` is the newest version the
     controller logged as committed: every rank keeps it, and an older one is never taken in silence. ``ceiling`` is set
     after corruption: the newest version known to be clean. ``scratch`` starts anew (no version was ever committed).
+
+    ``pinned``: versions that the ranks go on keeping, whatever else they keep. Where nothing that the rule admits is
+    whole, two more are looked at, in this order, and never in silence: the version of ``protection``, with the shards
+    that its parity gives; and the checkpoint at ``storage``, a path or URL, which is also what a start from scratch
+    begins with (empty: none).
     """
 
     floor: Version | None = None
     ceiling: Version | None = None
     scratch: bool = False
+    pinned: tuple[Version, ...] = ()
+    protection: Protection | None = None
+    storage: Annotated[str, msgspec.Meta(max_length=2048)] = ""
 
 
 class GenerationSpec(Message, frozen=True, kw_only=True, dict=True):
@@ -282,6 +313,37 @@ class PeerLost(Report, frozen=True, kw_only=True, tag=True):
     detail: ShortText = ""
 
 
+class VersionSpilled(Report, frozen=True, kw_only=True, tag=True):
+    """What became of a node's part of ``SpillVersion``, the order's ``attempt`` said again.
+
+    With an error's ``code`` it was not written, for the reason in ``message``. Else it is on storage in the folder at
+    ``url``; ``whole``: so is all the rest, and the checkpoint can be loaded; ``removed``: names of older folders.
+    """
+
+    version: Version
+    attempt: Whole
+    url: Annotated[str, msgspec.Meta(max_length=2048)] = ""
+    bytes: Whole = 0
+    whole: bool = False
+    removed: tuple[Annotated[str, msgspec.Meta(max_length=64)], ...] = ()
+    code: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    message: ShortText = ""
+
+
+class VersionProtected(Report, frozen=True, kw_only=True, tag=True):
+    """What became of ``ProtectVersion`` on a home of parity, the order's ``attempt`` said again.
+
+    ``made``: by group, as what its members were sealed when P or Q was made of them; with an error's ``code``, for the
+    reason in ``message``, not all groups of the order are there.
+    """
+
+    version: Version
+    attempt: Whole
+    made: dict[Rank, Annotated[str, msgspec.Meta(max_length=64)]] = {}
+    code: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    message: ShortText = ""
+
+
 class FindingRaised(Message, frozen=True, kw_only=True, tag=True):
     """The agent found something about its node; ``job`` where it belongs to one."""
 
@@ -321,6 +383,8 @@ AnyReport = (
     | UserError
     | RankFinished
     | PeerLost
+    | VersionSpilled
+    | VersionProtected
     | FindingRaised
     | FindingCleared
     | ProbeFinished

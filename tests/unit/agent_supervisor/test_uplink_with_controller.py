@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from everstep.tokens import TokenRole, mint
 from everstep.wire.v1.directives import NewGeneration
 from tests.support.controllers import SECRET, InProcess, joined
+from tests.support.sessions import Line as Dialled
 from tests.support.sessions import Served, served
 from tests.support.uplinks import Bench, Line, until
 
@@ -61,6 +63,20 @@ def test_a_controller_short_of_descriptors_is_left_between_beats_and_does_not_mi
         line.uplink.nudge()
         await until(lambda: any(isinstance(d.body, NewGeneration) for d in line.node.directives))
         await until(lambda: not served.controller.outbox.depth("n1"))
+        assert line.node.registrations == 1
+
+    play(story, controller, tmp_path)
+
+
+def test_an_agent_that_is_let_go_hangs_up_and_comes_back_with_news(controller: Served, tmp_path: Path) -> None:
+    async def story(line: Line, served: Served) -> None:
+        await until(lambda: line.uplink.outcomes["heartbeat", "ok"])
+        served.descriptors.scarce_from = 0
+        with closing(Dialled(served.address)):
+            await until(lambda: not served.controller.outbox.has_receiver("n1"))
+        assert served.controller.loop.state.live_nodes["n1"].gone_at is None
+        line.uplink.report(joined("j", 1.0))
+        await until(lambda: not len(line.spool))
         assert line.node.registrations == 1
 
     play(story, controller, tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -381,6 +382,38 @@ def test_an_agent_that_a_job_waits_for_holds_its_session_until_descriptors_are_e
     assert session.beat().hold
     scarce(controller, exhausted=True)
     assert not session.beat().hold
+
+
+def test_where_descriptors_are_scarce_a_new_connection_makes_an_idle_one_leave_which_is_not_missed(
+    controller: Served, dial: Dial
+) -> None:
+    idle = ready(dial)
+    scarce(controller)
+    with closing(Line(controller.address)):
+        assert idle.next_frame() == (Frame.LET_GO, None)
+    idle.close()
+    controller.until(lambda: not controller.controller.outbox.has_receiver("n1"))
+    assert live(controller).gone_at is None
+
+
+def test_a_new_connection_makes_nobody_leave_that_a_job_waits_for_or_who_waits_for_an_answer(
+    controller: Served, dial: Dial
+) -> None:
+    wanted = ready(dial)
+    wanted.report(joined("j", 1.0))
+    wanted.next_frame()  # the generation
+    scarce(controller)
+    with closing(Line(controller.address)) as other:
+        other.send(upgrade("n2", bearer(TokenRole.AGENT, "n2")))
+        assert other.head()[0] == 101
+        with closing(Line(controller.address)):
+            assert wanted.beat().hold  # no other frame came before its answer
+
+
+def test_sessions_that_ended_are_not_kept_for_when_descriptors_become_scarce(controller: Served, dial: Dial) -> None:
+    ready(dial).close()
+    controller.until(lambda: not controller.controller.outbox.has_receiver("n1"))
+    controller.until(lambda: not controller.descriptors._held)
 
 
 def test_directives_wait_for_the_next_beat_of_an_agent_that_hung_up(controller: Served, dial: Dial) -> None:

@@ -1,0 +1,85 @@
+"""Entity tags: what an order's If-Match is compared with.
+
+A tag changes with whatever a decision could rest on, and not with each heartbeat. It is made of contents, not of a
+count of changes, which would begin anew with every controller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import xxhash
+
+from controller import policy_change, views
+from controller.api import asgi
+from controller.core import events as ev
+from controller.core.policy import CorePolicy
+from controller.core.records import JobRecord, NodeRecord
+from everstep.wire.v1 import operator as op
+
+
+def tag_of(document: Any) -> str:
+    """The tag of a document."""
+    return f'"{xxhash.xxh3_64_hexdigest(asgi.encode(document))}"'
+
+
+def of_node(record: NodeRecord) -> str:
+    return tag_of(record)
+
+
+def of_job(job: JobRecord) -> str:
+    numbers = (job.last_number, job.leaving.number if job.leaving else 0)
+    return tag_of((job.job, job.created_at, job.state, job.since, job.size, job.sentence, numbers, list(job.launchers)))
+
+
+def of_nodes(desk: views.Desk, page: op.NodeList) -> str:
+    """Of a page of nodes. It costs little beside the page: findings count by their keys, GPUs not at all."""
+    nodes = desk.state.nodes
+    lines = [
+        (
+            one.node,
+            one.state,
+            one.since,
+            one.reason,
+            one.job,
+            one.domain,
+            one.labels,
+            nodes[one.node].incarnation,
+            list(nodes[one.node].findings),
+            nodes[one.node].maintenance_until,
+        )
+        for one in page.nodes
+    ]
+    return tag_of((lines, page.total, page.next))
+
+
+def of_rack(desk: views.Desk, rack: str) -> str:
+    """That of ``GET /v1/nodes?rack=``."""
+    return of_nodes(desk, views.node_page(desk, views.NodeFilter(rack=rack), "", views.LONGEST_PAGE))
+
+
+def of_budget(desk: views.Desk) -> str:
+    """That of ``GET /v1/budget``: the breaker stands there, with what it holds."""
+    return tag_of(views.budget_status(desk))
+
+
+def of_policy(policy: CorePolicy) -> str:
+    return tag_of(policy_change.document(policy))
+
+
+def of_probes(probes: Iterable[op.ProbeStatus]) -> str:
+    """Of all probes that are kept, whatever page is shown."""
+    return tag_of(list(probes))
+
+
+def of_subject(desk: views.Desk, order: ev.OperatorCommand) -> str:
+    """Of what the order is about. One that does not exist has none; the order itself will be refused for that."""
+    state = desk.state
+    if order.kind is ev.OperatorAction.RESET_BREAKER:
+        return of_budget(desk)
+    if order.rack is not None:
+        return of_rack(desk, order.rack)
+    if order.node in state.nodes:
+        return of_node(state.nodes[order.node])
+    return of_job(state.jobs[order.job]) if order.job in state.jobs else ""
