@@ -31,12 +31,13 @@ from agent.uplink.client import Uplink
 from agent.uplink.heartbeat import Conversation, NodeFacts
 from agent.uplink.spool import Spool
 from agent.vault_keeper import VaultKeeper
+from agent.vault_orders import VaultOrders
 from everstep import __version__
 from everstep.clock import Clock
 from everstep.errors import ConfigurationError
 from everstep.vocabulary import Finding
 from everstep.wire.v1.agent import Domain
-from everstep.wire.v1.directives import Directive, RunProbe, VersionNotice
+from everstep.wire.v1.directives import Directive, ProtectVersion, RunProbe, SpillVersion, VersionNotice
 from everstep.wire.v1.local import Welcome
 from everstep.wire.v1.training import AnyReport, FindingCleared, FindingRaised, RankProgress
 from everstep.wire.version import SPOKEN
@@ -74,15 +75,17 @@ class ReadyFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Supervisor:
-    """One life of an agent. Make it in a running event loop, then ``run``.
+    """One life of an agent. Make it in a running event loop, then ``run``. ``orphaned``: set where it ends because the
+    process that started it did.
 
     Raises ConfigurationError for settings that cannot be used, and where another agent holds the run directory.
     """
 
-    def __init__(self, settings: AgentSettings, clock: Clock) -> None:
+    def __init__(self, settings: AgentSettings, clock: Clock, orphaned: asyncio.Event) -> None:
         read_token(settings.token_file, "agent token")  # before anything is written: a typo must leave no trace
         self._settings = settings
         self._clock = clock
+        self._orphaned = orphaned
         self._directory = RunDirectory(settings.run_dir)
         try:
             self._sensors = SensorProcess(_sensor_settings(settings), clock, self._on_picture)
@@ -101,6 +104,7 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._board = FindingBoard(self.new_trace)
         self._vault = VaultKeeper(settings, clock, self.finding, self.report, self._on_vault)
+        self._orders = VaultOrders(settings.node, self._vault, self.report, clock)
         self._spool = Spool(
             settings.run_dir / "reports.spool",
             most_reports=settings.spool_reports,
@@ -174,6 +178,7 @@ class Supervisor:
         if self._conversation.registered:
             await self._uplink.flush(LAST_WORDS_S)
         self._local.close()
+        self._orders.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -266,6 +271,7 @@ class Supervisor:
 
     def later(self, delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
         return self._loop.call_later(delay_s, call)
+        self._orders.forget(job)
 
     # --- what the controller asks --------------------------------------------------------------------------------
 
@@ -299,7 +305,8 @@ class Supervisor:
     def on_directives(self, directives: list[Directive]) -> None:
         """Carries out what the controller asks; ranks hear of it before this returns."""
         bodies = [directive.body for directive in directives]
-        self._jobs.directives([body for body in bodies if not isinstance(body, RunProbe)])
+        apart = RunProbe | SpillVersion | ProtectVersion
+        self._jobs.directives([body for body in bodies if not isinstance(body, apart)])
         for body in bodies:
             if isinstance(body, RunProbe):
                 self._start(self._probe(body))
@@ -311,6 +318,8 @@ class Supervisor:
             from agent.probes.prober import Prober  # its child loads torch: only nodes that are probed pay for it
 
             self._prober = Prober()
+            elif isinstance(body, SpillVersion | ProtectVersion):
+                self._orders.take(body)
         self.report(await self._prober.run(body, self._settings.node))
 
     # --- metrics -------------------------------------------------------------------------------------------------

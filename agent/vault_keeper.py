@@ -38,6 +38,10 @@ from everstep.wire.v1.local import (
     Failed,
     Forget,
     FromVault,
+    Protect,
+    Protected,
+    Spill,
+    Spilled,
     Statistics,
     StatisticsAnswer,
     VaultFinding,
@@ -56,6 +60,9 @@ SETTLED_AFTER_S = 10.0
 """A vault that ran for so long and ended is started again at once; a sooner end lengthens the back-off."""
 
 _UCRED = struct.Struct("iII")
+
+Ask = Statistics | Protect | Spill
+Answer = StatisticsAnswer | Protected | Spilled | Failed
 
 
 class _Ready(msgspec.Struct, frozen=True):
@@ -95,7 +102,7 @@ class VaultKeeper:
         self._uniform = uniform
         self._jobs: dict[str, Configure] = {}
         self._request = 0
-        self._statistics: dict[int, asyncio.Future[StatisticsAnswer]] = {}
+        self._asked: dict[int, tuple[Ask, asyncio.Future[Answer]]] = {}
         self._child: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
         self._reader: asyncio.StreamReader | None = None
@@ -127,21 +134,31 @@ class VaultKeeper:
         self._request += 1
         self._send(Forget(request=self._request, job=job))
 
+    def generation_of(self, job: str) -> int | None:
+        """The generation of a job that the vault was told last; None where it was told of none."""
+        told = self._jobs.get(job)
+        return told.generation if told is not None else None
+
+    async def ask(self, build: Callable[[int], Ask]) -> Answer:
+        """The answer to a request built around its number; a vault that begins anew meanwhile is asked again."""
+        self._request += 1
+        number, message = self._request, build(self._request)
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._asked[number] = message, future
+        self._send(message)
+        try:
+            return await future
+        finally:
+            del self._asked[number]
+
     async def statistics(self, timeout_s: float) -> StatisticsAnswer | None:
         """What the vault has done, or None where it does not say so in time."""
-        self._request += 1
-        request = self._request
-        future: asyncio.Future[StatisticsAnswer] = asyncio.get_running_loop().create_future()
-        self._statistics[request] = future
-        self._send(Statistics(request=request))
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await future
+                answer = await self.ask(lambda number: Statistics(request=number))
         except TimeoutError:
             return None
-        finally:
-            del self._statistics[request]
-        return answer
+        return answer if isinstance(answer, StatisticsAnswer) else None
 
     # --- its life ------------------------------------------------------------------------------------------------
 
@@ -271,7 +288,7 @@ class VaultKeeper:
 
     # --- serving -------------------------------------------------------------------------------------------------
 
-    def _send(self, message: Configure | Forget | Statistics) -> None:
+    def _send(self, message: Configure | Forget | Ask) -> None:
         if self._writer is None or self._writer.is_closing():
             return  # it hears everything again when it is back
         self._writer.write(encode_frame(message))
@@ -281,6 +298,8 @@ class VaultKeeper:
             self._send(message)
         if not self._jobs:  # findings wait for a supervisor, and a connection is ours from the first request on
             self._request += 1
+        for asked, _ in self._asked.values():
+            self._send(asked)
             self._send(Statistics(request=self._request))
 
     async def _until_gone(self) -> str:
@@ -314,18 +333,25 @@ class VaultKeeper:
                 self._on_finding(message.finding)
             case PeerLost():
                 self._on_peer_lost(message)
-            case StatisticsAnswer():
-                future = self._statistics.get(message.request)
-                if future is not None and not future.done():
-                    future.set_result(message)
+            case StatisticsAnswer() | Protected() | Spilled():
+                self._answered(message)
             case Failed():
-                log.warning("the vault refuses: %s (%s)", message.message, message.code)
+                if not self._answered(message):
+                    log.warning("the vault refuses: %s (%s)", message.message, message.code)
             case Done():
                 pass
             case _:
                 raise MalformedMessage(f"{type(message).__name__} is no answer to a supervisor")
 
     # --- ending --------------------------------------------------------------------------------------------------
+
+    def _answered(self, message: Answer) -> bool:
+        """Hands an answer to whoever waits for it; False where nobody does."""
+        _, future = self._asked.get(message.request, (None, None))
+        if future is None or future.done():
+            return False
+        future.set_result(message)
+        return True
 
     def _disconnect(self) -> None:
         if self._writer is not None:

@@ -35,7 +35,7 @@ from controller.store.records import (
 )
 from everstep.errors import EverstepError
 from everstep.vocabulary import GenerationReason, Verdict
-from everstep.wire.v1.directives import NewGeneration, RunProbe, VersionNotice
+from everstep.wire.v1.directives import NewGeneration, ProtectVersion, RunProbe, SpillVersion, VersionNotice
 
 _encode = msgspec.json.Encoder().encode
 
@@ -213,7 +213,7 @@ class Transaction:
             self._metrics.recovered(job.job, recovery.reason, recovery.seconds)
 
     def _send(self, node: str, body: Any) -> None:
-        """A notice of versions is only a hint, said again with the next one: it is pushed, but not stored. A generation
+        """What is said again until it is answered, or with the next one, is pushed but not stored. A generation
         makes older ones of its job pointless, unless it begins at a boundary that these have to reach first."""
         kept = self._bodies.get(id(body))  # the object is kept too: its id is its own only while it lives
         encoded = kept[1] if kept else Body(_text(body), _reference(body))
@@ -221,6 +221,10 @@ class Transaction:
         durable, topic, replaces = True, "", True
         if isinstance(body, VersionNotice):
             durable, topic = False, f"versions/{body.job}"
+        elif isinstance(body, SpillVersion):
+            durable, topic = False, f"spill/{body.job}"
+        elif isinstance(body, ProtectVersion):
+            durable, topic = False, f"parity/{body.job}"
         elif isinstance(body, NewGeneration):
             topic, replaces = generation_topic(body.spec.job), body.spec.after_step is None
         seq = self._outbox.number(node)

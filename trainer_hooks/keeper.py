@@ -82,7 +82,8 @@ class GenerationKeeper:
         vault: makes the connection to the node's vault; called when state is tracked, or is sure to be.
         send: to the agent; never blocks.
         timeline: of the regrouping that led here; it ends with the first finished step.
-        start_from: a checkpoint on storage for when nothing in memory can be restored; empty for none.
+        start_from: a checkpoint on storage for when nothing in memory can be restored, and the job has not stored one
+            of its own; empty for none.
     """
 
     def __init__(
@@ -127,10 +128,11 @@ class GenerationKeeper:
         restoration = self._restoration = self._restoration or self._new_restoration()
         result = restoration.fill(state)
         self._restored, step = result.version, result.step
-        if result.version is None and self._start_from:
+        storage = group.spec.restore.storage or self._start_from
+        if result.version is None and storage:
             from trainer_hooks.plain import start_from  # what it imports takes longer than a regrouping
 
-            step = start_from(self._start_from, objects, state, group.member.rank, group.spec.world_size)
+            step = start_from(storage, objects, state, group.member.rank, group.spec.world_size)
         self._phase_ends("restore")
         self._snapshotter = Snapshotter(
             vault, state, group.spec, group.member, group.store, self._send, restored=result.version, clock=self._clock
@@ -187,7 +189,7 @@ class GenerationKeeper:
     def note_versions(self, notice: VersionNotice) -> None:
         """From the signal thread: what is committed, and which step's version may be next."""
         if self._snapshotter is not None and notice.generation == self._spec.number:
-            self._snapshotter.note(notice.committed, notice.candidate)
+            self._snapshotter.note(notice.committed, notice.candidate, notice.pinned)
 
     def close(self) -> None:
         """Ends the snapshots of this generation.

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from everstep.storage import why_not_storage
 from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.training import JobSpec
 
@@ -36,6 +37,23 @@ def contradiction(spec: JobSpec) -> str:
         )
     if spec.block_within and spec.block_nodes == 1:
         return f"a block of one node is in one {spec.block_within} anyway: give block_nodes, or leave out block_within"
+    return (why_not_storage(spec.spill.to) if spec.spill else "") or _no_parity(spec)
+
+
+def _no_parity(spec: JobSpec) -> str:
+    """Why no roster can have the parity that is asked for; with fewer members than asked for, any of four nodes can."""
+    if spec.parity == 1:
+        return "parity of one member would take twice what a copy takes: give 2 members or more, or none"
+    if spec.parity and most_seats(spec) < 4:
+        return (
+            f"parity needs 4 nodes (2 members, and one more for P and for Q each), and the job has at most "
+            f"{most_seats(spec)}: give it more nodes, or no parity"
+        )
+    if spec.parity and spec.replicas == 1 and least_seats(spec) < 4:
+        return (
+            f"with one copy and parity, nothing would be safe on fewer than 4 nodes (2 members, P and Q), and the job "
+            f"goes on with {least_seats(spec)}: give min_nodes of 4 or more, or 2 copies beside the parity"
+        )
     return ""
 
 

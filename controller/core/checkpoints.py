@@ -16,6 +16,7 @@ import msgspec
 from controller.core.effects import PutVersion
 from controller.core.membership import seats_of
 from controller.core.records import Homes, JobRecord, Share, VersionRecord
+from controller.core.spilling import consider_spill, doubt_stored, storage_of
 from controller.core.state import Ballot, JobLive
 from controller.core.turn import Turn
 from everstep.ids import Version
@@ -138,6 +139,7 @@ def _commit(turn: Turn, job: JobRecord, version: Version, ballot: Ballot, *, ver
             )
         )
     )
+    consider_spill(turn, job, version, sum(ballot.bytes.values()))
     _announce(turn, job, live)
 
 
@@ -213,10 +215,21 @@ def aim_at(turn: Turn, job: JobRecord, step: int) -> None:
 
 
 def _tell(turn: Turn, job: JobRecord, live: JobLive, running: GenerationSpec) -> None:
-    notice = VersionNotice(job=job.job, generation=running.number, committed=live.committed, candidate=live.candidate)
+    notice = VersionNotice(
+        job=job.job,
+        generation=running.number,
+        committed=live.committed,
+        candidate=live.candidate,
+        pinned=pinned(job),
+    )
     for node in seats_of(running):
         if node in turn.state.reachable:
             turn.send(node, notice)
+
+
+def pinned(job: JobRecord) -> tuple[Version, ...]:
+    """Versions that ranks go on keeping, since somebody is reading them."""
+    return () if job.spilling is None else (job.spilling.version,)
 
 
 def _look_later(turn: Turn, job: JobRecord, live: JobLive, seconds: float) -> None:
@@ -232,9 +245,11 @@ def restore_rule(turn: Turn, job: JobRecord) -> RestoreRule:
 
     A job's first generation starts anew. A later one without a commit may still find its own steps whole.
     """
+    storage = storage_of(job)
     if job.ceiling == NOTHING or job.last_number == 0:
-        return RestoreRule(scratch=True)
-    return RestoreRule(floor=turn.state.live_jobs[job.job].committed, ceiling=job.ceiling)
+        return RestoreRule(scratch=True, storage=storage)
+    committed = turn.state.live_jobs[job.job].committed
+    return RestoreRule(floor=committed, ceiling=job.ceiling, pinned=pinned(job), storage=storage)
 
 
 def roll_back(turn: Turn, job: JobRecord) -> str:
@@ -246,6 +261,7 @@ def roll_back(turn: Turn, job: JobRecord) -> str:
     live.ballots = {}
     clean = max((v for v in (live.verified, live.committed) if v is not None), default=None)
     job.ceiling = clean or NOTHING
+    doubt_stored(turn, job, clean)
     turn.job_changed(job.job)
     if clean is None:
         return "no version was ever committed, so the job starts anew"

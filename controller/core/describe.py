@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from controller.core.effects import Audit, Effect, PutGeneration, PutVerdict, PutVersion, RequestRemedy, Send
-from everstep.wire.v1.directives import KillRank, NewGeneration, RunProbe, StopJob, VersionNotice
+from everstep.wire.v1.directives import (
+    KillRank,
+    NewGeneration,
+    ProtectVersion,
+    RunProbe,
+    SpillVersion,
+    StopJob,
+    VersionNotice,
+)
 
 NAMED_NODES = 8
 """Receivers of a directive that are named; of more, these and how many others."""
@@ -65,5 +73,9 @@ def _directive(effect: Send) -> str:
         case VersionNotice():
             so_far = f"committed {body.committed}" if body.committed else "nothing committed yet"
             return so_far if body.candidate is None else f"{so_far}, next after step {body.candidate}"
+        case SpillVersion():
+            return f"write {body.version} to {body.url}"
+        case ProtectVersion():
+            return f"make parity of {body.version}, {len(body.groups)} shards"
         case RunProbe():
             return f"run {body.probe} among {' '.join(body.nodes)}"

@@ -46,6 +46,7 @@ from controller.core.progress import is_beyond_boundary, left_in_order, take_pro
 from controller.core.quarantine import PROBE_PASSED, PROBE_SKIPPED
 from controller.core.records import JobRecord, NodeRecord
 from controller.core.restart import restore, started
+from controller.core.spilling import check_spill, version_spilled
 from controller.core.state import FleetState, NodeLive
 from controller.core.suspicion import deaf_after_s, take_word
 from controller.core.turn import Looked, Read, Turn, pop_due
@@ -67,6 +68,7 @@ from everstep.wire.v1.training import (
     Resumed,
     Sealed,
     UserError,
+    VersionSpilled,
 )
 
 __all__ = ["Heard", "can_wait", "check_invariants", "handle", "next_deadline", "restore", "take", "touch"]
@@ -249,6 +251,7 @@ def _check_job(turn: Turn, job: JobRecord) -> None:
             settle(turn, job)
         check_boundary(turn, job)
         check_candidate(turn, job)
+        check_spill(turn, job)
     jobs.check_job(turn, job)
 
 
@@ -307,6 +310,7 @@ _REPORTS: dict[type[Any], Callable[[Turn, JobRecord, str, Any], None]] = {
     Resumed: jobs.rank_resumed,
     UserError: jobs.user_error,
     RankFinished: jobs.rank_finished,
+    VersionSpilled: version_spilled,
 }
 
 

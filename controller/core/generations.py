@@ -22,6 +22,7 @@ from controller.core.membership import (
 from controller.core.placement import Site, place_replicas
 from controller.core.records import JobRecord
 from controller.core.signals import send_generation, send_kill
+from controller.core.spilling import reconsider_spill
 from controller.core.state import FleetState, JobLive
 from controller.core.turn import Turn
 from controller.core.wording import named, nodes
@@ -70,6 +71,7 @@ def regroup(turn: Turn, job: JobRecord, cause: Cause) -> None:
         _pause(turn, job, cause, seats)
         return
     boundary = boundary_step(turn, job, live) if cause.boundary else None
+    reconsider_spill(turn, job)
     spec = _spec(turn, job, cause, seats, boundary)
     before = seats_of(job.generation)
     job.former = [n for n in dict.fromkeys([*before, *job.former]) if n not in spec.seated][:FORMER_NODES]
@@ -184,6 +186,9 @@ def _begin(turn: Turn, job: JobRecord, live: JobLive, spec: GenerationSpec) -> N
     if job.state is not JobState.RUNNING:
         job.state, job.since = JobState.RUNNING, turn.now
     job.sentence, job.trace = spec.sentence, spec.trace
+    if job.spilling is not None:  # it is repeated in this generation's name
+        live.spill_due = turn.now
+        turn.wake(turn.now, "job", job.job)
     live.pace.entered, live.resumed, live.slowest = set(), set(), None
     live.inherited, live.first_step = False, None
     live.witnesses, live.stalls, live.pending = set(), {}, None

@@ -16,6 +16,7 @@ from controller.core.membership import ENDED, is_seated, least_nodes, most_nodes
 from controller.core.priorities import consider_taking
 from controller.core.records import JobRecord, LauncherRecord
 from controller.core.signals import is_untold, send_generation, send_stop
+from controller.core.spilling import end_spills
 from controller.core.state import JobLive
 from controller.core.stragglers import check_pace, watch_pace
 from controller.core.turn import Turn
@@ -102,10 +103,8 @@ def _start_over(turn: Turn, job: JobRecord, report: LauncherJoined) -> None:
 def _take_spec(turn: Turn, job: JobRecord, node: str, report: LauncherJoined) -> bool:
     """A different specification: accepted from the only launcher there is, refused beside others."""
     if any(other != node for other in job.launchers):
-        reason = (
-            f"the launcher on {node} asks for another shape of job {job.job} than the launchers before it: "
-            "start all launchers with the same options"
-        )
+        reason = f"the launcher on {node} asks for another shape of job {job.job} than those before it: "
+        reason += "start all launchers with the same options"
         _refuse(turn, node, report, reason)
         return False
     job.spec = report.spec
@@ -234,7 +233,7 @@ def _all_resumed(turn: Turn, job: JobRecord, spec: GenerationSpec, last: Resumed
     live = turn.state.live_jobs[job.job]
     _steps(turn, job, live)
     took = turn.now - job.opened_at
-    start = f"from version {last.restored}" if last.restored else "from scratch"
+    start = f"version {last.restored}" if last.restored else spec.restore.storage or "scratch"
     _, rank, phases = live.slowest or (0.0, last.rank, {})
     data = {f"{phase}_s": f"{seconds:.4f}" for phase, seconds in phases.items()}
     data |= {"slowest_rank": str(rank), "took_s": f"{took:.4f}", "step": str(last.step)}
@@ -242,7 +241,7 @@ def _all_resumed(turn: Turn, job: JobRecord, spec: GenerationSpec, last: Resumed
         data["restored"] = str(last.restored)
     turn.audit(
         "resumed",
-        f"all {spec.world_size} rank(s) of generation {spec.number} step {start}, {took:.2f} s after the decision",
+        f"all {spec.world_size} rank(s) of generation {spec.number} step from {start}, {took:.2f} s after the decision",
         job=job.job,
         generation=spec.number,
         trace=spec.trace,
@@ -349,6 +348,7 @@ def _end(turn: Turn, job: JobRecord, state: JobState, sentence: str) -> None:
     live.pending = None
     turn.audit(f"job.{state}", sentence, job=job.job, generation=job.last_number)
     send_stop(turn, job, state is JobState.FINISHED, sentence)
+    end_spills(turn, job)
     job.leaving = None
     turn.job_changed(job.job)
     hand_on(turn, job)

@@ -19,7 +19,7 @@ import msgspec
 
 from controller.core.placement import Site
 from controller.core.wording import named
-from everstep.wire.v1.parity import ParityGroup
+from everstep.wire.v1.parity import NodeGroup
 
 FEWEST_MEMBERS = 2
 """One member with two parities would take twice what a copy takes; two take the same and bear a second loss."""
@@ -33,23 +33,6 @@ Domain = tuple[str, str]
 Domains = tuple[Domain, ...]
 Load = tuple[int, int, str]
 """Parities held, seat, node."""
-
-
-class NodeGroup(msgspec.Struct, frozen=True):
-    """``members`` in the order of their coefficients; ``parity``: where P and where Q of their shards is kept."""
-
-    members: tuple[str, ...]
-    parity: tuple[str, str]
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        return (*self.members, *self.parity)
-
-    def lost(self, gone: Collection[str]) -> tuple[str, ...]:
-        """Members whose shards are gone for good without these nodes."""
-        if sum(node in gone for node in self.nodes) <= BORNE:
-            return ()
-        return tuple(node for node in self.members if node in gone)
 
 
 class Grouping(msgspec.Struct, frozen=True):
@@ -78,21 +61,6 @@ def form_groups(seats: Sequence[str], sites: Mapping[str, Site], parity: int) ->
     grouped = {node for group in best for node in group.members}
     left = tuple(node for node in seats if node not in grouped)
     return Grouping(best, left, _why(best, left, parity, len(seats)))
-
-
-def shard_groups(groups: Sequence[NodeGroup], seats: Sequence[str], nproc_per_node: int) -> Iterator[ParityGroup]:
-    """What is told to vaults: a group of shards for each local rank of each group of nodes.
-
-    ``seats``: the roster whose ranks stored the version, in the order of their ranks.
-    """
-    first = {node: place * nproc_per_node for place, node in enumerate(seats)}
-    for number, group in enumerate(groups):
-        for local_rank in range(nproc_per_node):
-            yield ParityGroup(
-                group=number * nproc_per_node + local_rank,
-                members=tuple((first[node] + local_rank, node) for node in group.members),
-                parity=group.parity,
-            )
 
 
 def _shards(groups: Collection[NodeGroup], seats: int) -> int:
@@ -143,7 +111,7 @@ def _form(seats: Sequence[str], domains: Mapping[str, Domains], k: int) -> tuple
         parity = homes.take(members) if members else None
         if parity is None:
             return tuple(groups)
-        groups.append(NodeGroup(members, parity))
+        groups.append(NodeGroup(members=members, parity=parity))
 
 
 class _Crowds:
@@ -228,7 +196,14 @@ class _Homes:
 
 def lost_shards(groups: Collection[NodeGroup], gone: Collection[str]) -> tuple[str, ...]:
     """Nodes whose shards no group can make again without these nodes."""
-    return tuple(node for group in groups for node in group.lost(gone))
+    return tuple(node for group in groups for node in _lost(group, gone))
+
+
+def _lost(group: NodeGroup, gone: Collection[str]) -> tuple[str, ...]:
+    """Members whose shards are gone for good without these nodes."""
+    if sum(node in gone for node in group.nodes) <= BORNE:
+        return ()
+    return tuple(node for node in group.members if node in gone)
 
 
 def explain(groups: Sequence[NodeGroup], gone: Collection[str]) -> Iterator[str]:
@@ -241,7 +216,7 @@ def explain(groups: Sequence[NodeGroup], gone: Collection[str]) -> Iterator[str]
 
 def _outcome(group: NodeGroup, gone: Collection[str]) -> str:
     away = [node for node in group.members if node in gone]
-    if lost := group.lost(gone):
+    if lost := _lost(group, gone):
         return f"more than two of it are gone, and what {named(lost)} stored cannot be made again"
     if not away:
         return "no member is, and parity can be made anew"

@@ -197,6 +197,13 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     # versions
     version_window: int = 64
     """Versions of a job followed at once; older unfinished ones are given up."""
+    order_again_s: float = 10.0
+    """Seconds after which a vault that has not answered an order (storage, parity) is asked again, and after which
+    another version is ordered where one was given up; the latter doubles with each in a row."""
+    order_again_max_s: float = 600.0
+    """Bound of that wait."""
+    order_failures: int = 5
+    """Answers of vaults that say "not now" (storage away, a node that is silent) until the version is given up."""
 
     @staticmethod
     def production() -> CorePolicy:
@@ -243,6 +250,8 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             partner_wait_s=0.5,
             offender_half_life_s=60.0,
             offender_repair_score=12.0,
+            order_again_s=1.0,
+            order_again_max_s=20.0,
         )
 
     def validate(self) -> CorePolicy:
@@ -269,6 +278,7 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             "finding_burst",
             "remedies_per_node",
             "remedies_per_fleet",
+            "order_failures",
         )
         small = [name for name in counts if getattr(self, name) < 1]
         shares = [name for name in self.__struct_fields__ if name.endswith("_share")]
@@ -325,5 +335,9 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             (
                 self.offender_wait_s > self.offender_wait_max_s or self.probe_retry_s > self.probe_retry_max_s,
                 "a wait must not exceed its own bound (offender_wait_max_s, probe_retry_max_s)",
+            ),
+            (
+                not 0 < self.order_again_s <= self.order_again_max_s,
+                "order_again_s must be positive and not exceed order_again_max_s",
             ),
         )

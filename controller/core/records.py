@@ -185,6 +185,34 @@ class Homes(msgspec.Struct, frozen=True):
     shares: dict[NodeId, Share]
 
 
+class Spilling(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A version on its way to storage: under ``url``, from the slots of ``writers``, each of which writes the shares of
+    these ranks. ``done``: those that have. ``attempt``: number of the order; an answer to another one is void.
+    ``failures``: answers that said that it could not be done now, with the last one's ``trouble``."""
+
+    version: Version
+    url: str
+    writers: dict[NodeId, tuple[Rank, ...]]
+    begun_at: float
+    bytes: int = 0
+    done: list[NodeId] = []
+    attempt: int = 0
+    failures: int = 0
+    trouble: str = ""
+    trace: TraceId = ""
+
+
+class StoredCheckpoint(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A version that is whole on storage, in the folder at ``url``. ``suspect``: it may be corrupt."""
+
+    version: Version
+    url: str
+    bytes: int
+    begun_at: float
+    at: float
+    suspect: bool = False
+
+
 class JobRecord(msgspec.Struct, kw_only=True):
     """A job as stored.
 
@@ -198,6 +226,11 @@ class JobRecord(msgspec.Struct, kw_only=True):
     ``ties``: times of unsettled votes. ``finished``: ranks of the running
     generation whose training function returned. ``slow``: nodes that were replaced as stragglers, and why. ``homes`` of
     the newest committed version. ``gave_at``: when it last gave a node to a job of higher priority.
+
+    ``spilling``: the version on its way to storage. ``stored``: those that are there, by when they were written;
+    ``spilled_step`` of the last one. ``spills_lost``: versions that were ordered and never got there;
+    ``spill_failures`` of them in a row, the last for ``spill_trouble``, and none is ordered before
+    ``spill_not_before``.
     """
 
     job: JobId
@@ -226,6 +259,13 @@ class JobRecord(msgspec.Struct, kw_only=True):
     slow: dict[NodeId, str] = {}
     homes: Homes | None = None
     gave_at: float = 0.0
+    spilling: Spilling | None = None
+    stored: list[StoredCheckpoint] = []
+    spilled_step: int = 0
+    spills_lost: int = 0
+    spill_failures: int = 0
+    spill_trouble: str = ""
+    spill_not_before: float = 0.0
 
 
 class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):

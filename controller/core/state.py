@@ -118,7 +118,8 @@ class JobLive(msgspec.Struct):
     ``window_due`` (0.0: not awaited). ``inherited``: its generation had not resumed when this controller began;
     ``first_step`` is the furthest step then. ``gather_due``: until when others
     that come back are waited for before the job grows (0.0: nobody came yet). ``untold``: number of a generation that
-    is not written, so that nobody may hear of it before the database is back (0: none).
+    is not written, so that nobody may hear of it before the database is back (0: none). ``spill_due``: when vaults are
+    asked again for what has not come to storage.
     """
 
     pace: Pace = msgspec.field(default_factory=Pace)
@@ -141,6 +142,7 @@ class JobLive(msgspec.Struct):
     resume_due: float = 0.0
     gather_due: float = 0.0
     untold: GenerationNumber = 0
+    spill_due: float = 0.0
     resume_attempts: int = 0
     inherited: bool = False
     first_step: int | None = None

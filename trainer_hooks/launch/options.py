@@ -19,7 +19,8 @@ import msgspec
 
 from everstep.errors import ConfigurationError
 from everstep.ids import check_name
-from everstep.wire.v1.training import JobSpec
+from everstep.storage import why_not_storage
+from everstep.wire.v1.training import JobSpec, SpillPlan
 
 AGENT_SOCKET_VARIABLE = "EVERSTEP_AGENT_SOCKET"
 DEFAULT_AGENT_SOCKET = "/run/everstep/agent.sock"
@@ -77,6 +78,9 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     user_retries: how often the job goes on after an exception of the training function (0: it would come again).
     join_wait_s: how long the first generation waits for ``max_nodes`` once ``min_nodes`` are there, seconds.
     grace_s: seconds between SIGTERM and SIGKILL when workers are ended (torchrun: 30; a step must not take that long).
+    parity: members of groups that also keep clean versions by two parities (0: none); see docs/operations.md.
+    spill_to, spill_every, spill_keep: a path or URL to which versions go (None: none does), steps from one to the next
+        at least, and how many stay there (0: all).
     exit_wait_s: seconds workers may go on after the job finished (300, as torchrun's exit barrier).
     die_with_parent: take the death of the process that started the launcher for SIGTERM.
     start_from: a checkpoint on storage that the job starts from where nothing is in memory: a torch.save file, a
@@ -111,6 +115,10 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     exit_wait_s: float = 300.0
     die_with_parent: bool = False
     start_from: str | None = None
+    parity: int = 0
+    spill_to: str | None = None
+    spill_every: int = 1000
+    spill_keep: int = 2
     state_dir: str | None = None
     log_dir: str | None = None
     tee: bool = False
@@ -143,6 +151,7 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
         if not -1000 <= self.priority <= 1000:
             raise ConfigurationError(f"--priority {self.priority}: between -1000 and 1000")
         if self.hang_threshold_s is not None and self.hang_threshold_s <= 0:
+        self._validate_kept()
             raise ConfigurationError("--hang-threshold-s must be positive; leave it out to follow the job's step time")
         if self.tee and self.log_dir is None:
             raise ConfigurationError("--tee writes files and shows them: say where with --log-dir")
@@ -159,6 +168,22 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
             nproc_per_node=nproc_per_node,
             join_wait_s=self.join_wait_s,
             replicas=self.replicas,
+    def _validate_kept(self) -> None:
+        """What goes beyond copies; whether there are nodes enough for parity, the controller knows."""
+        if self.parity and not 2 <= self.parity <= 64:
+            raise ConfigurationError(
+                f"--parity {self.parity}: a group has 2 to 64 members, and P and Q; 0 for no parity"
+            )
+        if self.parity and self.max_nodes < 4:
+            raise ConfigurationError(
+                f"--parity {self.parity} on {self.max_nodes} nodes: a group takes 4 nodes at least, 2 members and one "
+                "more for P and for Q each; use copies (--replicas), or more nodes"
+            )
+        if self.spill_every < 1 or not 0 <= self.spill_keep <= 1000:
+            raise ConfigurationError("--spill-every is at least 1 step, and --spill-keep between 0 (all) and 1000")
+        if self.spill_to is not None and (why := why_not_storage(self.spill_to)):
+            raise ConfigurationError(f"--spill-to: {why}")
+
             digest_interval=self.digest_interval,
             hang_threshold_s=self.hang_threshold_s,
             max_user_retries=self.user_retries,
@@ -174,6 +199,10 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
     Raises ConfigurationError for contradictions; leaves by SystemExit, as argparse does, for what is no option.
     """
     parser = _parser(environ)
+            parity=self.parity,
+            spill=None
+            if self.spill_to is None
+            else SpillPlan(every=self.spill_every, to=self.spill_to, keep=self.spill_keep),
     given = parser.parse_args(argv)
     if given.no_python:
         raise ConfigurationError(
@@ -212,6 +241,10 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
         die_with_parent=given.die_with_parent,
         start_from=given.start_from,
         state_dir=given.state_dir,
+        parity=given.parity,
+        spill_to=_absolute(given.spill_to),
+        spill_every=given.spill_every,
+        spill_keep=given.spill_keep,
         log_dir=given.log_dir,
         tee=given.tee not in (None, "0"),
         unused=tuple(name for name in UNUSED if getattr(given, name) is not None),
@@ -281,6 +314,10 @@ def _own_flags(flag: _Flag) -> None:
     flag("user-retries", type=int, default=0, help="exceptions of the script that the job outlives (0)")
     flag("join-wait-s", type=float, default=30.0, help="seconds to wait for the maximum of nodes (30)")
     flag(
+    flag("parity", type=int, default=0, help="members of groups that keep clean versions with two parities; 0 for none")
+    flag("spill-to", default=None, help="path or URL, without credentials, where versions go as ordinary checkpoints")
+    flag("spill-every", type=int, default=1000, help="with --spill-to: least steps from one to the next (1000)")
+    flag("spill-keep", type=int, default=2, help="with --spill-to: how many stay there; 0 for all (2)")
         "grace-s",
         "--shutdown-timeout",
         "--shutdown_timeout",

@@ -52,8 +52,8 @@ def by_version(rule: RestoreRule, slots: Iterable[SlotInfo]) -> list[tuple[Versi
 def choose(rule: RestoreRule, slots: Sequence[SlotInfo], manifest_of: ManifestOf) -> Choice:
     """The newest admitted version whose slots together cover every tensor.
 
-    Without a floor nothing was ever committed, so scratch is the answer where no version is whole. Raises NotRestorable
-    with what is missing of each version where there is a floor.
+    Without a floor nothing was ever committed, so scratch is the answer where no version is whole, and so it is where
+    the rule names a checkpoint on storage. Else raises NotRestorable with what is missing of each version.
     """
     if rule.scratch:
         return Choice(None, (), "the generation starts from scratch")
@@ -68,10 +68,13 @@ def choose(rule: RestoreRule, slots: Sequence[SlotInfo], manifest_of: ManifestOf
     if rule.floor is None:
         return Choice(None, (), f"no version is whole, and none was committed: from scratch ({'; '.join(gaps)})")
     ceiling = f" and not newer than {rule.ceiling}" if rule.ceiling is not None else ""
-    raise NotRestorable(
+    lost = (
         f"version {rule.floor} was committed, and nothing from it on{ceiling} is whole: "
         f"{'; '.join(gaps) or 'no vault that answers holds any slot of such a version'}"
     )
+    if rule.storage:
+        return Choice(None, (), f"{lost}; the job goes back to {rule.storage}")
+    raise NotRestorable(lost)
 
 
 def missing(holders: Sequence[SlotInfo], manifest_of: ManifestOf) -> str:

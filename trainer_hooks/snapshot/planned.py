@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 import torch
 
-from everstep.slots import PAGE, slot_bytes_for
+from everstep.errors import OutOfSlotMemory
+from everstep.slots import PAGE, SLOTS, slot_bytes_for
 from everstep.wire.v1.training import GenerationSpec, Member
 from trainer_hooks.snapshot.copy import page_lock, slot_view
 from trainer_hooks.snapshot.exchange import Exchange
 from trainer_hooks.snapshot.layout import ALIGN, Layout, Manifest, encode
 from trainer_hooks.snapshot.plan import Share, divide, manifest_for
 from trainer_hooks.vault_client import MappedSegment, VaultClient
+
+log = logging.getLogger(__name__)
 
 SMALLEST_BLOB_BYTES = 16 << 10
 """Room for Python state: twice its first size, and at least this. A longer one makes a new manifest, no new plan."""
@@ -102,10 +106,20 @@ class Planner:
         more = -(-manifest.payload_bytes * world // fewer) if world > node else 0
         payload = max(manifest.payload_bytes, min(more, _whole_bytes(manifest)))
         slot_bytes = slot_bytes_for(2 * len(encode(manifest)), payload) + PAGE
-        segment = self._vault.open_segment(self._spec.job, self._member.local_rank, slot_bytes)
+        segment = self._open_slots(slot_bytes)
         if on_gpu:
             page_lock(segment)
         return segment
+
+    def _open_slots(self, slot_bytes: int) -> MappedSegment:
+        """With slots for pinned versions, where the node has the memory: without them these are let go too early."""
+        job, more = self._spec.job, self._spec.spec.pinned_slots
+        if more:
+            try:
+                return self._vault.open_segment(job, self._member.local_rank, slot_bytes, SLOTS + more)
+            except OutOfSlotMemory as error:
+                log.warning("no memory to keep versions for parity or storage: %s", error, extra={"job": job})
+        return self._vault.open_segment(job, self._member.local_rank, slot_bytes)
 
 
 def _whole_bytes(manifest: Manifest) -> int:

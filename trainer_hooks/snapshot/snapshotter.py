@@ -16,9 +16,9 @@ from functools import partial
 from torch._C._distributed_c10d import Store
 
 from everstep.clock import Clock
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, OutOfSlotMemory
 from everstep.ids import Version
-from everstep.slots import SlotHeader, SlotState, slot_to_fill
+from everstep.slots import SLOTS, SegmentView, SlotHeader, SlotState, slot_to_fill
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.training import GenerationSpec, Member, Sealed
 from trainer_hooks.sdc.digest import unsigned
@@ -124,6 +124,7 @@ class Snapshotter:
         self._look: _Look | None = None
         if state.complete():
             self._look = self._look_again(START)
+        self._pinned = frozenset(spec.restore.pinned)
         self._thread = threading.Thread(target=self._run, name="everstep-copier", daemon=True)
         self._thread.start()
 
@@ -132,8 +133,8 @@ class Snapshotter:
     def begin(self, step: int) -> None:
         """The state after ``step`` stands still now, until ``wait`` returned.
 
-        Returns at once; but of state on the CPU that is sharded, or that no other rank holds, when the share is sealed:
-        a copy would take the same cores as the next step, and from then on the step outlives this process.
+        Returns at once; but of state that is sharded, or that no other rank holds, when the share is copied, where the
+        job's choice is so: from then on the step outlives this process.
 
         Raises TypeError for tracked state that cannot be stored: that is for the user to mend.
         """
@@ -170,7 +171,7 @@ class Snapshotter:
             if self._clock.monotonic() > deadline and self._give_up(job):
                 break
 
-    def note(self, committed: Version | None, candidate: int | None) -> None:
+    def note(self, committed: Version | None, candidate: int | None, pinned: Iterable[Version] = ()) -> None:
         """What the controller says: the newest committed version, and the step whose version may be committed next.
 
         Both are kept, and the candidate before until then; a candidate that is sealed already comes too late.
@@ -188,8 +189,10 @@ class Snapshotter:
             finish: a copy that was begun is completed and sealed (bounded by FINISH_S), since the live state stands
                 still until then, and so is what others died over while they copied it. Otherwise it is left
                 unfinished, where nobody reads it; one that was copied is sealed.
+        ``pinned`` are kept besides, as long as there is a slot to fill without them.
         """
         with self._changed:
+            self._pinned = frozenset(pinned)
             self._closing = True
             if not finish:
                 self._queue = None
@@ -312,7 +315,7 @@ class Snapshotter:
             digests={group: f"{unsigned(digest):016x}" for group, digest in digests.items()},
             alike=planned.share.alike,
         )
-        copies_keep = self._needed(header for _, header in view.sealed()) if share.exclusive else ()
+        copies_keep = self._needed(header for _, header in view.sealed()) | self._pins(view) if share.exclusive else ()
         self._reports.sealed(share, copies_keep)
 
     def _cover(self, job: _Job) -> None:
@@ -338,7 +341,16 @@ class Snapshotter:
         self._reports.await_copies()
         view = planned.segment.view
         headers = [view.header(slot) for slot in range(view.slots)]
-        return slot_to_fill(headers, self._needed(h for h in headers if h is not None and h.state is SlotState.SEALED))
+        needed = self._needed(h for h in headers if h is not None and h.state is SlotState.SEALED)
+        try:
+            return slot_to_fill(headers, needed | self._pins(view))
+        except OutOfSlotMemory:  # training comes before whoever reads those
+            return slot_to_fill(headers, needed)
+
+    def _pins(self, view: SegmentView) -> frozenset[Version]:
+        """What is pinned, where the segment has slots for that."""
+        with self._changed:
+            return self._pinned if view.slots > SLOTS else frozenset()
 
     def _needed(self, sealed: Iterable[SlotHeader]) -> set[Version]:
         """The two newest, the committed one and the one that is to be committed.

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.core.parity_groups import Grouping, NodeGroup, explain, form_groups, lost_shards, shard_groups
+from controller.core.parity_groups import Grouping, explain, form_groups, lost_shards
 from controller.core.placement import Site
+from everstep.ids import Version
+from everstep.wire.v1.parity import NodeGroup, Protection
 
 names = st.sampled_from(["", "1", "2", "3", "4"])
 any_site = st.builds(Site, rack=names, switch=names, power=names)
@@ -151,7 +153,8 @@ def test_the_rest_is_named() -> None:
 @given(any_roster, st.integers(2, 6), st.integers(1, 8))
 def test_every_rank_of_a_grouped_node_is_in_one_group_of_shards(sites: list[Site], parity: int, nproc: int) -> None:
     named, grouping = _formed(sites, parity)
-    shards = list(shard_groups(grouping.groups, list(named), nproc))
+    kept = Protection(version=Version(1, 1), seats=tuple(named), nproc_per_node=nproc, groups=grouping.groups)
+    shards = list(kept.shards())
     of_rank = {rank: node for one in shards for rank, node in one.members}
     place = {node: at for at, node in enumerate(named)}
     assert sorted(of_rank) == sorted(
@@ -167,7 +170,10 @@ def test_every_rank_of_a_grouped_node_is_in_one_group_of_shards(sites: list[Site
 
 
 def test_each_group_that_a_loss_touches_is_explained() -> None:
-    groups = [NodeGroup(("a", "b", "c"), ("d", "e")), NodeGroup(("d", "e", "f"), ("a", "b"))]
+    groups = [
+        NodeGroup(members=("a", "b", "c"), parity=("d", "e")),
+        NodeGroup(members=("d", "e", "f"), parity=("a", "b")),
+    ]
     assert list(explain(groups, {"a", "b", "d"})) == [
         "group 0 (5 nodes) is without a, b, d: more than two of it are gone, and what a, b stored cannot be made again",
         "group 1 (5 nodes) is without d, a, b: more than two of it are gone, and what d stored cannot be made again",
