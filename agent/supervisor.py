@@ -263,6 +263,7 @@ class Supervisor:
         self._vault.configure(job)
 
     def forget_in_vault(self, job: str) -> None:
+        self._orders.forget(job)
         self._vault.forget(job)
 
     def new_trace(self) -> str:
@@ -271,7 +272,6 @@ class Supervisor:
 
     def later(self, delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
         return self._loop.call_later(delay_s, call)
-        self._orders.forget(job)
 
     # --- what the controller asks --------------------------------------------------------------------------------
 
@@ -310,6 +310,8 @@ class Supervisor:
         for body in bodies:
             if isinstance(body, RunProbe):
                 self._start(self._probe(body))
+            elif isinstance(body, SpillVersion | ProtectVersion):
+                self._orders.take(body)
             elif not isinstance(body, VersionNotice):
                 log.info("directive %s", type(body).__name__, extra={"node": self._settings.node})
 
@@ -318,8 +320,6 @@ class Supervisor:
             from agent.probes.prober import Prober  # its child loads torch: only nodes that are probed pay for it
 
             self._prober = Prober()
-            elif isinstance(body, SpillVersion | ProtectVersion):
-                self._orders.take(body)
         self.report(await self._prober.run(body, self._settings.node))
 
     # --- metrics -------------------------------------------------------------------------------------------------

@@ -296,10 +296,10 @@ class VaultKeeper:
     def _say_everything_again(self) -> None:
         for message in self._jobs.values():
             self._send(message)
-        if not self._jobs:  # findings wait for a supervisor, and a connection is ours from the first request on
-            self._request += 1
         for asked, _ in self._asked.values():
             self._send(asked)
+        if not self._jobs:  # findings wait for a supervisor, and a connection is ours from the first request on
+            self._request += 1
             self._send(Statistics(request=self._request))
 
     async def _until_gone(self) -> str:
@@ -343,8 +343,6 @@ class VaultKeeper:
             case _:
                 raise MalformedMessage(f"{type(message).__name__} is no answer to a supervisor")
 
-    # --- ending --------------------------------------------------------------------------------------------------
-
     def _answered(self, message: Answer) -> bool:
         """Hands an answer to whoever waits for it; False where nobody does."""
         _, future = self._asked.get(message.request, (None, None))
@@ -352,6 +350,8 @@ class VaultKeeper:
             return False
         future.set_result(message)
         return True
+
+    # --- ending --------------------------------------------------------------------------------------------------
 
     def _disconnect(self) -> None:
         if self._writer is not None:

@@ -73,14 +73,14 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     block_nodes, block_within: nodes that form one tensor x pipeline block, and the domain it must not leave.
     priority: of jobs that want the same node the higher one gets it.
     replicas: nodes that hold each byte of a checkpoint; on a single node, ranks (2: any one may be lost).
+    parity: members of groups that also keep clean versions by two parities (0: none); see docs/operations.md.
+    spill_to, spill_every, spill_keep: a path or URL to which versions go (None: none does), steps from one to the next
+        at least, and how many stay there (0: all).
     digest_interval: steps between parameter digests, besides those of what is to be committed (0: none at all).
     hang_threshold_s: seconds without progress that count as a hang; None: follows the job's own step time.
     user_retries: how often the job goes on after an exception of the training function (0: it would come again).
     join_wait_s: how long the first generation waits for ``max_nodes`` once ``min_nodes`` are there, seconds.
     grace_s: seconds between SIGTERM and SIGKILL when workers are ended (torchrun: 30; a step must not take that long).
-    parity: members of groups that also keep clean versions by two parities (0: none); see docs/operations.md.
-    spill_to, spill_every, spill_keep: a path or URL to which versions go (None: none does), steps from one to the next
-        at least, and how many stay there (0: all).
     exit_wait_s: seconds workers may go on after the job finished (300, as torchrun's exit barrier).
     die_with_parent: take the death of the process that started the launcher for SIGTERM.
     start_from: a checkpoint on storage that the job starts from where nothing is in memory: a torch.save file, a
@@ -107,6 +107,10 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     block_within: Literal["", "rack", "switch"] = ""
     priority: int = 0
     replicas: int = 2
+    parity: int = 0
+    spill_to: str | None = None
+    spill_every: int = 1000
+    spill_keep: int = 2
     digest_interval: int = 50
     hang_threshold_s: float | None = None
     user_retries: int = 0
@@ -115,10 +119,6 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     exit_wait_s: float = 300.0
     die_with_parent: bool = False
     start_from: str | None = None
-    parity: int = 0
-    spill_to: str | None = None
-    spill_every: int = 1000
-    spill_keep: int = 2
     state_dir: str | None = None
     log_dir: str | None = None
     tee: bool = False
@@ -142,6 +142,7 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigurationError(f"--{name.replace('_', '-')} cannot be negative")
         if not 1 <= self.replicas <= 8:
             raise ConfigurationError(f"--replicas {self.replicas}: between 1 and 8 failure domains")
+        self._validate_kept()
         if not 1 <= self.block_nodes <= self.max_nodes:
             raise ConfigurationError(
                 f"--block-nodes {self.block_nodes}: a block has at least one node, and no more than --nnodes allows"
@@ -151,7 +152,6 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
         if not -1000 <= self.priority <= 1000:
             raise ConfigurationError(f"--priority {self.priority}: between -1000 and 1000")
         if self.hang_threshold_s is not None and self.hang_threshold_s <= 0:
-        self._validate_kept()
             raise ConfigurationError("--hang-threshold-s must be positive; leave it out to follow the job's step time")
         if self.tee and self.log_dir is None:
             raise ConfigurationError("--tee writes files and shows them: say where with --log-dir")
@@ -159,15 +159,6 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigurationError(f"there is no script {self.script!r} here (for a module, use -m)")
         return self
 
-    def job_spec(self, nproc_per_node: int) -> JobSpec:
-        """What is asked of the controller, the number of ranks being known."""
-        return JobSpec(
-            job=self.job,
-            min_nodes=self.min_nodes,
-            max_nodes=self.max_nodes,
-            nproc_per_node=nproc_per_node,
-            join_wait_s=self.join_wait_s,
-            replicas=self.replicas,
     def _validate_kept(self) -> None:
         """What goes beyond copies; whether there are nodes enough for parity, the controller knows."""
         if self.parity and not 2 <= self.parity <= 64:
@@ -184,12 +175,25 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
         if self.spill_to is not None and (why := why_not_storage(self.spill_to)):
             raise ConfigurationError(f"--spill-to: {why}")
 
+    def job_spec(self, nproc_per_node: int) -> JobSpec:
+        """What is asked of the controller, the number of ranks being known."""
+        return JobSpec(
+            job=self.job,
+            min_nodes=self.min_nodes,
+            max_nodes=self.max_nodes,
+            nproc_per_node=nproc_per_node,
+            join_wait_s=self.join_wait_s,
+            replicas=self.replicas,
             digest_interval=self.digest_interval,
             hang_threshold_s=self.hang_threshold_s,
             max_user_retries=self.user_retries,
             block_nodes=self.block_nodes,
             block_within=self.block_within,
             priority=self.priority,
+            parity=self.parity,
+            spill=None
+            if self.spill_to is None
+            else SpillPlan(every=self.spill_every, to=self.spill_to, keep=self.spill_keep),
         )
 
 
@@ -199,10 +203,6 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
     Raises ConfigurationError for contradictions; leaves by SystemExit, as argparse does, for what is no option.
     """
     parser = _parser(environ)
-            parity=self.parity,
-            spill=None
-            if self.spill_to is None
-            else SpillPlan(every=self.spill_every, to=self.spill_to, keep=self.spill_keep),
     given = parser.parse_args(argv)
     if given.no_python:
         raise ConfigurationError(
@@ -232,6 +232,10 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
         block_within=given.block_within,
         priority=given.priority,
         replicas=given.replicas,
+        parity=given.parity,
+        spill_to=_absolute(given.spill_to),
+        spill_every=given.spill_every,
+        spill_keep=given.spill_keep,
         digest_interval=given.digest_interval,
         hang_threshold_s=given.hang_threshold_s,
         user_retries=given.user_retries,
@@ -241,10 +245,6 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
         die_with_parent=given.die_with_parent,
         start_from=given.start_from,
         state_dir=given.state_dir,
-        parity=given.parity,
-        spill_to=_absolute(given.spill_to),
-        spill_every=given.spill_every,
-        spill_keep=given.spill_keep,
         log_dir=given.log_dir,
         tee=given.tee not in (None, "0"),
         unused=tuple(name for name in UNUSED if getattr(given, name) is not None),
@@ -304,6 +304,10 @@ def _own_flags(flag: _Flag) -> None:
     )
     flag("priority", type=int, default=0, help="of jobs that want the same node the higher one gets it (0)")
     flag("replicas", type=int, default=2, help="nodes (on a single one: ranks) that hold each byte (2)")
+    flag("parity", type=int, default=0, help="members of groups that keep clean versions with two parities; 0 for none")
+    flag("spill-to", default=None, help="path or URL, without credentials, where versions go as ordinary checkpoints")
+    flag("spill-every", type=int, default=1000, help="with --spill-to: least steps from one to the next (1000)")
+    flag("spill-keep", type=int, default=2, help="with --spill-to: how many stay there; 0 for all (2)")
     flag(
         "digest-interval",
         type=int,
@@ -314,10 +318,6 @@ def _own_flags(flag: _Flag) -> None:
     flag("user-retries", type=int, default=0, help="exceptions of the script that the job outlives (0)")
     flag("join-wait-s", type=float, default=30.0, help="seconds to wait for the maximum of nodes (30)")
     flag(
-    flag("parity", type=int, default=0, help="members of groups that keep clean versions with two parities; 0 for none")
-    flag("spill-to", default=None, help="path or URL, without credentials, where versions go as ordinary checkpoints")
-    flag("spill-every", type=int, default=1000, help="with --spill-to: least steps from one to the next (1000)")
-    flag("spill-keep", type=int, default=2, help="with --spill-to: how many stay there; 0 for all (2)")
         "grace-s",
         "--shutdown-timeout",
         "--shutdown_timeout",

@@ -113,6 +113,7 @@ class Snapshotter:
         self._closing = False
         self._restored = restored
         self._committed = spec.restore.floor
+        self._pinned = frozenset(spec.restore.pinned)
         self._candidate = 1 if restored is None else restored.step + 1
         self._kept: Version | None = None
         self._retry_at = self._warn_at = float("-inf")
@@ -124,7 +125,6 @@ class Snapshotter:
         self._look: _Look | None = None
         if state.complete():
             self._look = self._look_again(START)
-        self._pinned = frozenset(spec.restore.pinned)
         self._thread = threading.Thread(target=self._run, name="everstep-copier", daemon=True)
         self._thread.start()
 
@@ -175,8 +175,10 @@ class Snapshotter:
         """What the controller says: the newest committed version, and the step whose version may be committed next.
 
         Both are kept, and the candidate before until then; a candidate that is sealed already comes too late.
+        ``pinned`` are kept besides, as long as there is a slot to fill without them.
         """
         with self._changed:
+            self._pinned = frozenset(pinned)
             if committed is not None and (self._committed is None or committed > self._committed):
                 self._committed = committed
             if candidate is not None:
@@ -189,10 +191,8 @@ class Snapshotter:
             finish: a copy that was begun is completed and sealed (bounded by FINISH_S), since the live state stands
                 still until then, and so is what others died over while they copied it. Otherwise it is left
                 unfinished, where nobody reads it; one that was copied is sealed.
-        ``pinned`` are kept besides, as long as there is a slot to fill without them.
         """
         with self._changed:
-            self._pinned = frozenset(pinned)
             self._closing = True
             if not finish:
                 self._queue = None
