@@ -345,6 +345,11 @@ def _nnodes(text: str) -> tuple[int, int]:
     return low, int(match[2]) if match[2] is not None else low
 
 
+def _absolute(url: str | None) -> str | None:
+    """A relative path is meant from here; a URL stays."""
+    return url if url is None or "://" in url else os.path.abspath(url)
+
+
 def _nproc(text: str) -> int | str:
     if text in ("gpu", "cpu", "auto"):
         return text
