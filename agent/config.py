@@ -103,6 +103,20 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     stop_vault: Annotated[
         bool, _doc("at the end also end the vault and unlink its slots; without it the next agent takes the vault over")
     ] = False
+    leave_vault: Annotated[
+        bool,
+        _doc(
+            "with --die-with-parent: leave the vault to the next agent over this run directory where the parent, or "
+            "the agent itself, was killed"
+        ),
+    ] = False
+    vault_linger_s: Annotated[
+        float,
+        _doc(
+            "seconds that the vault serves on while neither an agent nor a rank is connected to it; then it ends and "
+            "frees its memory. Longer bears a longer upgrade, shorter frees sooner what nobody comes back for"
+        ),
+    ] = 3600.0
     preset: Annotated[str, _doc("defaults to begin with: lab or production")] = "lab"
     log_format: Annotated[str, _doc("text, or json (one object a line)")] = "text"
     log_level: Annotated[str, _doc("debug, info, warning or error")] = "info"

@@ -26,18 +26,25 @@ EXIT_FAILED = 1
 
 async def serve(settings: AgentSettings, parent: int) -> None:
     """Runs the agent until it is told to end, or with ``die_with_parent`` until ``parent`` ends."""
-    stop = asyncio.Event()
+    stop, orphaned = asyncio.Event(), asyncio.Event()
+
+    def lose_parent() -> None:
+        orphaned.set()
+        stop.set()
+
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
     if settings.die_with_parent:
-        die_with_parent(parent)
+        # By a signal of its own: a dying parent is still there, with its last threads, when this one comes.
+        loop.add_signal_handler(signal.SIGHUP, lose_parent)
+        die_with_parent(parent, signal.SIGHUP)
     if settings.join_token_file is not None:
         from agent.enrolment import ensure_token  # brings an HTTP client along, which an enrolled agent does not need
 
         await ensure_token(settings, stop)
     if not stop.is_set():
-        await Supervisor(settings, SYSTEM_CLOCK).run(stop)
+        await Supervisor(settings, SYSTEM_CLOCK, orphaned).run(stop)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

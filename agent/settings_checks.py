@@ -141,6 +141,10 @@ def _check_times(s: AgentSettings) -> None:
 
 
 def _check_sizes(s: AgentSettings) -> None:
+    refuse(
+        s.leave_vault and not s.die_with_parent,
+        "--leave-vault belongs to --die-with-parent; without that a vault is left anyway, unless --stop-vault is given",
+    )
     limit = s.vault_memory_limit_bytes
     refuse(
         limit is not None and limit <= 0,
@@ -152,6 +156,7 @@ def _check_sizes(s: AgentSettings) -> None:
 
 
 _SECONDS = (
+    "vault_linger_s",
     "tick_interval_s",
     "silence_s",
     "unresponsive_after_s",

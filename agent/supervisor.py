@@ -185,7 +185,7 @@ class Supervisor:
         if self._prober is not None:
             await self._prober.close()
         left = ["agent.json", "agent.sock"]
-        if self._settings.die_with_parent or self._settings.stop_vault or not self._vault.has_segments():
+        if not self._leaves_vault():
             await self._vault.stop()
             left += ["vault.json", "vault.sock"]
         else:
@@ -197,6 +197,14 @@ class Supervisor:
             left.append("reports.spool")
         self._spool.close()
         self._directory.leave(*left)
+
+    def _leaves_vault(self) -> bool:
+        """Whether somebody may come back for what the vault holds."""
+        if not self._vault.has_segments():
+            return False
+        if self._settings.leave_vault and self._orphaned.is_set():
+            return True
+        return not (self._settings.die_with_parent or self._settings.stop_vault)
 
     async def _look_at_itself(self) -> None:
         while True:

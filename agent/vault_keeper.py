@@ -255,8 +255,10 @@ class VaultKeeper:
         command += ["--log-format", self._settings.log_format, "--log-level", self._settings.log_level]
         if self._settings.vault_memory_limit_bytes is not None:
             command += ["--memory-limit", str(self._settings.vault_memory_limit_bytes)]
-        if self._settings.die_with_parent:
+        if self._settings.die_with_parent and not self._settings.leave_vault:
             command.append("--die-with-parent")
+        else:
+            command += ["--linger", str(self._settings.vault_linger_s)]
         self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         await self._connect(await self._wait_for(self._child))
 

@@ -1,7 +1,8 @@
 """Starts a vault: ``python -m agent.vault.main --node N --run-dir D --segment-dir S``.
 
 When it serves, ``D/vault.json`` says {"pid", "address"}. SIGTERM and SIGINT end it in order: with --die-with-parent all
-segments are unlinked; without, they stay for the next vault of this node, unless no job is here.
+segments are unlinked; without, they stay for the next vault of this node, unless no job is here. With --linger it ends
+by itself, and unlinks all, when nobody was connected to it for so long.
 """
 
 from __future__ import annotations
@@ -12,20 +13,21 @@ import logging
 import os
 import signal
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from agent.lifecycle import hold, private_directory, write_atomically
 from agent.log_format import log_to_stderr
+from agent.vault.linger import Linger, keep_from_oom_killer
 from agent.vault.segments import SegmentStore
 from agent.vault.service import Vault
 from agent.vault.settings import VaultSettings
 from everstep.errors import ConfigurationError
 from everstep.lineage import die_with_parent
 from everstep.system_clock import SYSTEM_CLOCK
+from everstep.vault_note import LOCK_FILE, VaultNote, write_note
 
 log = logging.getLogger("agent.vault")
-
-LOCK_FILE = ".vault.lock"
 
 
 def parse(arguments: Sequence[str] | None = None) -> VaultSettings:
@@ -37,6 +39,7 @@ def parse(arguments: Sequence[str] | None = None) -> VaultSettings:
     parser.add_argument("--listen", default="127.0.0.1:0", help="host:port for other vaults; port 0 takes a free one")
     parser.add_argument("--memory-limit", type=int, help="bytes that all slots may take; the file system's by default")
     parser.add_argument("--die-with-parent", action="store_true", help="end, and unlink everything, with the parent")
+    parser.add_argument("--linger", type=float, help="seconds to stay with nobody connected; for ever by default")
     parser.add_argument("--scrub-interval", type=float, default=1.0, help="seconds between rounds of hashing; 0: none")
     parser.add_argument("--streams", type=int, default=2, help="connections that carry one large payload")
     parser.add_argument("--log-format", default="text", choices=("text", "json"), help="json: one object a line")
@@ -50,6 +53,7 @@ def parse(arguments: Sequence[str] | None = None) -> VaultSettings:
         listen=given.listen,
         memory_limit=given.memory_limit,
         die_with_parent=given.die_with_parent,
+        linger_s=given.linger,
         scrub_interval_s=given.scrub_interval,
         streams=given.streams,
     ).validate()
@@ -62,25 +66,34 @@ def take(directory: Path) -> int:
 
 
 async def serve(settings: VaultSettings, parent: int) -> None:
-    """Runs a vault until SIGTERM or SIGINT, or with ``die_with_parent`` until ``parent`` ends."""
+    """Runs a vault until SIGTERM or SIGINT, until ``parent`` ends (``die_with_parent``), or while somebody needs it."""
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     if settings.die_with_parent:
         die_with_parent(parent)
+    keep_from_oom_killer()
     held = [take(settings.run_dir), take(settings.segment_dir)]
     store = SegmentStore(settings.segment_dir, settings.node, settings.memory_limit)
     found = await asyncio.to_thread(store.adopt)
     vault = Vault(settings, store, SYSTEM_CLOCK)
+    note = VaultNote(pid=os.getpid(), run_dir=str(settings.run_dir))
+    linger = Linger(vault.clients, settings.linger_s, SYSTEM_CLOCK, note, partial(write_note, held[1]))
+    waits: list[asyncio.Task[object]] = []
+    alone = False
     try:
         await vault.start()
         write_atomically(settings.ready_file, {"pid": os.getpid(), "address": vault.transfers.address})
         context = {"node": settings.node}
         log.info("serving at %s, %d sealed slots found", vault.transfers.address, found, extra=context)
-        await stop.wait()
+        waits = [asyncio.create_task(stop.wait()), asyncio.create_task(linger.watch())]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        alone = waits[1].done() and not stop.is_set()
     finally:
+        for wait in waits:
+            wait.cancel()
         await vault.stop()
-        _leave(settings, store, keep=vault.has_jobs and not settings.die_with_parent)
+        _leave(settings, store, keep=vault.has_jobs and not settings.die_with_parent and not alone)
         for lock in held:
             os.close(lock)
 

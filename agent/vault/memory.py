@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from everstep.errors import ConfigurationError, OutOfSlotMemory
+from everstep.vault_note import LOCK_FILE
 
 MADV_POPULATE_WRITE = 23
 """Linux 5.14 and later: makes writable pages without changing what is in them. Python 3.11 has no name for it."""
@@ -59,7 +60,8 @@ class Budget:
 
     def used_bytes(self) -> int:
         """What the files under the directory take now."""
-        return sum(_size(Path(folder) / name) for folder, _, names in os.walk(self._directory) for name in names)
+        found = (Path(folder) / name for folder, _, names in os.walk(self._directory) for name in names)
+        return sum(_size(path) for path in found if path.name != LOCK_FILE)
 
     def free_bytes(self) -> int:
         """What could be made now: the limit and the machine allow it, and nobody is making it already."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -97,6 +97,11 @@ class Vault:
         self._scrubber = Scrubber(
             store, findings, self._tally, clock, repairer, settings.scrub_interval_s, settings.scrub_bytes_per_s
         )
+
+    @property
+    def clients(self) -> Collection[Client]:
+        """Who is connected now: supervisors and ranks."""
+        return self._local.clients
 
     @property
     def has_jobs(self) -> bool:

@@ -24,6 +24,10 @@ class VaultSettings(msgspec.Struct, frozen=True, kw_only=True):
     ``memory_limit``: bytes that all files under ``segment_dir`` may take together; None leaves it to the file system
     and the memory that is free. While a segment is replaced by a larger one, both count.
 
+    ``linger_s``: seconds that it stays where neither a supervisor nor a rank is connected, before it ends and frees all
+    slots; None until it is told to end. Longer bears a longer absence, shorter frees the memory of a job that nobody
+    comes back for sooner.
+
     ``scrub_interval_s``: seconds between the beginnings of two rounds over all sealed slots; 0 turns scrubbing off.
     Shorter finds a flipped bit sooner. ``scrub_bytes_per_s``: how fast a round reads at most; 200 MB/s is under 1 % of
     what one core hashes (34 GB/s), and a round over more than that takes longer than the interval.
@@ -50,6 +54,7 @@ class VaultSettings(msgspec.Struct, frozen=True, kw_only=True):
     listen: str = "127.0.0.1:0"
     memory_limit: int | None = None
     die_with_parent: bool = False
+    linger_s: float | None = None
     scrub_interval_s: float = 1.0
     scrub_bytes_per_s: float = 200e6
     streams: int = 2
@@ -93,6 +98,9 @@ class VaultSettings(msgspec.Struct, frozen=True, kw_only=True):
             "give a shorter --run-dir",
         )
         _refuse(self.memory_limit is not None and self.memory_limit <= 0, "--memory-limit must be more than 0 bytes")
+        _refuse(
+            self.linger_s is not None and self.linger_s <= 0, "--linger must be more than 0 s; leave it out to stay"
+        )
         _refuse(self.scrub_interval_s < 0, "--scrub-interval must not be negative; 0 turns scrubbing off")
         _refuse(self.scrub_bytes_per_s <= 0, "scrub_bytes_per_s must be more than 0; --scrub-interval 0 turns it off")
         _refuse(not 1 <= self.streams <= 16, f"--streams must be 1 to 16, not {self.streams}")

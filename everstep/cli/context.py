@@ -53,8 +53,15 @@ class Access(msgspec.Struct, frozen=True):
 def controller(context: typer.Context) -> Iterator[Client]:
     """A client; errors become a sentence and an exit code."""
     access: Access = context.obj
-    try:
+    with complaining():
         yield Client(access.controller, access.token(), tls=access.tls())
+
+
+@contextmanager
+def complaining() -> Iterator[None]:
+    """Errors that people can mend become a sentence and an exit code."""
+    try:
+        yield
     except (ConfigurationError, AuthenticationError, Unavailable) as error:
         complaints.print(Text.assemble(("everstep: ", "bold red"), str(error)), soft_wrap=True)
         raise typer.Exit(2) from None

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from everstep import __version__
-from everstep.cli import past, policy, tables, tokens
+from everstep.cli import past, policy, tables, tokens, vault
 from everstep.cli.client import Client
 from everstep.cli.context import Access, Json, Reason, console, controller, print_changed, show
 from everstep.errors import Unavailable
@@ -38,6 +38,7 @@ app.add_typer(job_app, name="job")
 app.add_typer(verdict_app, name="verdict")
 app.add_typer(tokens.app, name="token")
 app.add_typer(policy.app, name="policy")
+app.add_typer(vault.app, name="vault")
 past.register(app)
 job_app.command()(past.exposures)
 

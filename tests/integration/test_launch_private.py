@@ -100,12 +100,59 @@ def test_ctrl_c_leaves_no_process_no_socket_and_no_segment(run: Run) -> None:
     assert not list((run.directory / "state").glob("run-*"))
 
 
-def test_a_killed_launcher_takes_its_services_and_their_memory_along(run: Run) -> None:
+def test_a_launcher_that_comes_again_after_it_was_killed_restores_from_memory(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    argv = ["--nproc-per-node", "2", "--job", "again", "--state-dir", str(tmp_path / "state"), "train.py"]
+    with launched(tmp_path, *argv) as first:
+        before = Run(tmp_path, first)
+        before.pid_at(rank=0, step=20)
+        below = first.descendants()
+        (vault,) = [pid for pid in below if b"agent.vault.main" in cmdline(pid)]
+        first.process.kill()
+        first.eventually(lambda: not any(alive(pid) for pid in below if pid != vault), "the end of all but the vault")
+    with launched(tmp_path, *argv) as second:
+        after = Run(tmp_path, second)
+        (segments,) = after.segments()
+        assert second.wait() == 0, second.err
+    assert "going on with what job again, whose launcher was killed, left in memory" in second.err
+    made = [step for rank, _, step, _ in after.lines() if rank == 0]
+    assert sorted(set(made)) == list(range(1, 61))
+    assert len(made) <= 61, "no step that was finished was made again, but for the one in which it was killed"
+    after.launcher.eventually(lambda: not alive(vault), "the end of the vault")
+    assert not segments.exists()
+    assert not list((tmp_path / "state").glob("run-*"))
+
+
+def test_a_killed_launcher_takes_its_services_along_and_then_its_vaults_memory(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    argv = ["--job", "gone", "--vault-linger-s", "0.5", "--state-dir", str(tmp_path / "state"), "train.py"]
+    with launched(tmp_path, *argv) as launcher:
+        run = Run(tmp_path, launcher)
+        run.pid_at(rank=0, step=5)
+        services, segments = launcher.descendants(), run.segments()
+        assert segments
+        launcher.process.kill()
+        launcher.eventually(lambda: not any(map(alive, services)), "the end of all children")
+        launcher.eventually(lambda: not any(path.exists() for path in segments), "the end of all segments")
+
+
+def test_a_killed_private_agent_finds_its_vault_again(run: Run) -> None:
     run.pid_at(rank=0, step=5)
-    services, segments = run.launcher.descendants(), run.segments()
-    run.launcher.process.kill()
-    run.launcher.eventually(lambda: not any(map(alive, services)), "the end of all children")
-    run.launcher.eventually(lambda: not any(path.exists() for path in segments), "the end of all segments")
+    services = run.launcher.descendants()
+    (agent,) = [pid for pid in services if b"agent.main" in cmdline(pid)]
+    (vault,) = [pid for pid in services if b"agent.vault.main" in cmdline(pid)]
+    os.kill(agent, signal.SIGKILL)
+    run.launcher.eventually(lambda: "starting it again" in run.launcher.err, "another agent")
+    victim = run.pid_at(rank=1, step=max(step for _, _, step, _ in run.lines()))
+    os.kill(victim, signal.SIGKILL)
+    assert run.launcher.wait() == 0, run.launcher.err
+    assert "the private agent ended with status -9; starting it again" in run.launcher.err
+    assert {step for rank, _, step, _ in run.lines() if rank == 0} == set(range(1, 61))
+    made = [step for rank, _, step, _ in run.lines() if rank == 0]
+    assert len(made) <= 61, "the vault that was there before still has what was finished"
+    assert not alive(vault)
 
 
 def test_a_private_controller_that_dies_is_back_for_the_next_failure(run: Run) -> None:

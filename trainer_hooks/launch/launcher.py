@@ -95,7 +95,7 @@ async def _begin(
     host = rendezvous_host(options.local_addr, several_nodes=options.max_nodes > 1)
     listener = stack.enter_context(listening_socket(host))
     labels: dict[int, str] = {}
-    private = PrivateServices(_state_dir(options, environ), options.job, clock)
+    private = PrivateServices(_state_dir(options, environ), options.job, clock, options.vault_linger_s)
     stack.push_async_callback(private.end)
     staff = Staff(options, environ, listener, events.put_nowait, lambda serial: labels.get(serial, f"worker {serial}"))
     stack.push_async_callback(staff.end)

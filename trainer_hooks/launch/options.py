@@ -24,6 +24,10 @@ from everstep.wire.v1.training import JobSpec, SpillPlan
 
 AGENT_SOCKET_VARIABLE = "EVERSTEP_AGENT_SOCKET"
 DEFAULT_AGENT_SOCKET = "/run/everstep/agent.sock"
+NAMED_LINGER_S = 600.0
+"""Long enough for a scheduler or a person to start a killed launcher again."""
+DRAWN_LINGER_S = 10.0
+"""Long enough for a launcher to start its killed agent again on a loaded machine, when all ranks died with it."""
 
 UNUSED = {
     "rdzv_backend": "Everstep's controller is the rendezvous; no backend is chosen",
@@ -50,6 +54,7 @@ _NOT_NEGATIVE = (
     "max_restarts",
     "standbys",
     "standby_delay_s",
+    "vault_linger_s",
     "digest_interval",
     "user_retries",
     "join_wait_s",
@@ -86,6 +91,9 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     start_from: a checkpoint on storage that the job starts from where nothing is in memory: a torch.save file, a
         torch.distributed.checkpoint folder, or a folder of Everstep's own; a path or URL.
     state_dir: logs and the private services' files; None: $XDG_STATE_HOME/everstep.
+    vault_linger_s: without an agent: how long checkpoints stay in memory for a launcher of the same job where this
+        one is killed (600 with a name given; 10 without, since nobody comes back to a name that was drawn, but the
+        private agent is started again where it is killed). 0: they go with the agent.
     log_dir: a directory for the workers' output; tee: also show it with a prefix.
     unused: torchrun flags that were given and change nothing.
     """
@@ -120,6 +128,7 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     die_with_parent: bool = False
     start_from: str | None = None
     state_dir: str | None = None
+    vault_linger_s: float = DRAWN_LINGER_S
     log_dir: str | None = None
     tee: bool = False
     unused: tuple[str, ...] = ()
@@ -245,6 +254,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
         die_with_parent=given.die_with_parent,
         start_from=given.start_from,
         state_dir=given.state_dir,
+        vault_linger_s=_linger_s(given.vault_linger_s, named=given.job is not None),
         log_dir=given.log_dir,
         tee=given.tee not in (None, "0"),
         unused=tuple(name for name in UNUSED if getattr(given, name) is not None),
@@ -329,6 +339,12 @@ def _own_flags(flag: _Flag) -> None:
     flag("die-with-parent", action="store_true", help="end in order when the process that started this one ends")
     flag("start-from", default=None, help="checkpoint to start from where nothing is in memory: a path or URL")
     flag("state-dir", default=None, help="logs and private services' files ($XDG_STATE_HOME/everstep)")
+    flag(
+        "vault-linger-s",
+        type=float,
+        default=None,
+        help="without an agent: seconds that checkpoints outlive a kill of this launcher (600 with --job, else 10)",
+    )
 
 
 class _Flag(Protocol):
@@ -357,6 +373,10 @@ def _nproc(text: str) -> int | str:
         return int(text)
     except ValueError:
         raise ConfigurationError(f"--nproc-per-node {text}: expected a number, gpu, cpu or auto") from None
+
+
+def _linger_s(given: float | None, *, named: bool) -> float:
+    return given if given is not None else (NAMED_LINGER_S if named else DRAWN_LINGER_S)
 
 
 def _job_name(given: str | None, script: str, *, several: bool) -> str:

@@ -1,32 +1,30 @@
 """A controller and an agent for one launcher alone, when none was given or found.
 
-They live in a directory of their own (mode 0700) with a secret and a token made for the occasion, listen on loopback,
-die with the launcher, and are started again when they die before it. The directory goes when the launcher does; a
-launcher that was killed leaves it behind, and the next one sweeps it away.
+They live in a directory of their own (``run_directory``) with a secret and a token made for the occasion, listen on
+loopback, die with the launcher, and are started again when they die before it. Of a launcher that is killed the vault
+stays for a while, with the checkpoints: a launcher of the same job that comes in time goes on with it (decision 0036).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import importlib.util
 import json
 import logging
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from everstep.clock import Clock
 from everstep.errors import ConfigurationError, Unavailable
 from everstep.tokens import TokenRole, mint
 from trainer_hooks.launch.deaths import death
+from trainer_hooks.launch.run_directory import RunDirectory, segment_dir
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +37,6 @@ KEPT_LOGS = 40
 RESTARTS = 5
 """Unexpected ends of one service that are cured by another start."""
 POLL_S = 0.02
-SOCKET_PATH_BYTES = 107
-"""What sockaddr_un holds."""
-SEGMENTS = Path("/dev/shm")  # noqa: S108 - shared memory is the point
 NEEDED = {
     "controller": ("controller.main", "fastapi", "uvicorn", "sqlalchemy", "alembic", "prometheus_client"),
     "agent": ("agent.main", "pynvml", "prometheus_client"),
@@ -55,14 +50,16 @@ class PrivateServices:
         state_dir: where logs stay, and the run directory is made.
         name: of the logs; the job's.
         clock: for the deadline of the start.
+        linger_s: how long the vault waits for another launcher where this one is killed; 0: not at all.
     """
 
-    def __init__(self, state_dir: Path, name: str, clock: Clock) -> None:
+    def __init__(self, state_dir: Path, name: str, clock: Clock, linger_s: float = 0.0) -> None:
         self._state_dir = state_dir
         self._name = name
         self._clock = clock
-        self._lock: int | None = None
-        self._run_dir: Path | None = None
+        self._linger_s = linger_s
+        self._place: RunDirectory | None = None
+        self._serves = False
         self._services: list[Service] = []
 
     async def start(self) -> Path:
@@ -74,8 +71,10 @@ class PrivateServices:
         logs = self._state_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True, mode=0o700)
         _prune(logs)
-        run_dir = self._make_run_dir()
-        _write_secrets(run_dir)
+        place = self._place = await asyncio.to_thread(RunDirectory, self._state_dir, self._name)
+        run_dir = place.path
+        if not place.taken_over:
+            _write_secrets(run_dir)
         controller = Service(
             "controller", logs / f"{self._name}.controller.log", run_dir / "controller.json", self._clock
         )
@@ -83,20 +82,26 @@ class PrivateServices:
         address = await self._start_controller(controller, run_dir)
         agent = Service("agent", logs / f"{self._name}.agent.log", run_dir / "agent" / "agent.json", self._clock)
         self._services.append(agent)
-        await agent.start(lambda _: _agent_command(run_dir, address))
+        await agent.start(lambda _: _agent_command(run_dir, address, self._linger_s))
+        self._serves = True
         return run_dir / "agent" / "agent.sock"
 
     async def end(self) -> None:
-        """Ends the agent, then the controller, and removes the run directory."""
+        """Ends the agent, then the controller, and removes the run directory.
+
+        One that was taken over stays where its services did not come up: what it holds may be wanted all the same.
+        """
         for service in reversed(self._services):
             await service.end()
         self._services.clear()
-        if self._run_dir is not None:
-            _remove(self._run_dir)
-            self._run_dir = None
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        place, self._place = self._place, None
+        if place is None:
+            return
+        if place.taken_over and not self._serves:
+            log.warning("what the killed launcher left stays in memory: everstep vault list, everstep vault drop")
+            place.leave()
+        else:
+            place.remove()
 
     async def _start_controller(self, service: Service, run_dir: Path) -> str:
         def command(last: Mapping[str, object] | None) -> list[str]:
@@ -109,21 +114,6 @@ class PrivateServices:
             "to look: EVERSTEP_CONTROLLER=http://%s EVERSTEP_TOKEN_FILE=%s everstep status", ready["address"], token
         )
         return str(ready["address"])
-
-    def _make_run_dir(self) -> Path:
-        with _locked(self._state_dir / ".lock"):
-            for left in self._state_dir.glob("run-*"):
-                _sweep(left)
-            run_dir = Path(tempfile.mkdtemp(prefix="run-", dir=self._state_dir))
-            self._run_dir = run_dir
-            self._lock = os.open(run_dir / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-        if len(os.fsencode(run_dir / "agent" / "agent.sock")) > SOCKET_PATH_BYTES - 8:
-            raise ConfigurationError(
-                f"{run_dir} is too long a path for unix sockets (at most {SOCKET_PATH_BYTES} bytes with the "
-                "socket's name): give a shorter --state-dir"
-            )
-        return run_dir
 
 
 class Service:
@@ -228,16 +218,13 @@ def _controller_command(run_dir: Path, listen: str) -> list[str]:
     return [*command, "--preset", "lab", "--ready-file", str(run_dir / "controller.json"), "--die-with-parent"]
 
 
-def _agent_command(run_dir: Path, controller: str) -> list[str]:
+def _agent_command(run_dir: Path, controller: str, linger_s: float) -> list[str]:
     command = [sys.executable, "-P", "-m", "agent.main", "--node", NODE, "--controller", f"http://{controller}"]
     command += ["--token-file", str(run_dir / "agent.token"), "--run-dir", str(run_dir / "agent")]
-    command += ["--segment-dir", str(_segment_dir(run_dir)), "--vault-listen", "127.0.0.1:0"]
+    command += ["--segment-dir", str(segment_dir(run_dir)), "--vault-listen", "127.0.0.1:0"]
+    if linger_s:
+        command += ["--leave-vault", "--vault-linger-s", str(linger_s)]
     return [*command, "--metrics-listen", "127.0.0.1:0", "--stop-vault", "--die-with-parent"]
-
-
-def _segment_dir(run_dir: Path) -> Path:
-    """Where the vault keeps its segments; named after the run directory, so that sweeping finds it."""
-    return SEGMENTS / f"everstep-{os.getuid()}" / run_dir.name
 
 
 def _write_secrets(run_dir: Path) -> None:
@@ -270,38 +257,7 @@ def _installed(name: str) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _sweep(run_dir: Path) -> None:
-    """Removes a run directory whose launcher is dead: its lock can be had."""
-    try:
-        descriptor = os.open(run_dir / "lock", os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        _remove(run_dir)
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _remove(run_dir)
-    except BlockingIOError:
-        return
-    finally:
-        os.close(descriptor)
-
-
 def _prune(logs: Path) -> None:
     by_age = sorted(logs.glob("*.log"), key=lambda path: path.stat().st_mtime, reverse=True)
     for old in by_age[KEPT_LOGS:]:
         old.unlink(missing_ok=True)
-
-
-def _remove(run_dir: Path) -> None:
-    shutil.rmtree(run_dir, ignore_errors=True)
-    shutil.rmtree(_segment_dir(run_dir), ignore_errors=True)

@@ -11,7 +11,7 @@ from types import TracebackType
 
 from trainer_hooks.assignment import CONTROL_FD, LOCAL_RANK, WORKER_PID
 from trainer_hooks.launch.memory import keep_freed_memory
-from trainer_hooks.launch.process import call_process
+from trainer_hooks.launch.process import call_process, step_forward_to_oom_killer
 
 
 def run(descriptors: tuple[int, ...], *, script: str, module: bool, arguments: list[str]) -> None:
@@ -26,6 +26,7 @@ def run(descriptors: tuple[int, ...], *, script: str, module: bool, arguments: l
     os.environ[WORKER_PID] = str(os.getpid())
     _take_outputs(outputs)
     keep_freed_memory()
+    step_forward_to_oom_killer()
     sys.argv = [script, *arguments]
     try:
         if module:

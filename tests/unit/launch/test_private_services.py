@@ -15,7 +15,7 @@ import pytest
 from everstep.errors import ConfigurationError, Unavailable
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.tokens import TokenRole, verify
-from trainer_hooks.launch import private
+from trainer_hooks.launch import private, run_directory
 from trainer_hooks.launch.private import PrivateServices, Service
 
 READY = """
@@ -139,12 +139,12 @@ def services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Privat
     def controller(run_dir: Path, listen: str) -> list[str]:
         return [sys.executable, "-c", READY, str(run_dir / "controller.json"), listen]
 
-    def agent(run_dir: Path, address: str) -> list[str]:
+    def agent(run_dir: Path, address: str, linger_s: float) -> list[str]:
         return [sys.executable, "-c", READY, str(run_dir / "agent" / "agent.json"), address]
 
     monkeypatch.setattr(private, "_controller_command", controller)
     monkeypatch.setattr(private, "_agent_command", agent)
-    monkeypatch.setattr(private, "SEGMENTS", tmp_path / "shm")
+    monkeypatch.setattr(run_directory, "SEGMENTS", tmp_path / "shm")
     monkeypatch.setattr(private, "NEEDED", {})
     return PrivateServices(tmp_path / "state", "j", SYSTEM_CLOCK)
 

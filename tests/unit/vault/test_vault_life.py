@@ -13,9 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from agent.vault.linger import OOM_SCORE_ADJUSTMENT, keep_from_oom_killer
 from everstep.ids import Version
-from everstep.slots import CHUNK_BYTES, SLOTS, slot_bytes_for
+from everstep.slots import CHUNK_BYTES, SLOTS, SlotState, slot_bytes_for
+from everstep.vault_note import read_note
 from everstep.wire.v1 import local
+from tests.support.forked import ForkPool
 from tests.support.vaults import (
     JOB,
     RankMemory,
@@ -27,6 +30,7 @@ from tests.support.vaults import (
     until,
     vaults,
 )
+from trainer_hooks.launch.process import step_forward_to_oom_killer
 
 
 @pytest.fixture
@@ -84,6 +88,27 @@ def test_a_segment_that_must_grow_takes_its_good_slots_along(fleet: Vaults) -> N
     assert [(slot, header.version) for slot, header in large.view.sealed()] == [(0, Version(1, 1))]
     large.view.check(0)
     assert sorted(p.name for p in large.path.parent.iterdir()) == ["own-0"]
+
+
+def test_what_a_rank_copied_and_did_not_live_to_seal_is_sealed_for_it(fleet: Vaults) -> None:
+    vault = fleet.start("n1")
+    rank = RankMemory(vault.client(), rank=0)
+    rank.fill(0, Version(1, 1), b"sealed")
+    rank.copy(1, Version(1, 2), noise(900_000))
+    rank.view.begin(2, 0, Version(1, 3), b"", 10)
+    assert versions(vault.client()) == {Version(1, 1), Version(1, 2)}
+    rank.view.check(1)
+    assert rank.view.header(2).state is SlotState.FILLING  # type: ignore[union-attr]
+
+
+def test_what_was_copied_goes_along_into_a_larger_segment_and_through_the_vaults_restart(fleet: Vaults) -> None:
+    vault = fleet.start("n1")
+    rank = RankMemory(vault.client(), rank=0, slot_bytes=8192)
+    rank.copy(0, Version(1, 1), b"whole")
+    RankMemory(vault.client(), rank=0, slot_bytes=1 << 20).copy(3, Version(1, 2), b"as well")
+    vault.kill()
+    vault.start()
+    assert versions(vault.client()) == {Version(1, 1), Version(1, 2)}
 
 
 @pytest.mark.parametrize(
@@ -310,3 +335,48 @@ def test_a_frame_that_is_no_message_ends_the_connection_and_nothing_else(fleet: 
         assert client.closed()
     client = vault.client()
     until(lambda: client.ask(local.Statistics).refused.get("malformed") == 3, "all three are counted")
+
+
+def oom_score(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
+def test_the_kernel_ends_ranks_before_a_vault_where_memory_is_short(fleet: Vaults, forks: ForkPool) -> None:
+    vault = fleet.start("n1")
+    before, may, after = forks.start(spared).result()
+    assert after == (OOM_SCORE_ADJUSTMENT if may else before)
+    assert oom_score(vault.process.pid) == after < forks.start(stepped_forward).result()
+
+
+def spared() -> tuple[int, bool, int]:
+    before = oom_score(os.getpid())
+    return before, keep_from_oom_killer(), oom_score(os.getpid())
+
+
+def stepped_forward() -> int:
+    step_forward_to_oom_killer()
+    return oom_score(os.getpid())
+
+
+def test_a_vault_that_nobody_comes_to_ends_and_frees_its_slots(fleet: Vaults) -> None:
+    vault = fleet.start("n1", "--linger", "0.2", "--scrub-interval", "0")
+    rank = RankMemory(vault.client(), rank=0)
+    rank.fill(0, Version(1, 1), b"x")
+    vault.process.kill()
+    vault.process.wait()
+    vault.start()  # over the slots of the one before, and nobody connects
+    assert vault.process.wait(30) == 0
+    assert not vault.segment_dir.exists()
+    assert list(vault.run_dir.iterdir()) == []
+
+
+def test_a_vault_stays_as_long_as_a_rank_is_connected(fleet: Vaults) -> None:
+    vault = fleet.start("n1", "--linger", "0.2", "--scrub-interval", "0")
+    client = vault.client()
+    RankMemory(client, rank=0).fill(0, Version(1, 1), b"x")
+    until(lambda: (note := read_note(vault.segment_dir)) is not None and note.alone_since is None, "it says so")
+    client.close()
+    note = until(lambda: read_note(vault.segment_dir), "it says that nobody is there")
+    assert note.pid == vault.process.pid
+    assert vault.process.wait(30) == 0
+    assert not vault.segment_dir.exists()

@@ -1,0 +1,87 @@
+"""``everstep vault``: what lies in memory is listed as it is, and only what nobody uses is dropped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from typer.testing import CliRunner
+
+from everstep.cli.main import app
+from everstep.ids import Version
+from tests.support.vaults import JOB, RankMemory, VaultProcess, Vaults, process_gone, until, vaults
+
+command = CliRunner()
+
+
+@pytest.fixture
+def fleet() -> Iterator[Vaults]:
+    with vaults() as running:
+        yield running
+
+
+@pytest.fixture
+def vault(fleet: Vaults) -> VaultProcess:
+    """One with a slot, and a rank that is connected to it."""
+    vault = fleet.start("n1", "--linger", "3600", "--scrub-interval", "0")
+    RankMemory(vault.client(), rank=0).fill(0, Version(1, 1), b"x")
+    return vault
+
+
+def listed(vault: VaultProcess) -> dict[str, object]:
+    said = command.invoke(app, ["vault", "list", "--json", "--dir", str(vault.segment_dir.parent)])
+    assert said.exit_code == 0, said.output
+    (row,) = json.loads(said.output)
+    assert isinstance(row, dict)
+    return row
+
+
+def drop(vault: VaultProcess, name: str = "n1") -> tuple[int, str]:
+    said = command.invoke(app, ["vault", "drop", name, "--dir", str(vault.segment_dir.parent)])
+    return said.exit_code, said.output
+
+
+def wait_until_alone(vault: VaultProcess) -> None:
+    for client in vault._clients:
+        client.close()
+    until(lambda: listed(vault)["alone_since"] is not None, "the vault notices")
+
+
+def test_a_vault_in_use_is_listed_and_not_dropped(vault: VaultProcess) -> None:
+    until(lambda: listed(vault)["alone_since"] is None, "the vault notices the rank")
+    row = listed(vault)
+    assert (row["name"], row["jobs"], row["pid"]) == ("n1", [JOB], vault.process.pid)
+    status, said = drop(vault)
+    assert status == 2
+    assert "n1 is in use: end its job's launcher" in said
+    assert vault.process.poll() is None
+
+
+def test_a_vault_that_is_alone_is_ended_and_its_memory_freed(vault: VaultProcess) -> None:
+    wait_until_alone(vault)
+    row = listed(vault)
+    assert isinstance(row["ends_at"], float)
+    assert isinstance(row["alone_since"], float)
+    assert row["ends_at"] - row["alone_since"] == pytest.approx(3600)
+    shown = command.invoke(app, ["vault", "list", "--dir", str(vault.segment_dir.parent)])
+    assert "ends in 59 min" in " ".join(shown.output.split())
+    status, said = drop(vault)
+    assert (status, "MiB freed" in said) == (0, True), said
+    vault.process.wait(30)
+    assert process_gone(vault.process.pid)
+    assert not vault.segment_dir.exists()
+    assert list(vault.run_dir.iterdir()) == []
+
+
+def test_what_a_killed_vault_left_is_listed_and_freed(vault: VaultProcess) -> None:
+    vault.kill()
+    assert (listed(vault)["pid"], listed(vault)["jobs"]) == (0, [JOB])
+    assert drop(vault)[0] == 0
+    assert not vault.segment_dir.exists()
+
+
+def test_a_name_that_is_not_there_is_refused_with_where_to_look(vault: VaultProcess) -> None:
+    status, said = drop(vault, "n2")
+    assert status == 2
+    assert "there is no 'n2' in" in said
