@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import Placement
+from torch.optim.adamw import adamw
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainer_hooks.replicate import replicate
@@ -78,12 +81,11 @@ class Layout(msgspec.Struct, frozen=True):
     def world(self) -> int:
         return self.pp * self.replicate * self.shard * self.tp
 
-    def build(self) -> nn.Module:
+    def lay_out(self, net: Net) -> nn.Module:
         """The model on the ranks of the default process group. ``replicate`` without ``shard`` is DDP where nothing
         else is done to the model, and plain copies where it is tensor parallel or in stages."""
         names = self.dims or tuple(d for d in ("pp", "replicate", "shard", "tp") if getattr(self, d) > 1) or ("pp",)
         mesh = init_device_mesh("cpu", tuple(getattr(self, d) for d in names), mesh_dim_names=names)
-        net = Net()
         net.keep(range(self.lost, len(HIDDEN)))
         if "pp" in names:
             stage = mesh["pp"].get_local_rank()
@@ -120,48 +122,126 @@ def layouts_of(world: int) -> dict[str, Layout]:
     return {f"{name} on {world}": layout for name, layout in found.items()}
 
 
+class LocalAdamW(torch.optim.AdamW):
+    """AdamW's state, and its arithmetic on this rank's elements alone.
+
+    What an operation does to a DTensor is worked out anew for each shape on each mesh, which for the first step of a
+    layout takes longer than all the rest of a generation.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None, *, gradient: Any = torch.zeros_like) -> None:
+        """``gradient``: of elements, by their values. torch.distributed.checkpoint makes the state by a step without
+        one."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._update(group, parameter, gradient(local(parameter)))
+
+    def _update(self, group: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state |= {moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")}
+        adamw(
+            [local(parameter)],
+            [gradient],
+            [local(state["exp_avg"])],
+            [local(state["exp_avg_sq"])],
+            [],
+            [state["step"]],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
 class Trained:
     """A model in a layout, with an optimizer whose groups decay differently, and a schedule."""
 
     def __init__(self, layout: Layout) -> None:
-        self.model = layout.build()
+        net = Net()
+        whole = {name: p.detach().clone() for name, p in net.named_parameters()}
+        self.shapes = {name: tuple(p.shape) for name, p in whole.items()}
+        number(net)
+        self.model = layout.lay_out(net)
         self.module = self.model.module if isinstance(self.model, nn.parallel.DistributedDataParallel) else self.model
+        self.places: dict[str, torch.Tensor] = {}
+        """Of each element that this rank has, its position in the whole parameter, flat."""
+        for name, parameter in self.module.named_parameters():
+            mine = local(parameter)
+            self.places[name] = mine.long()
+            mine.copy_(whole[name].take(self.places[name]))
         matrices = [p for p in self.module.parameters() if p.ndim > 1]
         vectors = [p for p in self.module.parameters() if p.ndim == 1]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=0.01)
+        self.optimizer = LocalAdamW([group for group in groups if group["params"]], lr=0.01)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=10_000)
         self.tracked = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
 
     def step(self, step: int) -> None:
         """Gradients that are a function of each element: equal on all ranks that hold it, whatever the layout."""
-        for parameter in self.module.parameters():
-            parameter.grad = torch.sin(parameter.detach() * 3 + step)
-        self.optimizer.step()
+        self.optimizer.step(gradient=lambda values: torch.sin(values * 3 + step))
         self.schedule.step()
 
     def gathered(self) -> dict[str, np.ndarray]:
-        """Everything by name, in full, from all ranks; a collective. Raises AssertionError where two ranks that have
-        the same tensor have it differently."""
-        mine: dict[str, Any] = {"schedule": np.array(self.schedule.last_epoch), "lr": np.array(self.learning_rates())}
-        for name, parameter in self.module.named_parameters():
-            mine[name] = _full(parameter)
-            for key, moment in self.optimizer.state[parameter].items():
-                mine[f"{name}.{key}"] = _full(moment)
-            (group,) = [g for g in self.optimizer.param_groups if any(parameter is p for p in g["params"])]
-            mine[f"{name}.decay"] = np.array(group["weight_decay"])
+        """Everything by name, in full, from all ranks; one collective. Raises AssertionError where two ranks that have
+        the same element have it differently, or none has it."""
         everyones: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, mine)
+        dist.all_gather_object(everyones, [*self._pieces()])
         whole: dict[str, np.ndarray] = {}
-        for theirs in everyones:
-            for name, array in theirs.items():
-                assert np.array_equal(whole.setdefault(name, array), array), f"two ranks differ in {name}"
+        missing: dict[str, np.ndarray] = {}
+        for name, shape, places, values in itertools.chain.from_iterable(everyones):
+            array = whole.setdefault(name, np.empty(shape, values.dtype)).reshape(-1)
+            new = missing.setdefault(name, np.ones(array.size, bool))
+            assert np.array_equal(array[places][~new[places]], values[~new[places]]), f"two ranks differ in {name}"
+            array[places], new[places] = values, False
+        assert not (gone := [name for name, new in missing.items() if new.any()]), f"no rank has all of {gone}"
         return whole
+
+    def _pieces(self) -> Iterator[Piece]:
+        """What this rank has."""
+        yield equal_on_all("schedule", self.schedule.last_epoch)
+        yield equal_on_all("lr", *self.learning_rates())
+        decays = {id(p): group["weight_decay"] for group in self.optimizer.param_groups for p in group["params"]}
+        for name, parameter in self.module.named_parameters():
+            yield equal_on_all(f"{name}.decay", decays[id(parameter)])
+            for key, moment in {"": parameter, **self.optimizer.state[parameter]}.items():
+                if moment.ndim == 0:
+                    yield equal_on_all(f"{name}.{key}", moment.item())
+                    continue
+                assert placements(moment) == placements(parameter), f"{key} of {name} is laid out otherwise"
+                values = local(moment).numpy()
+                yield f"{name}.{key}", self.shapes[name], self.places[name].numpy().reshape(-1), values.reshape(-1)
 
     def learning_rates(self) -> list[float]:
         return sorted({float(group["lr"]) for group in self.optimizer.param_groups})
 
 
-def _full(tensor: torch.Tensor) -> np.ndarray:
+Piece = tuple[str, tuple[int, ...], np.ndarray, np.ndarray]
+"""Of an array: its name, its whole shape, and the flat places and the values of some elements."""
+
+
+def equal_on_all(name: str, *values: float) -> Piece:
+    return name, (len(values),), np.arange(len(values)), np.array(values)
+
+
+def number(net: Net) -> None:
+    """Gives every element its flat position as its value. Laid out, the model then says itself who has what: to gather
+    by DTensor.full_tensor takes a collective for each tensor, and most of the time of a test."""
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.arange(float(parameter.numel())).view_as(parameter))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's elements, to read and to write."""
     whole = tensor.detach()
-    return (whole.full_tensor() if isinstance(whole, DTensor) else whole).clone().numpy()
+    return whole.to_local() if isinstance(whole, DTensor) else whole
+
+
+def placements(tensor: torch.Tensor) -> tuple[Placement, ...]:
+    return tensor.placements if isinstance(tensor, DTensor) else ()
