@@ -43,6 +43,7 @@ from everstep.wire.v1.local import (
     VaultFinding,
 )
 from everstep.wire.v1.training import PeerLost
+from trainer_hooks.locality import numa_node
 
 log = logging.getLogger(__name__)
 
@@ -126,8 +127,11 @@ class VaultClient:
 
         Raises OutOfSlotMemory where the node has no room, Unavailable where the vault does not answer.
         """
+        near = numa_node()
         answer: Segment = self._ask(
-            lambda n: OpenSegment(request=n, job=job, local_rank=local_rank, slot_bytes=slot_bytes, slots=slots),
+            lambda n: OpenSegment(
+                request=n, job=job, local_rank=local_rank, slot_bytes=slot_bytes, slots=slots, numa_node=near
+            ),
             OPEN_TIMEOUT_S,
         ).result()
         known = self._segments.get(answer.path)

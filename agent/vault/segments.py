@@ -22,6 +22,7 @@ from typing import Any, Literal
 import msgspec
 
 from agent.vault.memory import Budget, allocate, populate
+from agent.vault.pages import has_huge_pages, make_huge
 from everstep.errors import ConfigurationError, DigestMismatch, VersionMismatch
 from everstep.ids import NAME_PATTERN, Version
 from everstep.segment_header import MOST_SLOTS, NONCE_BYTES, PAGE, is_intact, segment_bytes, write_header
@@ -260,6 +261,8 @@ class SegmentStore:
         draft.unlink(missing_ok=True)
         descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
+            if has_huge_pages(self.directory):
+                make_huge(descriptor, length)
             allocate(descriptor, length, what)
         finally:
             os.close(descriptor)

@@ -15,6 +15,7 @@ from agent.vault.fetch import Fetcher
 from agent.vault.findings import Findings
 from agent.vault.jobs import JobBook
 from agent.vault.local import Client, LocalServer
+from agent.vault.pages import near
 from agent.vault.parity.decode import Decoder
 from agent.vault.parity.encode import Encoder
 from agent.vault.parity.shards import Shards
@@ -24,6 +25,7 @@ from agent.vault.receive import Receiver
 from agent.vault.repair import Repairer
 from agent.vault.replicate import Replicator
 from agent.vault.scrub import Scrubber
+from agent.vault.segments import Segment as OwnedSegment
 from agent.vault.segments import SegmentKey, SegmentStore
 from agent.vault.send import Sender
 from agent.vault.serve import TransferServer
@@ -169,7 +171,12 @@ class Vault:
 
     async def _open(self, message: OpenSegment) -> Segment:
         key = SegmentKey(message.job, "own", message.local_rank)
-        segment = await self._in_thread(lambda: self._store.open(key, message.slot_bytes, message.slots))
+
+        def make() -> OwnedSegment:
+            with near(message.numa_node):
+                return self._store.open(key, message.slot_bytes, message.slots)
+
+        segment = await self._in_thread(make)
         view = segment.view
         return Segment(request=message.request, path=str(segment.path), slot_bytes=view.slot_bytes, slots=view.slots)
 

@@ -117,13 +117,17 @@ FromAgent = Welcome | NewGeneration | KillRank | StopJob | VersionNotice | Launc
 
 
 class OpenSegment(Message, frozen=True, kw_only=True, tag=True):
-    """Make (or find) the segment of one rank's slots, large enough for ``slot_bytes`` each. Answer: Segment."""
+    """Make (or find) the segment of one rank's slots, large enough for ``slot_bytes`` each. Answer: Segment.
+
+    ``numa_node``: the one whose memory it should be made of.
+    """
 
     request: int
     job: JobId
     local_rank: int
     slot_bytes: int
     slots: int
+    numa_node: int | None = None
 
 
 class Segment(Message, frozen=True, kw_only=True, tag=True):
