@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from controller.core.records import JobRecord
+from controller.cursors import cursor_at, place_of
 from everstep.errors import NotFound
 from everstep.ids import Version
 from everstep.wire.v1.directives import RunProbe
@@ -116,12 +117,29 @@ class Probes:
         """Newest first."""
         return tuple(reversed(self._probes.values()))
 
+    def page(self, node: str, cursor: str, limit: int) -> tuple[tuple[ProbeStatus, ...], str]:
+        """Probes that ``node`` (empty: any) takes part in, newest first, from after ``cursor`` on; and the cursor of
+        the page after. Raises MalformedMessage for a cursor that nobody was given."""
+        place = place_of(cursor, (int,))
+        found = [
+            status
+            for status in self.newest()
+            if (not node or node in status.nodes) and (place is None or _number(status.probe) < place[0])
+        ]
+        more = len(found) > limit
+        return tuple(found[:limit]), cursor_at([_number(found[limit - 1].probe)]) if more else ""
+
     def get(self, probe: str) -> ProbeStatus:
         """Raises NotFound."""
         status = self._probes.get(probe)
         if status is None:
             raise NotFound(f"no probe {probe!r}: the newest {PROBES_KEPT} since the controller's start are kept")
         return status
+
+
+def _number(probe: str) -> int:
+    """The fleet counts its probes."""
+    return int(probe.rpartition("-")[2])
 
 
 def _slowest(answers: Iterable[ProbeFinished]) -> tuple[ProbeRow, ...]:

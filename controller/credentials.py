@@ -10,12 +10,16 @@ from __future__ import annotations
 import hmac
 import math
 import secrets
+from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
+from itertools import islice
 
 import msgspec
+import xxhash
 
 from controller.core.effects import AuditEntry
+from controller.cursors import cursor_at, place_of
 from controller.store.records import KEPT_DEAD_S, CredentialRow
 from controller.transaction import Transaction
 from everstep.errors import AuthenticationError, Conflict, NotFound, PermissionDenied
@@ -67,6 +71,8 @@ class Credentials:
     def __init__(self, rows: Iterable[CredentialRow] = ()) -> None:
         self._rows: dict[str, CredentialRow] = {}
         self._of_node: dict[str, set[str]] = {}
+        self._order: list[tuple[float, str]] = []
+        self._digest = 0
         self._sweep_at = FIRST_SWEEP
         self.on_death: Callable[[], None] = lambda: None
         for row in rows:
@@ -92,9 +98,32 @@ class Credentials:
         row = self._rows.get(id)
         return row is not None and row.alive(now)
 
-    def listed(self) -> list[CredentialRow]:
-        """All rows, oldest first; those of one moment by id, so that the order outlives a controller."""
-        return sorted(self._rows.values(), key=lambda row: (row.created_at, row.id))
+    def page(self, role: str, subject: str, cursor: str, limit: int) -> tuple[list[CredentialRow], str]:
+        """Rows of that role and subject (empty: any), oldest first, from after ``cursor`` on; and the cursor of the
+        page after. Those of one moment go by id, so that the order outlives a controller. Raises MalformedMessage for a
+        cursor that nobody was given."""
+        place = place_of(cursor, (float, str))
+        begin = bisect_right(self._order, place) if place is not None else 0
+        found: list[CredentialRow] = []
+        for _, id in islice(self._order, begin, None):
+            row = self._rows[id]
+            if (role and row.role != role) or (subject and row.subject != subject):
+                continue
+            if len(found) == limit:
+                return found, cursor_at((found[-1].created_at, found[-1].id))
+            found.append(row)
+        return found, ""
+
+    def get(self, id: str) -> CredentialRow:
+        """Raises NotFound."""
+        row = self._rows.get(id)
+        if row is None:
+            raise NotFound(f"no credential {id}: `everstep token list` names them")
+        return row
+
+    def digest(self) -> str:
+        """Of all that is listed, in hex: it changes when any of it does, and costs nothing to ask for."""
+        return f"{self._digest:016x}"
 
     # --- changing ------------------------------------------------------------------------------------------------
 
@@ -227,14 +256,14 @@ class Credentials:
         for id, row in list(self._rows.items()):
             if not row.alive(now - KEPT_DEAD_S):
                 del self._rows[id]
+                self._digest ^= _digest(row)
                 self._of_node.get(row.subject, set()).discard(id)
         self._of_node = {node: ids for node, ids in self._of_node.items() if ids}
+        self._order = [place for place in self._order if place[1] in self._rows]
         self._sweep_at = max(FIRST_SWEEP, 2 * len(self._rows))
 
     def _living(self, id: str, now: float) -> CredentialRow:
-        row = self._rows.get(id)
-        if row is None:
-            raise NotFound(f"no credential {id}: `everstep token list` names them")
+        row = self.get(id)
         if not row.alive(now):
             raise Conflict(f"credential {id} is {'revoked' if row.revoked_at is not None else 'expired'} already")
         return row
@@ -250,9 +279,19 @@ class Credentials:
             self.on_death()
 
     def _keep(self, row: CredentialRow) -> None:
+        before = self._rows.get(row.id)
         self._rows[row.id] = row
+        self._digest ^= _digest(row)
+        if before is None:
+            insort(self._order, (row.created_at, row.id))
+        else:
+            self._digest ^= _digest(before)
         if row.role == TokenRole.AGENT:
             self._of_node.setdefault(row.subject, set()).add(row.id)
+
+
+def _digest(row: CredentialRow) -> int:
+    return xxhash.xxh3_64_intdigest(msgspec.json.encode(shown(row)))
 
 
 def _named(row: CredentialRow) -> str:

@@ -13,7 +13,7 @@ from operator import attrgetter
 
 import msgspec
 
-from controller.core.budget import budget_left
+from controller.core.budget import budget, budget_left
 from controller.core.membership import able_nodes, jobs_seated_on, seats_of, spares, why_not
 from controller.core.offenders import offender_score
 from controller.core.records import JobRecord, NodeRecord
@@ -24,12 +24,15 @@ from everstep import __version__
 from everstep.errors import NotFound
 from everstep.ids import Rank
 from everstep.vocabulary import JobState
+from everstep.wire.v1 import history as past
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.training import GenerationSpec, RankProgress
 
 _STEP, _STEP_S = attrgetter("step"), attrgetter("step_s")
 
 OVER = (JobState.FINISHED, JobState.FAILED)
+LONGEST_PAGE = 1000
+"""Entries in an answer, at most."""
 
 
 class Desk(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,12 +206,6 @@ def _loss(progress: Mapping[Rank, RankProgress], spec: GenerationSpec | None) ->
     return None
 
 
-def job_tag(job: JobRecord) -> tuple[object, ...]:
-    """What an operator decides about a job by; it changes when that does."""
-    numbers = (job.last_number, job.leaving.number if job.leaving else 0)
-    return (job.job, job.created_at, str(job.state), job.since, job.size, job.sentence, numbers, list(job.launchers))
-
-
 def job_page(desk: Desk, job_state: str, cursor: str, limit: int) -> op.JobList:
     """Jobs in the order of their names, from after ``cursor`` on."""
     jobs = desk.state.jobs
@@ -256,4 +253,31 @@ def fleet_status(desk: Desk) -> op.FleetStatus:
         newest_event=desk.newest_event(),
         breaker_at=state.fleet.breaker_at if state.fleet.breaker else 0.0,
         store_away=state.store_away,
+    )
+
+
+def budget_status(desk: Desk) -> past.BudgetStatus:
+    state = desk.state
+    now = budget(state, desk.now())
+    return past.BudgetStatus(
+        window_s=now.window_s,
+        breaker=now.breaker,
+        breaker_at=now.breaker_at,
+        scopes=tuple(
+            past.BudgetScope(
+                kind=one.kind,
+                name=one.name,
+                limit=one.limit,
+                used=one.used,
+                left=0 if now.breaker else one.left,
+                nodes=one.of,
+                frees_at=one.frees_at,
+            )
+            for one in now.scopes
+        ),
+        held=tuple(
+            past.HeldEviction(node=record.node, finding=record.overruled, held_by=record.held_by)
+            for record in state.nodes.values()
+            if record.overruled
+        ),
     )

@@ -1,7 +1,4 @@
-"""Pages of history, newest first. Every function blocks, and takes a connection of the reading thread.
-
-A cursor is the place of the last row that was given; it is opaque to clients and checked when it comes back.
-"""
+"""Pages of history, newest first. Every function blocks, and takes a connection of the reading thread."""
 
 from __future__ import annotations
 
@@ -10,25 +7,12 @@ from typing import Any
 
 from sqlalchemy import Connection, Select, Table, desc, select, tuple_
 
+from controller.cursors import cursor_at, place_of
 from controller.store import tables
-from everstep.errors import MalformedMessage
 
 Row = dict[str, Any]
 Page = tuple[list[Row], str]
 """Rows, and the cursor of the page after them (empty: there is none)."""
-
-
-def _place(cursor: str, kinds: tuple[type, ...]) -> tuple[Any, ...] | None:
-    """The values in a cursor. Raises MalformedMessage for one that nobody was given."""
-    if not cursor:
-        return None
-    parts = cursor.split("~")
-    try:
-        if len(parts) != len(kinds):
-            raise ValueError(cursor)
-        return tuple(kind(part) for kind, part in zip(kinds, parts, strict=True))
-    except ValueError:
-        raise MalformedMessage(f"{cursor[:100]!r} is no cursor: give what `next` said of the page before") from None
 
 
 def _page(
@@ -36,7 +20,7 @@ def _page(
 ) -> Page:
     """Rows of ``statement`` from after ``cursor`` on, newest first by the columns of ``order``."""
     columns = [table.c[name] for name in order]
-    place = _place(cursor, tuple(order.values()))
+    place = place_of(cursor, tuple(order.values()))
     if place is not None:
         statement = statement.where(tuple_(*columns) < place)
     statement = statement.order_by(*(desc(column) for column in columns)).limit(limit + 1)
@@ -44,9 +28,7 @@ def _page(
     if len(rows) <= limit:
         return rows, ""
     last = rows[limit - 1]
-    return rows[:limit], "~".join(
-        repr(last[name]) if kind is float else str(last[name]) for name, kind in order.items()
-    )
+    return rows[:limit], cursor_at(kind(last[name]) for name, kind in order.items())
 
 
 def _where(statement: Select[Any], table: Table, **wanted: str) -> Select[Any]:

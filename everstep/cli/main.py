@@ -193,8 +193,8 @@ def repair(context: typer.Context, node: NodeName, reason: Reason) -> None:
 def jobs(context: typer.Context, as_json: Json = False) -> None:
     """All jobs and how far they are."""
     with controller(context) as client:
-        found = client.get("/v1/jobs", op.JobList)
-        show(found, as_json, tables.jobs(found.jobs))
+        found = tuple(job for page in past.pages(client, "/v1/jobs", op.JobList, sys.maxsize) for job in page.jobs)
+        show(op.JobList(jobs=found, total=len(found)), as_json, tables.jobs(found))
 
 
 @job_app.command("show")

@@ -1,4 +1,4 @@
-"""``everstep findings``, ``verdicts``, ``checkpoints``, ``remedies``, ``budget`` and ``evidence``."""
+"""``everstep findings``, ``verdicts``, ``checkpoints``, ``remedies``, ``probes``, ``budget`` and ``evidence``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pages(client: Client, path: str, kind: type[T], most: int, /, **query: str) 
 
 def register(app: typer.Typer) -> None:
     """Adds the commands."""
-    for command in (findings, verdicts, checkpoints, remedies, budget, evidence):
+    for command in (findings, verdicts, checkpoints, remedies, probes, budget, evidence):
         app.command()(command)
 
 
@@ -121,6 +121,19 @@ def remedies(context: typer.Context, node: Node = "", limit: Most = 50, as_json:
             why = f"{one.sentence} ({one.detail})" if one.detail else one.sentence
             view.add_row(one.node, one.kind.replace("_", " "), one.state, f"{age(now - one.requested_at)} ago", why)
         show(past.RemedyList(remedies=asked), as_json, view)
+
+
+def probes(context: typer.Context, node: Node = "", limit: Most = 50, as_json: Json = False) -> None:
+    """Probes since the controller began to lead, newest first."""
+    with controller(context) as client:
+        known = tuple(
+            one for page in pages(client, "/v1/probes", op.ProbeList, limit, node=node) for one in page.probes
+        )
+        now, view = SYSTEM_CLOCK.wall(), tables.table("probe", "nodes", "begun", "outcome")
+        for one in known:
+            outcome = {None: "under way", True: "passed", False: "failed"}[one.ok]
+            view.add_row(one.probe, ", ".join(one.nodes), f"{age(now - one.started_at)} ago", outcome)
+        show(op.ProbeList(probes=known), as_json, view)
 
 
 def budget(context: typer.Context, as_json: Json = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from everstep.cli import tables
+from everstep.cli import past, tables
 from everstep.cli.context import Json, Reason, console, controller, print_changed, show
 from everstep.cli.words import age
 from everstep.errors import ConfigurationError, EverstepError
@@ -22,7 +23,7 @@ from everstep.tokens import TokenRole
 from everstep.wire.v1 import enrolment as wire
 from everstep.wire.v1 import operator as op
 
-app = typer.Typer(help="Credentials: issue, list, revoke, rotate.", no_args_is_help=True)
+app = typer.Typer(help="Credentials: issue, list, show, revoke, rotate.", no_args_is_help=True)
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
@@ -37,13 +38,24 @@ CredentialId = Annotated[str, typer.Argument(metavar="ID")]
 def list_(
     context: typer.Context,
     everything: Annotated[bool, typer.Option("--all", help="Also those that are dead.")] = False,
+    role: Annotated[str, typer.Option(help="Only of this role, such as operator.")] = "",
+    subject: Annotated[str, typer.Option(metavar="NAME", help="Only of this node, job or person.")] = "",
     as_json: Json = False,
 ) -> None:
     """Who has a credential. Secrets are kept nowhere, and not shown."""
     with controller(context) as client:
-        found, now = client.get("/v1/credentials", wire.CredentialList), SYSTEM_CLOCK.wall()
-        living = [one for one in found.credentials if everything or _lives(one, now)]
+        listed = past.pages(client, "/v1/credentials", wire.CredentialList, sys.maxsize, role=role, subject=subject)
+        found, now = [one for page in listed for one in page.credentials], SYSTEM_CLOCK.wall()
+        living = [one for one in found if everything or _lives(one, now)]
         show(wire.CredentialList(credentials=tuple(living)), as_json, _table(living, now))
+
+
+@app.command("show")
+def show_(context: typer.Context, id: CredentialId, as_json: Json = False) -> None:
+    """One credential, dead or alive."""
+    with controller(context) as client:
+        found = client.get(f"/v1/credentials/{id}", wire.Credential)
+        show(found, as_json, _table([found], SYSTEM_CLOCK.wall()))
 
 
 @app.command()

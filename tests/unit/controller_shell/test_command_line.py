@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import socket
 import threading
@@ -307,6 +308,8 @@ def test_a_probe_waits_for_its_result(run: Any, fleet: Fleet) -> None:
     answering.join(30)
     assert result.exit_code == 0, result.output
     assert re.search(r"64\.0 KiB\s+500 us\s+1\.9 GiB/s", result.output)
+    assert re.search(r"probe-\d+\s+n2, n3\s.*\spassed", run("probes", "--node", "n3").output)
+    assert json.loads(run("probes", "--node", "n1", "--json").stdout)["probes"] == []
 
 
 def test_maintenance_is_ordered_for_a_while(run: Any) -> None:

@@ -76,6 +76,9 @@ def test_tokens_are_listed_rotated_and_revoked(run: Run, tmp_path: Path) -> None
     assert run("status", by=second).exit_code == 0
     listed = json.loads(run("token", "list", "--json").stdout)["credentials"]
     (living,) = [one["id"] for one in listed if one["subject"] == "rota"]
+    of_rota = json.loads(run("token", "list", "--role", "viewer", "--subject", "rota", "--all", "--json").stdout)
+    assert [one["id"] for one in of_rota["credentials"]] == [id, living]
+    assert json.loads(run("token", "show", living, "--json").stdout)["subject"] == "rota"
     assert living == split_stored(second.read_text().strip())[0]
     done = run("token", "revoke", living, "-r", "lost")
     assert "olga revoked viewer credential" in done.stdout

@@ -1,0 +1,28 @@
+"""Cursors of lists: the place of the last entry that was given, opaque to clients and checked when it comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from everstep.errors import MalformedMessage
+
+_BETWEEN = "~"
+
+
+def cursor_at(place: Iterable[Any]) -> str:
+    """The cursor of the page after this place."""
+    return _BETWEEN.join(repr(part) if isinstance(part, float) else str(part) for part in place)
+
+
+def place_of(cursor: str, kinds: Sequence[type]) -> tuple[Any, ...] | None:
+    """The values in a cursor; None in the empty one. Raises MalformedMessage for one that nobody was given."""
+    if not cursor:
+        return None
+    parts = cursor.split(_BETWEEN)
+    try:
+        if len(parts) != len(kinds):
+            raise ValueError(cursor)
+        return tuple(kind(part) for kind, part in zip(kinds, parts, strict=True))
+    except ValueError:
+        raise MalformedMessage(f"{cursor[:100]!r} is no cursor: give what `next` said of the page before") from None
