@@ -8,9 +8,10 @@ from controller.core.liveness import drop_launchers, expect_launchers, heard, wa
 from controller.core.own_findings import clear_own
 from controller.core.quarantine import begin_quarantine
 from controller.core.records import NodeRecord
+from controller.core.rulings import convicts
 from controller.core.state import FleetState, NodeLive, Pulse
 from controller.core.turn import Turn
-from controller.core.verdict import convicts, take_picture
+from controller.core.verdict import take_picture
 from everstep.errors import NotFound, StaleGeneration
 from everstep.vocabulary import Action, Decision, NodeState
 from everstep.wire.v1.agent import Register

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from controller.core import jobs
 from controller.core.checkpoints import Vote, roll_back, take_seal
-from controller.core.eviction import evict, serving
+from controller.core.eviction import serving
 from controller.core.generations import Cause, heard_beyond_boundary, regroup
-from controller.core.losses import node_left_jobs, running_spec
-from controller.core.outbreaks import correlated
+from controller.core.losses import running_spec
+from controller.core.membership import is_seated
 from controller.core.own_findings import clear_own, raise_own
 from controller.core.records import JobRecord
 from controller.core.rules import SecondPass
 from controller.core.second_pass import open_case
 from controller.core.state import Case
 from controller.core.turn import Turn
-from everstep.vocabulary import Action, Decision, Finding, FindingKind, GenerationReason, JobState, Mode, Severity
+from controller.core.verdict import judge_own
+from everstep.vocabulary import Action, Decision, Finding, FindingKind, GenerationReason, JobState, Severity
 from everstep.wire.v1.training import GenerationSpec, Sealed
 
 
@@ -63,39 +64,21 @@ def _whose_fault(turn: Turn, job: JobRecord) -> str:
 
 
 def _convict(turn: Turn, job: JobRecord, nodes: list[str], what: str) -> bool:
-    """One confirmed mismatch convicts: every known liar lied again. Out at once, since what it computes is wrong.
+    """One confirmed mismatch convicts: every known liar lied again. Out at once, since what it computes is wrong; the
+    caller regroups ``job`` once, for all of them.
 
-    False where minimum, budget or the rule's own mode kept one of them in.
+    False where minimum, budget, an outbreak or the rule's own mode kept one of them in.
     """
-    settled = True
+    turn.regrouped.add(job.job)
     for node in nodes:
-        finding = _finding(turn, node, what, Severity.CRITICAL)
         if not serving(turn, node):
             continue
-        if why := _spared(turn, node, finding):
-            turn.verdict(node, Decision.RECOMMEND, f"{node}: {what}; {why}", action=Action.REPAIR, evidence=(finding,))
-            settled = False
-            continue
-        if not evict(turn, node, finding, f"{node}: {what}"):
-            settled = False
-            continue
-        cause = Cause(
-            reason=GenerationReason.NODE_EVICTED,
-            sentence=f"{node} computes wrongly in job {job.job}",
-            trace=turn.trace,
-        )
-        _leave_others(turn, job, node, cause)
-        _clear_names(turn, node)
-    return settled
-
-
-def _spared(turn: Turn, node: str, finding: Finding) -> str:
-    """Why the rule lets the node stay, in words; empty where it does not."""
-    rule = turn.policy.rules.rule(finding)
-    if rule.mode is not Mode.ENFORCE:
-        return f"not evicted: {rule.id} only says so (mode {rule.mode})"
-    why = correlated(turn, rule, node, finding)
-    return f"not evicted: {why} within {rule.correlated_s:g} s" if why else ""
+        _finding(turn, node, what, Severity.CRITICAL)
+        judge_own(turn)
+        if not serving(turn, node):
+            _clear_names(turn, node)
+    turn.regrouped.discard(job.job)
+    return not any(serving(turn, node) for node in nodes)
 
 
 def _clear_names(turn: Turn, liar: str) -> None:
@@ -109,14 +92,6 @@ def _clear_names(turn: Turn, liar: str) -> None:
     turn.state.nodes[liar].against = []
 
 
-def _leave_others(turn: Turn, job: JobRecord, node: str, cause: Cause) -> None:
-    """Jobs other than ``job`` leave the node; ``job`` itself regroups once, for all liars together."""
-    live = turn.state.live_nodes[node]
-    mine, live.jobs = live.jobs, {name: None for name in live.jobs if name != job.job}
-    node_left_jobs(turn, node, cause)
-    live.jobs = mine
-
-
 def _second_opinion(turn: Turn, job: JobRecord, tied: list[str], what: str) -> bool:
     """A tie accuses all of them, and so nobody. True where the matter is in hand: one is out, or all are being tried.
 
@@ -128,6 +103,7 @@ def _second_opinion(turn: Turn, job: JobRecord, tied: list[str], what: str) -> b
     if any(case.job == job.job for case in turn.state.cases.values()):
         return True
     findings = {node: _finding(turn, node, what, Severity.WARNING) for node in tied}
+    judge_own(turn)
     tried = all(set(turn.state.nodes[node].against) == set(tied) - {node} for node in tied)
     trying = not tried and open_case(turn, SecondPass.COMPUTE, findings, what, job.job) is not None
     if not trying and _settled_by_history(turn, job, tied, what):
@@ -155,7 +131,7 @@ def case_settled(turn: Turn, case: Case) -> None:
         turn.audit("second_pass.nobody", words, job=job.job, trace=case.trace)
     if not out and _too_many(turn, job):
         jobs.fail(turn, job, f"{case.what}; {_times(job)}, and {_whose_fault(turn, job)}")
-    elif out:
+    elif out or any(is_seated(job, node) and not serving(turn, node) for node in case.failed):
         cause = Cause(reason=GenerationReason.CORRUPTION, sentence=f"{case.what}; it is settled", trace=case.trace)
         regroup(turn, job, cause)
 

@@ -12,9 +12,10 @@ from controller.core.degraded import STORE
 from controller.core.membership import jobs_seated_on, least_nodes, next_seats
 from controller.core.quarantine import begin_quarantine
 from controller.core.records import Eviction, JobRecord
+from controller.core.rulings import INCURABLE
 from controller.core.state import FleetState
 from controller.core.turn import Turn
-from everstep.vocabulary import Action, Decision, Finding, FindingKind, JobState, NodeState
+from everstep.vocabulary import Action, Decision, Finding, JobState, NodeState
 
 NEEDED = "needed:"
 EVICTIONS_KEPT = 64
@@ -41,14 +42,12 @@ def evict(turn: Turn, node: str, finding: Finding, sentence: str) -> bool:
     record = turn.state.nodes[node]
     release(turn, node)
     _note_eviction(turn, node)
-    words, needs_operator = f"{sentence}; evicted", finding.kind is FindingKind.DIGEST_MISMATCH
-    if needs_operator:
+    words = f"{sentence}; evicted"
+    if finding.kind in INCURABLE:
         words += ", until an operator readmits it or the hardware is replaced"
+    record.needs_operator = False
     begin_quarantine(turn, node, words, (finding,), action=_cure(finding))
     record.evictions = [*record.evictions[1 - EVICTIONS_KEPT :], turn.now]
-    record.needs_operator = needs_operator
-    if needs_operator:
-        record.condemned = [gpu.uuid for gpu in record.gpus] or [node]
     turn.verdict(node, Decision.EVICT, words, action=record.action, evidence=(finding,), trace=trace)
     return True
 

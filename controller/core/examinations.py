@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from controller.core import corruption, holds, quarantine, second_pass
 from controller.core.eviction import serving
-from controller.core.own_findings import clear_own, raise_own
+from controller.core.own_findings import clear_own, forget_unseen, raise_own
 from controller.core.probes import Outcome, overdue, take_result
 from controller.core.rules import SecondPass
 from controller.core.state import Case
 from controller.core.turn import Turn
-from controller.core.verdict import convict, judge, look_again
+from controller.core.verdict import judge_settled, look_again
 from everstep.vocabulary import Decision, Finding, FindingKind, NodeState, Severity
 from everstep.wire.v1.training import ProbeFinished
 
@@ -33,6 +33,7 @@ def check_care(turn: Turn, node: str) -> None:
     """Whatever of a node's treatment may be due."""
     record = turn.state.nodes[node]
     holds.check_end(turn, node)
+    forget_unseen(turn, node)
     look_again(turn, node)
     if record.state is NodeState.QUARANTINED:
         quarantine.check_quarantine(turn, node)
@@ -69,8 +70,7 @@ def _suspect_link(turn: Turn, outcome: Outcome) -> None:
             trace=turn.trace,
             evidence={"peer": peers[0]} if len(peers) == 1 else {},
         )
-        raise_own(turn, node, finding)
-        judge(turn, node, finding)
+        raise_own(turn, node, finding, turn.policy.probe_retry_s)
 
 
 def _settle_if_over(turn: Turn, case: Case | None) -> None:
@@ -95,7 +95,7 @@ def _settle_pair(turn: Turn, case: Case) -> None:
     for node in case.suspects:
         state = turn.state.nodes[node].state
         if node in case.failed and serving(turn, node):
-            convict(turn, node, case.findings[node], f"{case.what}; with a good partner too: {case.failed[node]}")
+            _blame(turn, node, case.findings[node], f"{case.what}; with a good partner too: {case.failed[node]}")
         elif state is NodeState.PROBATION and turn.state.nodes[node].probe == quarantine.PROBE_WAITS:
             _settle_return(turn, case, node)
         elif node in case.unknown and serving(turn, node):
@@ -106,6 +106,13 @@ def _settle_pair(turn: Turn, case: Case) -> None:
         blame = f"the link between {others} is suspected" if len(case.suspects) > 1 else f"{others} is cleared"
         words = f"{case.what}; with partners known to be good it passed: {blame}, and nobody is evicted"
         turn.audit("second_pass.nobody", words, trace=case.trace)
+
+
+def _blame(turn: Turn, node: str, finding: Finding, proof: str) -> None:
+    if finding.key in turn.state.nodes[node].findings:
+        judge_settled(turn, node, finding, proof)
+    else:
+        raise_own(turn, node, finding, turn.policy.probe_retry_s, proof)
 
 
 def _settle_return(turn: Turn, case: Case, node: str) -> None:

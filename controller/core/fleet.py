@@ -111,6 +111,7 @@ def take(state: FleetState, event: Event, now: float, recorded: Sequence[Read] |
     _refuse(state, event, now)
     turn = Turn(state, now, _trace(event), event.entropy if isinstance(event, ReportArrived) else "", recorded)
     _EVENTS[type(event)](turn, event)
+    verdict.judge_own(turn)
     if turn.departed:
         losses.regroup_departed(turn)
     if state.held:

@@ -12,7 +12,7 @@ from controller.core.records import JobRecord
 from controller.core.state import Pending
 from controller.core.turn import Turn
 from controller.core.wording import named
-from everstep.vocabulary import Decision, Finding, FindingKind, GenerationReason, JobState, Severity
+from everstep.vocabulary import Finding, FindingKind, GenerationReason, JobState, Severity
 from everstep.wire.v1.training import CollectiveFailed, GenerationSpec, LauncherLeft, RankLost
 
 UNHEARD = "has not been heard since this controller began"
@@ -82,6 +82,15 @@ def replace_rank(turn: Turn, job: JobRecord, node: str, cause: Cause) -> None:
     regroup(turn, job, Cause(reason=cause.reason, sentence=f"{cause.sentence}; {sentence}", trace=cause.trace))
 
 
+def forgive(turn: Turn, name: str, node: str) -> None:
+    """The job has nothing against the node any more: neither lost ranks, nor that it was slow."""
+    job = turn.state.jobs[name]
+    job.excluded.pop(node, None)
+    job.losses.pop(node, None)
+    job.slow.pop(node, None)
+    turn.job_changed(name)
+
+
 def regroup_heard(turn: Turn, job: JobRecord, cause: Cause) -> None:
     """Regroups with members that this controller has heard. One that has just begun waits a moment for the others: they
     are on their way back to it, or dead, and a roster with a dead member is soon another regrouping."""
@@ -109,15 +118,13 @@ def _note_flapping(turn: Turn, node: str, sentence: str, count: int) -> None:
         kind=FindingKind.RANK_FLAPPING,
         subject="ranks",
         severity=Severity.WARNING,
-        message=sentence,
+        message=f"{sentence}; the job does without it until an operator readmits it or its launcher starts anew",
         value=float(count),
         threshold=float(turn.policy.rank_flap_count),
         since=turn.now,
         trace=turn.trace,
     )
-    raise_own(turn, node, finding)
-    words = f"{sentence}; the job does without it until an operator readmits it or its launcher starts anew"
-    turn.verdict(node, Decision.RECOMMEND, words, evidence=(finding,))
+    raise_own(turn, node, finding, turn.policy.flap_window_s)
 
 
 # --- collectives without a culprit -------------------------------------------------------------------------------
@@ -250,6 +257,8 @@ def node_left_jobs(turn: Turn, node: str, cause: Cause) -> None:
     A job that leaves it at a boundary already is not hurried, where there is no hurry.
     """
     for job in jobs_seated_on(turn.state, node):
+        if job.job in turn.regrouped:
+            continue
         leaves = job.generation is not None and node not in job.generation.seated
         if job.state is JobState.RUNNING and not (leaves and cause.boundary):
             regroup(turn, job, cause)

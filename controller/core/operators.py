@@ -10,7 +10,7 @@ from controller.core.eviction import needed_by, release, reset_breaker
 from controller.core.generations import Cause
 from controller.core.jobs import offer_to_jobs
 from controller.core.ladder import to_repair
-from controller.core.losses import node_left_jobs
+from controller.core.losses import forgive, node_left_jobs
 from controller.core.own_findings import clear_own
 from controller.core.probes import start_probe
 from controller.core.quarantine import begin_probation, begin_quarantine
@@ -173,13 +173,10 @@ def _readmit(turn: Turn, node: str, sentence: str) -> None:
     release(turn, node)
     record.probe_failures = 0
     for name in turn.state.live_nodes[node].jobs:
+        forgive(turn, name, node)
         job = turn.state.jobs[name]
-        job.excluded.pop(node, None)
-        job.losses.pop(node, None)
-        job.slow.pop(node, None)
         if node in job.launchers:
             job.launchers[node].able, job.launchers[node].why_not = True, ""
-        turn.job_changed(name)
     turn.verdict(node, Decision.READMIT, sentence)
     if not record.reachable:
         set_state(turn, node, NodeState.LOST, f"{sentence}; it is out of reach and comes back when it is heard")

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from controller.core import ladder, offenders, second_pass
 from controller.core.jobs import offer_to_jobs
+from controller.core.losses import forgive
 from controller.core.membership import jobs_seated_on
 from controller.core.own_findings import raise_own
 from controller.core.probes import Outcome, partner_for, start_probe
 from controller.core.records import Course, NodeRecord
 from controller.core.rules import RUNGS, SecondPass, next_rung, remember_step
+from controller.core.rulings import INCURABLE, convicts
 from controller.core.standing import kept_out, set_state
 from controller.core.turn import Turn
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, JobState, NodeState, ProbeKind, Severity
 
 __all__ = ["begin_probation", "begin_quarantine", "check_probation", "check_quarantine", "set_state"]
 
+OF_RANKS = (str(FindingKind.RANK_FLAPPING), str(FindingKind.RANK_STRAGGLER))
+"""What a node is blamed for by its job, and so what its job forgives."""
 PROBE_PASSED = "passed"
 PROBE_SKIPPED = "skipped"
 PROBE_WAITS = "waiting"
@@ -69,8 +75,10 @@ def add_cause(turn: Turn, node: str, finding: Finding) -> None:
     if first or (stronger and not course.remedy):
         course.rule, course.ladder, course.rung, course.settles_at = rule.id, rule.ladder, rung, 0.0
         record.action = rule.ladder[rung]
-    course.checks = rule.diagnostics if first else tuple(dict.fromkeys([*course.checks, *rule.diagnostics]))
+    course.checks = tuple(dict.fromkeys([*course.checks, *rule.diagnostics]))
     course.passes, course.clear_s = max(course.passes, rule.passes), max(course.clear_s, rule.clear_s)
+    if finding.kind in INCURABLE:
+        record.needs_operator, record.condemned = True, [gpu.uuid for gpu in record.gpus] or [node]
 
 
 def check_quarantine(turn: Turn, node: str) -> None:
@@ -113,7 +121,7 @@ def begin_probation(turn: Turn, node: str, because: str) -> None:
         set_state(turn, node, NodeState.HELD, f"{because}; {why}")
         return
     live.pulse.beats = 0
-    course.left, course.alone = list(course.checks) * course.passes, False
+    course.left, course.alone = list(course.checks or (ProbeKind.ALL_REDUCE,)) * course.passes, False
     sentence = f"{because}; on probation for {turn.policy.probation_beats} clean beats"
     set_state(turn, node, NodeState.PROBATION, sentence)
     turn.audit("node.probation", sentence, node=node)
@@ -222,10 +230,12 @@ def failed(turn: Turn, node: str, failure: str, offence: float = offenders.FAILE
     if course is not None and record.course is not None:
         record.course.checks, record.course.passes = course.checks, course.passes
     turn.verdict(node, Decision.QUARANTINE, sentence, action=Action.DRAIN, evidence=(finding,))
+    raise_own(turn, node, finding, wait_s)
 
 
 def _found_wrong(turn: Turn, node: str, outcome: Outcome) -> None:
-    """Work whose result is known came out wrong: no sensor will see that heal."""
+    """Work whose result is known came out wrong. Where its rule does not convict, the node tries again all the same: it
+    has not passed."""
     memory = outcome.probe.kind is ProbeKind.MEMORY
     finding = Finding(
         kind=FindingKind.MEMORY_WRONG if memory else FindingKind.COMPUTE_WRONG,
@@ -236,11 +246,11 @@ def _found_wrong(turn: Turn, node: str, outcome: Outcome) -> None:
         since=turn.now,
         trace=turn.trace,
     )
-    record = turn.state.nodes[node]
     raise_own(turn, node, finding)
-    relapse(turn, node, finding, f"{outcome.failure}; {node} stays out until it is mended")
-    record.needs_operator = True
-    record.condemned = [gpu.uuid for gpu in record.gpus] or [node]
+    if convicts(turn.state, turn.state.nodes[node], finding, turn.now):
+        relapse(turn, node, finding, f"{outcome.failure}; {node} stays out until it is mended")
+    else:
+        failed(turn, node, outcome.failure)
 
 
 def relapse(turn: Turn, node: str, finding: Finding, sentence: str) -> None:
@@ -248,6 +258,12 @@ def relapse(turn: Turn, node: str, finding: Finding, sentence: str) -> None:
     begin_quarantine(turn, node, sentence, (finding,), action=finding.action, offence=offenders.RELAPSED)
     _leave_jobs(turn, node, sentence)
     turn.verdict(node, Decision.QUARANTINE, sentence, action=turn.state.nodes[node].action, evidence=(finding,))
+
+
+def _blamed_by(turn: Turn, node: str) -> Iterable[str]:
+    """Jobs that do without a node which was out, and has passed its diagnostics, for what its ranks did."""
+    course = turn.state.nodes[node].course
+    return turn.state.live_nodes[node].jobs if course is not None and course.rule.startswith(OF_RANKS) else ()
 
 
 def _leave_jobs(turn: Turn, node: str, sentence: str) -> None:
@@ -271,6 +287,8 @@ def check_probation(turn: Turn, node: str) -> None:
         return
     probe = "passed its probe and" if record.probe == PROBE_PASSED else "had no partner to be probed with, but"
     sentence = f"{node} {probe} sent {beats} clean beats: it is healthy"
+    for name in _blamed_by(turn, node):
+        forgive(turn, name, node)
     set_state(turn, node, NodeState.HEALTHY, sentence)
     turn.verdict(node, Decision.READMIT, sentence)
     offer_to_jobs(turn, node)

@@ -65,16 +65,16 @@ class Course(msgspec.Struct, kw_only=True, omit_defaults=True):
     """How a node that is out is treated.
 
     ``rule``: id of the rule that took it out. ``ladder`` and ``rung``: its cures, and which is due. ``checks``: what it
-    must pass on its way back, ``passes`` times in a row; ``left``: what is still to be passed, ``alone``: it had no
-    partner for what takes one. ``clear_s``: for how long its causes must be clear. ``remedy``: id of the action that
-    was asked for and not reported, ``remedy_due``: when it is given up. ``settles_at``: when the causes must have
-    cleared after a confirmed one. ``hindered``: why no action was asked for, as it was last said.
+    must pass on its way back (empty: an all-reduce), ``passes`` times in a row; ``left``: what is still to be passed,
+    ``alone``: it had no partner for what takes one. ``clear_s``: for how long its causes must be clear. ``remedy``: id
+    of the action that was asked for and not reported, ``remedy_due``: when it is given up. ``settles_at``: when the
+    causes must have cleared after a confirmed one. ``hindered``: why no action was asked for, as it was last said.
     """
 
     rule: str = ""
     ladder: tuple[Action, ...] = ()
     rung: int = 0
-    checks: tuple[ProbeKind, ...] = (ProbeKind.ALL_REDUCE,)
+    checks: tuple[ProbeKind, ...] = ()
     passes: int = 1
     left: list[ProbeKind] = []
     alone: bool = False
@@ -89,7 +89,8 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     """A node as stored.
 
     ``since`` and ``sentence``: when and why it came into ``state``. ``reachable``: it was heard within its deadlines.
-    ``findings`` by key are the agent's picture, ``own`` the controller's. ``causes``: keys of findings that must
+    ``findings`` by key are the agent's picture, ``own`` the controller's; ``own_until``: when those of them that nobody
+    clears are over, unless they are seen again. ``causes``: keys of findings that must
     clear before a quarantined node may come back; ``needs_operator``: they never do by themselves. ``returns_at``:
     not before this may it leave quarantine. ``evictions``: times of this node's evictions; repeat offenders wait
     longer. ``verdicts`` counts verdicts ever given, for their ids. ``probe``: the one it must pass. ``against``: with
@@ -124,6 +125,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     reachable: bool = True
     findings: dict[str, Finding] = {}
     own: dict[str, Finding] = {}
+    own_until: dict[str, float] = {}
     causes: list[str] = []
     needs_operator: bool = False
     returns_at: float = 0.0

@@ -78,7 +78,7 @@ def started(turn: Turn, event: ControllerStarted) -> None:
     for node, record in state.nodes.items():
         live = state.live_nodes[node]
         turn.wake(max(turn.now, record.returns_at), "node", node)
-        if record.undecided or record.maintenance_until or record.state is NodeState.QUARANTINED:
+        if record.undecided or record.own_until or record.maintenance_until or record.state is NodeState.QUARANTINED:
             turn.wake(max(turn.now, record.maintenance_until), "care", node)
             turn.wake(turn.now, "care", node)
         if record.reachable:

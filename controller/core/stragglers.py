@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from controller.core.generations import Cause, boundary_step, regroup
 from controller.core.membership import next_seats, seats_of
-from controller.core.own_findings import clear_own, raise_own
+from controller.core.own_findings import raise_own, see_again
 from controller.core.progress import Laggards
 from controller.core.records import JobRecord
 from controller.core.state import JobLive
 from controller.core.turn import Turn
-from everstep.vocabulary import Decision, Finding, FindingKind, GenerationReason, JobState, Severity
+from everstep.vocabulary import Finding, FindingKind, GenerationReason, JobState, Severity
 from everstep.wire.v1.training import GenerationSpec
 
 SUBJECT = "ranks"
@@ -52,8 +52,6 @@ def check_pace(turn: Turn, job: JobRecord) -> None:
     for node in seats_of(spec):
         if len(live.slow.get(node, ())) >= policy.straggler_count:
             _name(turn, job, node, slow.get(node, 0.0), lag)
-        elif node not in live.slow and KEY in turn.state.nodes[node].own:
-            _clear(turn, job, node)
     _replace_one(turn, job, spec)
 
 
@@ -74,34 +72,29 @@ def slow_nodes(spec: GenerationSpec, lag: Laggards, share: float) -> dict[str, f
 
 
 def _name(turn: Turn, job: JobRecord, node: str, busy_s: float, lag: Laggards) -> None:
-    """Once for as long as it lasts; a recommendation, since slowness alone evicts nobody."""
+    """Once for as long as it lasts: until it was not named in as many windows as count."""
     record, policy = turn.state.nodes[node], turn.policy
+    lasts_s = policy.straggler_windows * policy.straggler_window_s
     if KEY in record.own:
+        see_again(turn, node, KEY, lasts_s)
         return
     sentence = (
         f"{node} needs {busy_s:.3f} s for a step of {job.job} and half of the ranks {lag.median_s:.3f} s or less: "
         f"slow by more than {policy.straggler_factor:g} times in {policy.straggler_count} of "
         f"{policy.straggler_windows} windows of {policy.straggler_window_s:g} s"
     )
+    how = "a spare takes its place where one is able; " if policy.straggler_replace else ""
     finding = Finding(
         kind=FindingKind.RANK_STRAGGLER,
         subject=SUBJECT,
         severity=Severity.WARNING,
-        message=sentence,
+        message=f"{sentence}; {how}look for what slows it down",
         value=busy_s,
         threshold=policy.straggler_factor * lag.median_s,
         since=turn.now,
         trace=turn.trace,
     )
-    raise_own(turn, node, finding)
-    how = "a spare takes its place where one is able" if policy.straggler_replace else "recommended: replace it"
-    words = f"{sentence}; {how}; look for what slows it down"
-    turn.verdict(node, Decision.RECOMMEND, words, evidence=(finding,))
-
-
-def _clear(turn: Turn, job: JobRecord, node: str) -> None:
-    clear_own(turn, node, [KEY])
-    turn.audit("finding.cleared", f"{node} keeps up with {job.job} again", node=node, job=job.job)
+    raise_own(turn, node, finding, lasts_s)
 
 
 def _replace_one(turn: Turn, job: JobRecord, spec: GenerationSpec) -> None:

@@ -60,6 +60,16 @@ class Looked(msgspec.Struct, frozen=True, tag=True):
     kind: str
 
 
+class OwnNews(msgspec.Struct, frozen=True):
+    """A finding of the controller's own was raised on ``node`` (``before``: the one of its key that stood; ``why``:
+    what a second pass has shown), or, without ``finding``, the one ``before`` has cleared, as ``why`` says."""
+
+    node: NodeId
+    before: Finding | None
+    finding: Finding | None
+    why: str = ""
+
+
 R = TypeVar("R", PulseRead, StepsRead, EnteredRead, Stride, Laggards)
 Read = PulseRead | StepsRead | EnteredRead | Stride | Laggards | Looked
 """What a rule read of that which heartbeats change. Beats are too many to be written down; these are few."""
@@ -72,7 +82,9 @@ class Turn:
     elsewhere, without the beats before it, and leads to the same effects. ``quiet``: a Tick that only found nodes
     heard in time; history can do without it. ``looks``: where the Tick of ``recorded`` looked; silence deadlines, which
     beats move, are not to be looked at otherwise then. ``freed``: scopes whose held evictions are to be looked at again
-    (``eviction``). ``departed``: nodes lost in this turn, and why, by the jobs that they had a seat in.
+    (``eviction``). ``departed``: nodes lost in this turn, and why, by the jobs that they had a seat in. ``own``: what
+    the controller found itself and is not judged yet. ``regrouped``: jobs that a rule regroups once for all that it
+    decides in this turn, so that nobody else need.
 
     Args:
         trace: of the stimulus; rules that carry out something older pass that one's trace instead.
@@ -95,6 +107,8 @@ class Turn:
         self.entropy = entropy
         self.freed: dict[str, None] = {}
         self.departed: dict[JobId, dict[NodeId, str]] = {}
+        self.own: list[OwnNews] = []
+        self.regrouped: set[JobId] = set()
         self._effects: list[Effect] = []
         self._remedies: list[Remedy] = []
         self._verdicts: dict[NodeId, str] = {}

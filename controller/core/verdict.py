@@ -13,19 +13,10 @@ from controller.core.losses import node_left_jobs
 from controller.core.outbreaks import correlated
 from controller.core.quarantine import add_cause, check_quarantine, relapse
 from controller.core.records import NodeRecord
-from controller.core.rules import (
-    Rule,
-    Scope,
-    SecondPass,
-    bad_reports,
-    in_words,
-    is_taken,
-    next_rung,
-    remember,
-    remember_step,
-)
+from controller.core.rules import Rule, Scope, SecondPass, bad_reports, in_words, is_taken, remember, remember_step
+from controller.core.rulings import by_rule, convicts, rung_of
 from controller.core.standing import kept_out
-from controller.core.state import Burst, FleetState
+from controller.core.state import Burst
 from controller.core.turn import Turn
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, GenerationReason, Mode, NodeState, Severity
 
@@ -34,20 +25,6 @@ MOST_FINDINGS = 256
 _GRAVITY = {severity: gravity for gravity, severity in enumerate(Severity)}
 MOST_COUNTED = 64
 """Findings of a node whose reports are counted: no node has so many different faults."""
-
-
-def convicts(state: FleetState, record: NodeRecord, finding: Finding, now: float) -> bool:
-    """Whether the finding, just as it is, keeps a node out that does not serve: its rule would evict for it."""
-    rule = state.policy.rules.rule(finding)
-    if not rule.applies(finding) or rule.mode_of(finding) is not Mode.ENFORCE or rule.heals:
-        return False
-    if rule.n_of[0] > 1 or rule.second_pass is SecondPass.PAIR or now < record.booted_at + rule.boot_grace_s:
-        return False
-    return _rung(record, rule, finding, now) is not Action.RESTART_RANK
-
-
-def _rung(record: NodeRecord, rule: Rule, finding: Finding, now: float) -> Action:
-    return rule.ladder[next_rung(rule, finding, record.steps.get(rule.id, []), now)]
 
 
 # --- the agent's picture -----------------------------------------------------------------------------------------
@@ -103,7 +80,7 @@ def clear_finding(turn: Turn, node: str, key: str) -> None:
     _settle(turn, node)
 
 
-def _cleared(turn: Turn, node: str, finding: Finding) -> None:
+def _cleared(turn: Turn, node: str, finding: Finding, why: str = "") -> None:
     record = turn.state.nodes[node]
     if record.overruled == finding.key:
         release(turn, node)
@@ -115,7 +92,7 @@ def _cleared(turn: Turn, node: str, finding: Finding) -> None:
         _count(record, rule, finding, turn.now, bad=False)
     if _is_written(turn, node, finding, more=False):
         casebook.enter(record, turn.now, "cleared", finding.key)
-        turn.audit("finding.cleared", f"{finding.key} on {node} has cleared", node=node)
+        turn.audit("finding.cleared", why or f"{finding.key} on {node} has cleared", node=node)
         turn.emit(NoteCleared(node, finding.key, turn.now))
 
 
@@ -125,34 +102,58 @@ def _settle(turn: Turn, node: str) -> None:
     if record.state is NodeState.QUARANTINED:
         check_quarantine(turn, node)
     elif record.state is NodeState.PROBATION:
-        standing = next((f for f in record.findings.values() if convicts(turn.state, record, f, turn.now)), None)
+        known = (*record.findings.values(), *record.own.values())
+        standing = next((f for f in known if convicts(turn.state, record, f, turn.now)), None)
         if standing is not None:
             relapse(turn, node, standing, f"{node} cannot come back: {standing.message}")
+
+
+# --- what the controller found itself ----------------------------------------------------------------------------
+
+
+def judge_own(turn: Turn) -> None:
+    """Judges what the controller found itself since this was called last, by the same rules as what agents say."""
+    while turn.own:
+        news = turn.own.pop(0)
+        if news.finding is not None:
+            _judge_if_new(turn, news.node, news.before, news.finding, news.why)
+        elif news.before is not None:
+            _cleared(turn, news.node, news.before, news.why)
+        _settle(turn, news.node)
 
 
 # --- what is written down ----------------------------------------------------------------------------------------
 
 
-def _judge_if_new(turn: Turn, node: str, before: Finding | None, finding: Finding) -> None:
-    """The same finding is judged once; a graver form of it, or another occurrence, again."""
+def _judge_if_new(turn: Turn, node: str, before: Finding | None, finding: Finding, proof: str = "") -> None:
+    """The same finding is judged once; a graver form of it, another occurrence, or what has been proved, again."""
     same = before is not None and (before.severity, before.action, before.mode) == (
         finding.severity,
         finding.action,
         finding.mode,
     )
-    if same and before is not None and not _happened_again(before, finding):
-        return
-    written = _is_written(turn, node, finding, more=True)
+    written = _is_news(before, finding, same=same) and _is_written(turn, node, finding, more=True)
     if written:
-        data = {"severity": str(finding.severity), "rule": finding.rule, "key": finding.key}
-        if finding.since:
-            data["seen_at"] = f"{finding.since:.6f}"
-        trace = finding.trace or turn.trace
-        sentence = f"{finding.message} ({node}){_of_many(turn, node, finding)}"
-        turn.audit("finding", sentence, node=node, trace=trace, data=data)
-        turn.emit(NoteFinding(node, finding, turn.now))
-        casebook.enter(turn.state.nodes[node], turn.now, "finding", finding.message, data | dict(finding.evidence))
-    judge(turn, node, finding, written=written, again=same)
+        _write(turn, node, finding)
+    if proof:
+        judge_settled(turn, node, finding, proof)
+    elif _is_news(before, finding, same=same):
+        judge(turn, node, finding, written=written, again=same)
+
+
+def _is_news(before: Finding | None, finding: Finding, *, same: bool) -> bool:
+    return not same or (before is not None and _happened_again(before, finding))
+
+
+def _write(turn: Turn, node: str, finding: Finding) -> None:
+    data = {"severity": str(finding.severity), "rule": finding.rule, "key": finding.key}
+    if finding.since:
+        data["seen_at"] = f"{finding.since:.6f}"
+    trace = finding.trace or turn.trace
+    sentence = f"{finding.message} ({node}){_of_many(turn, node, finding)}"
+    turn.audit("finding", sentence, node=node, trace=trace, data=data)
+    turn.emit(NoteFinding(node, finding, turn.now))
+    casebook.enter(turn.state.nodes[node], turn.now, "finding", finding.message, data | dict(finding.evidence))
 
 
 def _happened_again(before: Finding, finding: Finding) -> bool:
@@ -216,7 +217,12 @@ def _count(record: NodeRecord, rule: Rule, finding: Finding, now: float, *, bad:
     return bad_reports(reports)
 
 
-def _judge_by_rule(turn: Turn, node: str, finding: Finding, rule: Rule, *, written: bool) -> None:
+def judge_settled(turn: Turn, node: str, finding: Finding, because: str) -> None:
+    """Judges the finding after its second pass, which has shown ``because``: by mode, outbreak, ladder and budget."""
+    _judge_by_rule(turn, node, finding, turn.policy.rules.rule(finding), written=True, because=because)
+
+
+def _judge_by_rule(turn: Turn, node: str, finding: Finding, rule: Rule, *, written: bool, because: str = "") -> None:
     record, mode = turn.state.nodes[node], rule.mode_of(finding)
     if mode is Mode.OBSERVE:
         return
@@ -236,13 +242,13 @@ def _judge_by_rule(turn: Turn, node: str, finding: Finding, rule: Rule, *, writt
             )
             _say(turn, node, Decision.CORRELATED, words, finding)
         return
-    rung = _rung(record, rule, finding, turn.now)
+    rung = rung_of(record, rule, finding, turn.now)
     if mode is Mode.RECOMMEND or rung is Action.RESTART_RANK:
         _recommend(turn, node, finding, rule, rung, written=written)
-    elif rule.second_pass is SecondPass.PAIR:
+    elif rule.second_pass is SecondPass.PAIR and not because:
         _ask_others(turn, node, finding)
     else:
-        convict(turn, node, finding)
+        convict(turn, node, finding, because)
 
 
 def _recommend(turn: Turn, node: str, finding: Finding, rule: Rule, rung: Action, *, written: bool) -> None:
@@ -260,7 +266,7 @@ def _recommend(turn: Turn, node: str, finding: Finding, rule: Rule, rung: Action
 def _leave_to_holder(turn: Turn, node: str, finding: Finding, rule: Rule) -> None:
     """What would take a serving node out is said to whoever holds this one: a job may still compute on it."""
     record = turn.state.nodes[node]
-    rung = _rung(record, rule, finding, turn.now)
+    rung = rung_of(record, rule, finding, turn.now)
     holder = kept_out(record, turn.now)
     words = f"{finding.message}; recommended for {node}: {in_words(rung)}; nothing is done by itself, since {holder}"
     _say(turn, node, Decision.RECOMMEND, words, finding, rung)
@@ -282,16 +288,6 @@ def _say(turn: Turn, node: str, decision: Decision, words: str, finding: Finding
     turn.verdict(node, decision, words, action=action, evidence=(finding,), trace=trace)
 
 
-def by_rule(rule: Rule, record: NodeRecord, finding: Finding, rung: Action) -> str:
-    """Which rule decides, on how many reports, which step of its ladder it is, and what would clear it."""
-    name = f"{rule.id}:{finding.key}" if rule.scope is Scope.SUBJECT else rule.id
-    count = max(1, bad_reports(record.reports.get(name, [])))
-    window = f" within {rule.window_s:g} s" if rule.n_of[0] > 1 else ""
-    clear = f" for {rule.clear_s:g} s" if rule.clear_s else ""
-    place = f"step {rule.ladder.index(rung) + 1} of {len(rule.ladder)} is {in_words(rung)}"
-    return f"rule {rule.id}: report {count} of {rule.n_of[0]}{window}; {place}; over once it is clear{clear}"
-
-
 # --- convicting --------------------------------------------------------------------------------------------------
 
 
@@ -301,7 +297,7 @@ def convict(turn: Turn, node: str, finding: Finding, because: str = "") -> bool:
     ``because``: what settled it, after a second pass.
     """
     record, rule = turn.state.nodes[node], turn.policy.rules.rule(finding)
-    rung = _rung(record, rule, finding, turn.now)
+    rung = rung_of(record, rule, finding, turn.now)
     sentence = f"{node}: {because or finding.message} ({by_rule(rule, record, finding, rung)})"
     if not evict(turn, node, finding, sentence):
         return False

@@ -17,6 +17,7 @@ from controller.core.events import ActionReported, NodeObserved, OperatorAction,
 from controller.core.membership import why_not
 from controller.core.policy import CorePolicy
 from controller.core.restorability import restorability_of
+from controller.core.rules import Rule, Rulebook
 from controller.steady_time import SteadyTime
 from everstep.clock import ManualClock
 from everstep.ids import Version
@@ -250,6 +251,18 @@ def _policy(fleet: CoreFleet, _words: Words, options: Options) -> None:
     fleet.policy = fleet.state.policy = knobs
 
 
+def _rule(fleet: CoreFleet, words: Words, options: Options) -> None:
+    """``rule rank.straggler mode=enforce``: the rule of that id as a site would override it."""
+    rules = fleet.policy.rules
+    kinds = {
+        kind: tuple(
+            msgspec.convert(msgspec.to_builtins(rule) | options, Rule) if rule.id in words else rule for rule in of
+        )
+        for kind, of in rules.kinds.items()
+    }
+    fleet.policy = fleet.state.policy = msgspec.structs.replace(fleet.policy, rules=Rulebook(kinds))
+
+
 def _store(fleet: CoreFleet, words: Words, _options: Options) -> None:
     """``store away because`` or ``store back``."""
     away = words[0] == "away"
@@ -315,6 +328,7 @@ COMMANDS: dict[str, Callable[[CoreFleet, Words, Options], object]] = {
     "states": _states,
     "remembered": _remembered,
     "policy": _policy,
+    "rule": _rule,
     "store": _store,
     "stop-controller": lambda fleet, words, _: fleet.stop_controller(float(words[0])),
     "restart": _restart,

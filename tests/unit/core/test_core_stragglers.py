@@ -100,7 +100,7 @@ def test_who_keeps_up_again_is_cleared() -> None:
     _run(fleet, 12.0, n2=0.049)
     _run(fleet, 14.0)
     assert KEY not in fleet.state.nodes["n2"].own
-    assert audits(fleet.effects, "finding.cleared") == ["n2 keeps up with job again"]
+    assert audits(fleet.effects, "finding.cleared") == ["rank.straggler/ranks was not seen again on n2"]
 
 
 def test_a_replaced_straggler_is_taken_again_only_where_the_job_could_not_run_without_it() -> None:
