@@ -55,7 +55,7 @@ class VaultOrders:
         """
         key = order.job, type(order)
         before = self._running.get(key)
-        if before is not None and _same(before[0], order):
+        if before is not None and before[0] == order:
             return
         if self._vault.generation_of(order.job) is None:
             return
@@ -109,9 +109,7 @@ class VaultOrders:
 
     async def _protect(self, order: ProtectVersion) -> VersionProtected:
         """All groups of the order, a few at a time; the first that cannot be made ends it."""
-        said = partial(
-            VersionProtected, job=order.job, at=self._clock.wall(), version=order.version, attempt=order.attempt
-        )
+        said = partial(VersionProtected, job=order.job, at=self._clock.wall(), version=order.version)
         made: dict[int, str] = {}
         for first in range(0, len(order.groups), GROUPS_AT_ONCE):
             some = order.groups[first : first + GROUPS_AT_ONCE]
@@ -135,8 +133,3 @@ class VaultOrders:
         )
         assert isinstance(answer, Protected | Failed)
         return answer
-
-
-def _same(one: Order, other: Order) -> bool:
-    """Whether both ask for the same; the generation only says in whose name."""
-    return (one.version, one.attempt, one.generation) == (other.version, other.attempt, other.generation)

@@ -42,6 +42,7 @@ from everstep.wire.v1.local import (
     ToVault,
     VaultFinding,
 )
+from everstep.wire.v1.parity import ParityGroup
 from everstep.wire.v1.training import PeerLost
 from trainer_hooks.locality import numa_node
 
@@ -52,6 +53,8 @@ TICK_S = 0.25
 """How often the reader looks for requests whose deadline passed."""
 OPEN_TIMEOUT_S = 300.0
 """For a segment to be made: the first touch of its pages runs at 0.6 GB/s, and all ranks of a node begin together."""
+DECODE_TIMEOUT_S = 300.0
+"""For a slot that is made again from parity: all the others of its group are read for that."""
 RECONNECT = Backoff(floor_s=0.01, ceiling_s=0.5)
 
 
@@ -185,9 +188,11 @@ class VaultClient:
         ranges: tuple[tuple[int, int], ...],
         into: str,
         into_offset: int = 0,
+        group: ParityGroup | None = None,
     ) -> Future[Fetched]:
         """Copies (offset, length) ranges of a slot on ``node`` one after another into the file ``into``; without
-        ranges, its manifest. Returns at once; the future raises DigestMismatch, NotFound or Unavailable."""
+        ranges, its manifest. With a ``group`` the slot is made again from that. Returns at once; the future raises
+        DigestMismatch, NotFound, Unavailable, or NotRestorable where the group has lost too much."""
         return self._ask(
             lambda n: Fetch(
                 request=n,
@@ -198,7 +203,9 @@ class VaultClient:
                 ranges=ranges,
                 into=into,
                 into_offset=into_offset,
-            )
+                group=group,
+            ),
+            None if group is None else DECODE_TIMEOUT_S,
         )
 
     def close(self) -> None:

@@ -15,8 +15,15 @@ import msgspec
 
 from controller.core.effects import PutVersion
 from controller.core.membership import seats_of
+from controller.core.protecting import (
+    consider_protection,
+    doubt_protected,
+    forget_protection,
+    pinned,
+    protection_of,
+)
 from controller.core.records import Homes, JobRecord, Share, VersionRecord
-from controller.core.spilling import consider_spill, doubt_stored, storage_of
+from controller.core.spilling import consider_spill, doubt_stored, end_spills, storage_of
 from controller.core.state import Ballot, JobLive
 from controller.core.turn import Turn
 from everstep.ids import Version
@@ -140,6 +147,7 @@ def _commit(turn: Turn, job: JobRecord, version: Version, ballot: Ballot, *, ver
         )
     )
     consider_spill(turn, job, version, sum(ballot.bytes.values()))
+    consider_protection(turn, job, version)
     _announce(turn, job, live)
 
 
@@ -147,6 +155,12 @@ def _homes(version: Version, ballot: Ballot, seats: Sequence[str]) -> Homes:
     """The same for all versions of a generation, as a rule: placement is the generation's."""
     shares = {node: Share(tuple(sorted(ballot.copies[node])), tuple(sorted(ballot.alike[node]))) for node in seats}
     return Homes(version.generation, shares)
+
+
+def let_go(turn: Turn, job: JobRecord) -> None:
+    """The job is over: its memory is given back, and what was being read of it will not be written."""
+    end_spills(turn, job)
+    forget_protection(turn, job)
 
 
 def expect_commit(turn: Turn, job: JobRecord) -> None:
@@ -227,11 +241,6 @@ def _tell(turn: Turn, job: JobRecord, live: JobLive, running: GenerationSpec) ->
             turn.send(node, notice)
 
 
-def pinned(job: JobRecord) -> tuple[Version, ...]:
-    """Versions that ranks go on keeping, since somebody is reading them."""
-    return () if job.spilling is None else (job.spilling.version,)
-
-
 def _look_later(turn: Turn, job: JobRecord, live: JobLive, seconds: float) -> None:
     live.candidate_due = turn.now + seconds
     turn.wake(live.candidate_due, "job", job.job)
@@ -249,7 +258,9 @@ def restore_rule(turn: Turn, job: JobRecord) -> RestoreRule:
     if job.ceiling == NOTHING or job.last_number == 0:
         return RestoreRule(scratch=True, storage=storage)
     committed = turn.state.live_jobs[job.job].committed
-    return RestoreRule(floor=committed, ceiling=job.ceiling, pinned=pinned(job), storage=storage)
+    return RestoreRule(
+        floor=committed, ceiling=job.ceiling, pinned=pinned(job), protection=protection_of(job), storage=storage
+    )
 
 
 def roll_back(turn: Turn, job: JobRecord) -> str:
@@ -262,6 +273,7 @@ def roll_back(turn: Turn, job: JobRecord) -> str:
     clean = max((v for v in (live.verified, live.committed) if v is not None), default=None)
     job.ceiling = clean or NOTHING
     doubt_stored(turn, job, clean)
+    doubt_protected(turn, job, clean)
     turn.job_changed(job.job)
     if clean is None:
         return "no version was ever committed, so the job starts anew"

@@ -43,6 +43,7 @@ from controller.core.examinations import check_care, check_case, check_probe, pr
 from controller.core.generations import check_boundary, heard_beyond_boundary
 from controller.core.hangs import settle
 from controller.core.progress import is_beyond_boundary, left_in_order, take_progress
+from controller.core.protecting import check_protection, version_protected
 from controller.core.quarantine import PROBE_PASSED, PROBE_SKIPPED
 from controller.core.records import JobRecord, NodeRecord
 from controller.core.restart import restore, started
@@ -68,6 +69,7 @@ from everstep.wire.v1.training import (
     Resumed,
     Sealed,
     UserError,
+    VersionProtected,
     VersionSpilled,
 )
 
@@ -253,6 +255,7 @@ def _check_job(turn: Turn, job: JobRecord) -> None:
         check_boundary(turn, job)
         check_candidate(turn, job)
         check_spill(turn, job)
+        check_protection(turn, job)
     jobs.check_job(turn, job)
 
 
@@ -312,6 +315,7 @@ _REPORTS: dict[type[Any], Callable[[Turn, JobRecord, str, Any], None]] = {
     UserError: jobs.user_error,
     RankFinished: jobs.rank_finished,
     VersionSpilled: version_spilled,
+    VersionProtected: version_protected,
 }
 
 

@@ -20,6 +20,7 @@ from controller.core.membership import (
     store_node,
 )
 from controller.core.placement import Site, place_replicas
+from controller.core.protecting import reconsider_protection
 from controller.core.records import JobRecord
 from controller.core.signals import send_generation, send_kill
 from controller.core.spilling import reconsider_spill
@@ -72,6 +73,7 @@ def regroup(turn: Turn, job: JobRecord, cause: Cause) -> None:
         return
     boundary = boundary_step(turn, job, live) if cause.boundary else None
     reconsider_spill(turn, job)
+    reconsider_protection(turn, job)
     spec = _spec(turn, job, cause, seats, boundary)
     before = seats_of(job.generation)
     job.former = [n for n in dict.fromkeys([*before, *job.former]) if n not in spec.seated][:FORMER_NODES]
@@ -186,8 +188,8 @@ def _begin(turn: Turn, job: JobRecord, live: JobLive, spec: GenerationSpec) -> N
     if job.state is not JobState.RUNNING:
         job.state, job.since = JobState.RUNNING, turn.now
     job.sentence, job.trace = spec.sentence, spec.trace
-    if job.spilling is not None:  # it is repeated in this generation's name
-        live.spill_due = turn.now
+    if job.spilling is not None or job.protecting is not None:  # they are repeated in this generation's name
+        live.spill_due = live.protect_due = turn.now
         turn.wake(turn.now, "job", job.job)
     live.pace.entered, live.resumed, live.slowest = set(), set(), None
     live.inherited, live.first_step = False, None

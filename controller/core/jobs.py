@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from controller.core.blocks import contradiction
-from controller.core.checkpoints import NOTHING, expect_commit
+from controller.core.checkpoints import NOTHING, expect_commit, let_go
 from controller.core.generations import (
     Cause,
     boundary_crossed,
@@ -16,7 +16,6 @@ from controller.core.membership import ENDED, is_seated, least_nodes, most_nodes
 from controller.core.priorities import consider_taking
 from controller.core.records import JobRecord, LauncherRecord
 from controller.core.signals import is_untold, send_generation, send_stop
-from controller.core.spilling import end_spills
 from controller.core.state import JobLive
 from controller.core.stragglers import check_pace, watch_pace
 from controller.core.turn import Turn
@@ -348,7 +347,7 @@ def _end(turn: Turn, job: JobRecord, state: JobState, sentence: str) -> None:
     live.pending = None
     turn.audit(f"job.{state}", sentence, job=job.job, generation=job.last_number)
     send_stop(turn, job, state is JobState.FINISHED, sentence)
-    end_spills(turn, job)
+    let_go(turn, job)
     job.leaving = None
     turn.job_changed(job.job)
     hand_on(turn, job)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -44,28 +44,34 @@ class Grouping(msgspec.Struct, frozen=True):
 
 
 def form_groups(seats: Sequence[str], sites: Mapping[str, Site], parity: int) -> Grouping:
-    """Groups of k nodes of the roster, where k, at most ``parity``, is the one for which parity and the copies of those
-    that find no group take the least memory together (of equals the larger, which reads more and holds less twice).
+    """Groups of at most k nodes of the roster, all of k or as alike as can be, where k, at most ``parity``, is the
+    largest of those that leave the fewest nodes without a group: safety first, and then the least memory.
 
-    k falls with the roster: a group needs k + 2 nodes in as many domains.
+    k falls with the roster: a group needs two nodes more than its members, in as many domains.
     """
-    widest = min(parity, len(seats) - BORNE)
     domains = _domains(seats, sites)
     best: tuple[NodeGroup, ...] = ()
-    for k in range(widest, FEWEST_MEMBERS - 1, -1):
-        at_best = len(seats) - (k - BORNE) * (len(seats) // k)
-        if not best or at_best < _shards(best, len(seats)):
-            groups = _form(seats, domains, k)
-            if not best or _shards(groups, len(seats)) < _shards(best, len(seats)):
-                best = groups
+    for k in range(min(parity, len(seats) - BORNE), FEWEST_MEMBERS - 1, -1):
+        for sizes in (_alike(len(seats), k), [k] * (len(seats) // k)):
+            if not best or len(seats) - sum(sizes) < _left(best, seats):
+                groups = _form(seats, domains, sizes)
+                best = groups if not best or _left(groups, seats) < _left(best, seats) else best
     grouped = {node for group in best for node in group.members}
     left = tuple(node for node in seats if node not in grouped)
     return Grouping(best, left, _why(best, left, parity, len(seats)))
 
 
-def _shards(groups: Collection[NodeGroup], seats: int) -> int:
-    """What is held twice, in shards: two for each group, and one for each node that stays on copies."""
-    return BORNE * len(groups) + seats - sum(len(group.members) for group in groups)
+def _alike(nodes: int, k: int) -> list[int]:
+    """Sizes of the fewest groups with at most ``k`` members each that take all nodes; none where one of them would have
+    too few."""
+    count = -(-nodes // k)
+    least, larger = divmod(nodes, count)
+    return [least + 1] * larger + [least] * (count - larger) if least >= FEWEST_MEMBERS else []
+
+
+def _left(groups: Collection[NodeGroup], seats: Collection[str]) -> int:
+    """How many nodes are in no group."""
+    return len(seats) - sum(len(group.members) for group in groups)
 
 
 def _why(groups: Sequence[NodeGroup], left: Sequence[str], asked: int, seats: int) -> str:
@@ -74,12 +80,13 @@ def _why(groups: Sequence[NodeGroup], left: Sequence[str], asked: int, seats: in
             f"all {seats} nodes keep copies: parity needs {FEWEST_MEMBERS + BORNE} nodes of which no two share a rack, "
             "switch or power unit"
         )
-    k = len(groups[0].members)
+    sizes = sorted({len(group.members) for group in groups})
+    k = " or ".join(map(str, sizes))
     of = f"{len(groups)} group{'s' if len(groups) > 1 else ''} of {k} nodes and 2 parities"
-    why_k = "" if k == asked else f" ({asked} were asked for; the roster and its domains allow {k})"
+    why_k = "" if asked in sizes else f" (up to {asked} were asked for; the roster and its domains allow {k})"
     if not left:
         return f"{of}{why_k}: each bears any two losses"
-    return f"{of}{why_k}: each bears any two losses; {named(left)} found no {k} apart and keep{_s(left)} copies"
+    return f"{of}{why_k}: each bears any two losses; {named(left)} found no {sizes[0]} apart and keep{_s(left)} copies"
 
 
 def _s(nodes: Sequence[str]) -> str:
@@ -102,16 +109,18 @@ def _domains(seats: Sequence[str], sites: Mapping[str, Site]) -> dict[str, Domai
     return {node: tuple(d for d in domains if 1 < crowd[d] < len(seats)) for node, domains in named_.items()}
 
 
-def _form(seats: Sequence[str], domains: Mapping[str, Domains], k: int) -> tuple[NodeGroup, ...]:
+def _form(seats: Sequence[str], domains: Mapping[str, Domains], sizes: Iterable[int]) -> tuple[NodeGroup, ...]:
+    """Groups of these sizes, until one cannot be had."""
     crowds = _Crowds(seats, domains)
     homes = _Homes(seats, domains)
     groups: list[NodeGroup] = []
-    while True:
-        members = crowds.take(k)
+    for size in sizes:
+        members = crowds.take(size)
         parity = homes.take(members) if members else None
         if parity is None:
-            return tuple(groups)
+            break
         groups.append(NodeGroup(members=members, parity=parity))
+    return tuple(groups)
 
 
 class _Crowds:

@@ -202,6 +202,9 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     another version is ordered where one was given up; the latter doubles with each in a row."""
     order_again_max_s: float = 600.0
     """Bound of that wait."""
+    protect_interval_s: float = 5.0
+    """Seconds between versions whose parity is made. Each costs two reads of the whole state over the network; what
+    lies between them is the most that a job on parity alone computes again after a loss."""
     order_failures: int = 5
     """Answers of vaults that say "not now" (storage away, a node that is silent) until the version is given up."""
 
@@ -250,6 +253,7 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             partner_wait_s=0.5,
             offender_half_life_s=60.0,
             offender_repair_score=12.0,
+            protect_interval_s=0.5,
             order_again_s=1.0,
             order_again_max_s=20.0,
         )

@@ -11,6 +11,7 @@ from controller.core.rules import Reports, Steps
 from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, TraceId, Version
 from everstep.vocabulary import Action, Finding, JobState, NodeState, ProbeKind
 from everstep.wire.v1.agent import Domain, Gpu
+from everstep.wire.v1.parity import Protection
 from everstep.wire.v1.training import GenerationSpec, JobSpec
 
 
@@ -215,6 +216,27 @@ class StoredCheckpoint(msgspec.Struct, frozen=True, omit_defaults=True):
     suspect: bool = False
 
 
+class Protecting(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A version whose parity is being made. ``on_copies``: where else the shares are that no group takes. ``made``: by
+    home, and there by group, as what the members were sealed of which P or Q was made. ``failures`` as in
+    ``Spilling``."""
+
+    protection: Protection
+    begun_at: float
+    on_copies: dict[NodeId, Share] = {}
+    made: dict[NodeId, dict[Rank, str]] = {}
+    failures: int = 0
+    trace: TraceId = ""
+
+
+class Shielded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A version that is kept by parity since ``at``."""
+
+    protection: Protection
+    at: float
+    on_copies: dict[NodeId, Share] = {}
+
+
 class JobRecord(msgspec.Struct, kw_only=True):
     """A job as stored.
 
@@ -233,6 +255,9 @@ class JobRecord(msgspec.Struct, kw_only=True):
     ``spilled_step`` of the last one. ``spills_lost``: versions that were ordered and never got there;
     ``spill_failures`` of them in a row, the last for ``spill_trouble``, and none is ordered before
     ``spill_not_before``.
+
+    ``shielded``: the version that is kept by parity; ``protecting``: the next one. ``parity_sentence``: how groups were
+    formed last. ``protect_failures``, ``protect_trouble`` and ``protect_not_before`` as those of spills.
     """
 
     job: JobId
@@ -268,6 +293,12 @@ class JobRecord(msgspec.Struct, kw_only=True):
     spill_failures: int = 0
     spill_trouble: str = ""
     spill_not_before: float = 0.0
+    shielded: Shielded | None = None
+    protecting: Protecting | None = None
+    parity_sentence: str = ""
+    protect_failures: int = 0
+    protect_trouble: str = ""
+    protect_not_before: float = 0.0
 
 
 class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):

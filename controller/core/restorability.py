@@ -14,11 +14,11 @@ from typing import Literal
 from controller.core.blocks import domain_of
 from controller.core.checkpoints import NOTHING
 from controller.core.membership import able_nodes, least_nodes, most_nodes, seats_of
+from controller.core.protecting import holds, lost_of_protected, protection_of
 from controller.core.records import JobRecord, Share
 from controller.core.state import FleetState, JobLive
 from controller.core.wording import named, nodes
 from everstep.ids import Version
-from everstep.vocabulary import FindingKind
 from everstep.wire.v1.operator import Exposure, Restorability
 
 NAMED_RANKS = 64
@@ -37,15 +37,17 @@ def restorability_of(state: FleetState, job: JobRecord) -> Restorability:
     shares = _Shares(state, job, live)
     outlook = _Outlook(state, job)
     missing = shares.lost(())
+    fallback = _Fallback(state, job)
     exposures = [
-        _exposure(shares, outlook, kind, name, lost, version) for kind, name, lost in _losses(state, job, shares)
+        _exposure(shares, fallback, outlook, kind, name, lost, version)
+        for kind, name, lost in _losses(state, job, shares)
     ]
     fatal = {one.name for one in exposures if one.kind == "node" and not one.whole}
     exposures = [one for one in exposures if one.kind != "pair" or fatal.isdisjoint(one.nodes)]
     exposures.sort(key=lambda one: (one.whole, one.whole and one.nodes_left > 0, len(one.nodes)))
     return Restorability(
         job=job.job,
-        sentence=_summary(job, version, shares, missing, exposures),
+        sentence=_summary(job, version, fallback.without(()) if missing else None, missing, exposures),
         version=version,
         verified=version is not None and live.verified is not None and version <= live.verified,
         ceiling=job.ceiling if job.ceiling != NOTHING else None,
@@ -65,7 +67,7 @@ class _Shares:
         self._per_node = job.spec.nproc_per_node
         self._homes = _homes_of(job, live.committed)
         holders = {other for node, share in self._homes.items() for other in (node, *share.copies, *share.alike)}
-        self._gone = {node for node in holders if not _holds(state, node, live.committed_at)}
+        self._gone = {node for node in holders if not holds(state, node, live.committed_at)}
         self._kept_for: dict[str, list[str]] = defaultdict(list)
         for node, share in self._homes.items():
             for other in {node, *share.copies, *share.alike}:
@@ -120,17 +122,6 @@ def _homes_of(job: JobRecord, committed: Version | None) -> dict[str, Share]:
     return {node: Share(copies=placed[0].replica_nodes.get(node, ())) for node in seats_of(placed[0])} if placed else {}
 
 
-def _holds(state: FleetState, node: str, committed_at: float) -> bool:
-    record = state.nodes.get(node)
-    return (
-        record is not None
-        and node in state.reachable
-        and not record.condemned
-        and not record.booted_at > committed_at > 0
-        and all(finding.kind is not FindingKind.VAULT_LOST for finding in record.findings.values())
-    )
-
-
 # --- losses ------------------------------------------------------------------------------------------------------
 
 
@@ -180,10 +171,32 @@ def _losses(state: FleetState, job: JobRecord, shares: _Shares) -> Iterator[tupl
             yield "pair", f"{one}, {other}", (one, other)
 
 
+class _Fallback:
+    """What parity has where the committed version is gone."""
+
+    def __init__(self, state: FleetState, job: JobRecord) -> None:
+        self._state = state
+        self._job = job
+        self._protection = protection_of(job)
+
+    def without(self, lost: Collection[str]) -> Version | None:
+        """The protected version, if it stays whole without these nodes."""
+        if self._protection is None or lost_of_protected(self._state, self._job, lost):
+            return None
+        return self._protection.version
+
+
 def _exposure(
-    shares: _Shares, outlook: _Outlook, kind: Kind, name: str, lost: tuple[str, ...], version: Version | None
+    shares: _Shares,
+    fallback: _Fallback,
+    outlook: _Outlook,
+    kind: Kind,
+    name: str,
+    lost: tuple[str, ...],
+    version: Version | None,
 ) -> Exposure:
     gone = shares.lost(lost)
+    older = fallback.without(lost) if gone else None
     left = outlook.without(lost)
     what = _called(kind, name) if kind in ("node", "pair") else f"{kind} {name} ({nodes(len(lost))})"
     goes_on = f"the job goes on with {left} of {nodes(outlook.most)}"
@@ -192,25 +205,36 @@ def _exposure(
         data = "nothing is committed yet"
     elif gone:
         data = f"what the ranks on {named(gone)} stored of version {version} may be gone: no copy is known to be left"
+        data += f"; parity has version {older}" if older else ""
     else:
         data = f"version {version} stays whole"
     return Exposure(
         kind=kind,
         name=name,
         nodes=lost,
-        whole=not gone,
+        whole=not gone or older is not None,
         nodes_left=left,
         sentence=f"without {what}: {data}; {after}",
-        ranks=shares.ranks(gone)[:NAMED_RANKS],
+        ranks=() if older else shares.ranks(gone)[:NAMED_RANKS],
+        falls_back=older,
     )
 
 
 def _summary(
-    job: JobRecord, version: Version | None, shares: _Shares, missing: Sequence[str], exposures: Sequence[Exposure]
+    job: JobRecord,
+    version: Version | None,
+    older: Version | None,
+    missing: Sequence[str],
+    exposures: Sequence[Exposure],
 ) -> str:
     if version is None:
         start = "it starts anew" if job.last_number == 0 or job.ceiling == NOTHING else "it takes what is found whole"
         return f"nothing of job {job.job} is committed yet: after a loss {start}"
+    if missing and older is not None:
+        return (
+            f"version {version} cannot be restored now: what the ranks on {named(missing)} stored is not held by "
+            f"anybody in reach; parity has version {older}"
+        )
     if missing:
         return (
             f"version {version} cannot be restored now: what the ranks on {named(missing)} stored is not held by "
@@ -219,7 +243,8 @@ def _summary(
     fatal = [one for one in exposures if not one.whole]
     kinds = Counter(one.kind for one in fatal)
     if not fatal:
-        return f"version {version} or a newer one would be restored, whichever of its nodes or domains is lost"
+        oldest = next((f", or at least {one.falls_back} by parity" for one in exposures if one.falls_back), "")
+        return f"version {version} or a newer one would be restored{oldest}, whichever of its nodes or domains is lost"
     words = ", ".join(f"{kinds[kind]} {kind}{'s' if kinds[kind] > 1 else ''}" for kind in kinds)
     example = _called(fatal[0].kind, fatal[0].name)
     return f"version {version} or a newer one would be restored; {words} cannot be spared, such as {example}"

@@ -119,7 +119,8 @@ class JobLive(msgspec.Struct):
     ``first_step`` is the furthest step then. ``gather_due``: until when others
     that come back are waited for before the job grows (0.0: nobody came yet). ``untold``: number of a generation that
     is not written, so that nobody may hear of it before the database is back (0: none). ``spill_due``: when vaults are
-    asked again for what has not come to storage.
+    asked again for what has not come to storage; ``protect_due`` the same for parity. ``protections``: versions that
+    parity kept.
     """
 
     pace: Pace = msgspec.field(default_factory=Pace)
@@ -143,6 +144,8 @@ class JobLive(msgspec.Struct):
     gather_due: float = 0.0
     untold: GenerationNumber = 0
     spill_due: float = 0.0
+    protect_due: float = 0.0
+    protections: int = 0
     resume_attempts: int = 0
     inherited: bool = False
     first_step: int | None = None

@@ -34,8 +34,9 @@ def of_snapshots(slots: Iterable[SlotInfo]) -> tuple[SlotInfo, ...]:
 
 
 def admitted(rule: RestoreRule, version: Version) -> bool:
-    """Whether the rule allows this version."""
-    if rule.scratch or (rule.floor is not None and version < rule.floor):
+    """Whether the rule allows this version: for want of a newer one, what parity keeps as well."""
+    below = rule.floor is not None and version < rule.floor
+    if rule.scratch or (below and not (rule.protection is not None and version == rule.protection.version)):
         return False
     return rule.ceiling is None or version <= rule.ceiling
 
@@ -62,8 +63,11 @@ def choose(rule: RestoreRule, slots: Sequence[SlotInfo], manifest_of: ManifestOf
         gap = missing(holders, manifest_of)
         if not gap:
             newer = f"; not {' and not '.join(gaps)}" if gaps else ""
-            ordered = tuple(sorted(holders, key=msgspec.structs.astuple))
-            return Choice(version, ordered, f"{version} is the newest whole version{newer}")
+            ordered = tuple(sorted(holders, key=_order))
+            why = f"{version} is the newest whole version"
+            if rule.floor is not None and version < rule.floor:
+                why = f"{rule.floor} was committed and is lost, and {version}, which parity keeps, is whole"
+            return Choice(version, ordered, f"{why}{newer}")
         gaps.append(f"{version}: {gap}")
     if rule.floor is None:
         return Choice(None, (), f"no version is whole, and none was committed: from scratch ({'; '.join(gaps)})")
@@ -75,6 +79,10 @@ def choose(rule: RestoreRule, slots: Sequence[SlotInfo], manifest_of: ManifestOf
     if rule.storage:
         return Choice(None, (), f"{lost}; the job goes back to {rule.storage}")
     raise NotRestorable(lost)
+
+
+def _order(slot: SlotInfo) -> tuple[int, str, bool, str, int]:
+    return slot.rank, slot.node, slot.replica, slot.path, slot.slot
 
 
 def missing(holders: Sequence[SlotInfo], manifest_of: ManifestOf) -> str:

@@ -38,10 +38,11 @@ class SlotKey(msgspec.Struct, frozen=True):
     rank: int
     version: Version
     replica: bool
+    parity: bool = False
 
 
 def slot_key(slot: SlotInfo) -> SlotKey:
-    return SlotKey(slot.node, slot.rank, slot.version, slot.replica)
+    return SlotKey(slot.node, slot.rank, slot.version, slot.replica, slot.group is not None)
 
 
 class Inventory(msgspec.Struct, frozen=True):
@@ -51,7 +52,8 @@ class Inventory(msgspec.Struct, frozen=True):
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """Rank 0's choice, or why there is none. ``newest`` is the newest version of which anything was found."""
+    """Rank 0's choice, or why there is none. ``newest`` is the newest version of which anything was found, or that was
+    committed."""
 
     choice: Choice | None
     newest: Version | None
@@ -60,6 +62,10 @@ class Proposal(msgspec.Struct, frozen=True):
     @property
     def takes_newest(self) -> bool:
         return self.choice is not None and self.choice.version is not None and self.choice.version == self.newest
+
+    @property
+    def takes_nothing(self) -> bool:
+        return self.choice is None or self.choice.version is None
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -168,7 +174,8 @@ class Council:
 
     def decide(self, slots: tuple[SlotInfo, ...]) -> Proposal:
         """What rank 0 makes of these slots."""
-        newest = max((s.version for s in slots if admitted(self.rule, s.version)), default=None)
+        floor = [] if self.rule.floor is None or self.rule.scratch else [self.rule.floor]
+        newest = max((*floor, *(s.version for s in slots if admitted(self.rule, s.version))), default=None)
         try:
             return Proposal(choose(self.rule, slots, self.manifest), newest)
         except NotRestorable as error:

@@ -33,6 +33,9 @@ KEPT_SCRATCH_BYTES = 64 << 20
 for the next one. The file goes with the job."""
 
 
+NOTHING_READ = {"own": 0, "node": 0, "remote": 0, "parity": 0}
+
+
 class Supply(msgspec.Struct, frozen=True):
     """A slot to read from, with its manifest."""
 
@@ -105,20 +108,20 @@ class Loader:
         self._has_checker = has_checker
         self._scratch: Path | None = None
         self._scratch_bytes = 0
-        self.bytes_by_source = {"own": 0, "node": 0, "remote": 0}
+        self.bytes_by_source = dict(NOTHING_READ)
 
     def load(self, reads: Sequence[Read], supplies: Sequence[Supply], blob_of: int) -> tuple[bytes, list[BadSlot]]:
         """Fills the targets; returns the Python state of supply ``blob_of``, and the slots that failed.
 
         Where any failed, what was filled is not to be used.
         """
-        self.bytes_by_source = {"own": 0, "node": 0, "remote": 0}
+        self.bytes_by_source = dict(NOTHING_READ)
         self._scratch_bytes = 0
         of_supply: dict[int, list[Read]] = defaultdict(list)
         of_supply[blob_of] = []
         for read in reads:
             of_supply[read.supply].append(read)
-        local = {i: r for i, r in of_supply.items() if supplies[i].slot.node == self._member.node}
+        local = {i: r for i, r in of_supply.items() if supplies[i].slot.is_on(self._member.node)}
         remote = {i: r for i, r in of_supply.items() if i not in local}
         arrivals = self._send(remote, supplies, blob_of, parameters=True)
         arrivals += self._send(remote, supplies, blob_of, parameters=False)
@@ -134,7 +137,7 @@ class Loader:
 
     def python_state(self, supply: Supply) -> bytes:
         """One more slot's Python state. Raises BadSlot."""
-        if supply.slot.node == self._member.node:
+        if supply.slot.is_on(self._member.node):
             return self._read_local(supply, [], with_blob=True)
         self._scratch_bytes = 0
         failures: list[BadSlot] = []
@@ -147,7 +150,13 @@ class Loader:
         """A remote slot's manifest. Raises what the vault answers, Unavailable where it does not."""
         into = self._scratch_file()
         landed: Fetched = self._vault.fetch(
-            job=self._job, node=slot.node, rank=slot.rank, version=slot.version, ranges=(), into=str(into)
+            job=self._job,
+            node=slot.node,
+            rank=slot.rank,
+            version=slot.version,
+            ranges=(),
+            into=str(into),
+            group=slot.group,
         ).result()
         with into.open("rb") as file:
             return file.read(landed.bytes)
@@ -175,7 +184,7 @@ class Loader:
 
     def _count(self, supply: Supply, reads: list[Read]) -> None:
         slot = supply.slot
-        kind = "remote" if slot.node != self._member.node else "node"
+        kind = "node" if slot.is_on(self._member.node) else "parity" if slot.group else "remote"
         if kind == "node" and slot.rank == self._member.rank and not slot.replica:
             kind = "own"
         self.bytes_by_source[kind] += sum(r.box.volume * supply.tensor(r).itemsize for r in reads)
@@ -240,6 +249,7 @@ class Loader:
                     ranges=some,
                     into=str(self._scratch_file()),
                     into_offset=at,
+                    group=slot.group,
                 )
             )
             at += sum(length for _, length in some)

@@ -35,7 +35,7 @@ class SlotReporter:
 
     def __call__(self, bad: BadSlot) -> None:
         log.warning("rank %d's slot on %s is not used: %s", bad.slot.rank, bad.slot.node, bad.reason, extra=self._where)
-        if not bad.corrupt or self._on_finding is None or bad.slot.node != self._member.node:
+        if not bad.corrupt or self._on_finding is None or not bad.slot.is_on(self._member.node):
             return
         finding = Finding(
             kind=FindingKind.SLOT_CORRUPT,

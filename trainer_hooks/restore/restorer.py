@@ -39,7 +39,7 @@ class RestoreResult(msgspec.Struct, frozen=True, kw_only=True):
 
     ``version`` None and ``step`` 0: from scratch. ``phases_s``: seconds in inventory, choose, read and agree.
     ``bytes_by_source``: tensor bytes from this rank's own slot (own), other slots on its node (node), elsewhere
-    (remote). ``sentence`` says why this version.
+    (remote), made again from parity (parity). ``sentence`` says why this version.
     """
 
     version: Version | None
@@ -201,11 +201,14 @@ class Restoration:
 
     def _has_checker(self, slot: SlotInfo) -> bool:
         """Whether the rank that wrote the slot is still on this node, and so hashes it."""
-        return not slot.replica and slot.node == self._member.node and self._spec.has(slot.node, slot.rank)
+        return not slot.replica and slot.is_on(self._member.node) and self._spec.has(slot.node, slot.rank)
 
     def _distance(self, slot: SlotInfo) -> tuple[int, int, int]:
         """This node's slots first, its own rank's before others. Then the roster's, each rank beginning with another,
-        so that not all ask the same vault. Last those of nodes outside it, which may have been evicted for lying."""
+        so that not all ask the same vault. Then those of nodes outside it, which may have been evicted for lying; last
+        what has to be made from parity."""
+        if slot.group is not None:
+            return 4, slot.rank, 0
         if slot.node == self._member.node:
             return 0, int(slot.rank != self._member.rank), slot.rank
         if slot.node in self._spec.seated:
@@ -251,7 +254,7 @@ class Restoration:
 
     def _manifest(self, slot: SlotInfo) -> Manifest:
         """Read where it lies, if that is on this node, which spares the store. Raises MalformedMessage."""
-        if slot.node == self._member.node and not self._council.knows_manifest(slot.manifest_digest):
+        if slot.is_on(self._member.node) and not self._council.knows_manifest(slot.manifest_digest):
             try:
                 self._council.learn(slot.manifest_digest, self._local.manifest(slot))
             except BadSlot:

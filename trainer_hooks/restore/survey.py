@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+
+import msgspec
 
 from everstep.errors import EverstepError
 from everstep.wire.v1.local import SlotInfo
+from everstep.wire.v1.parity import Protection
 from everstep.wire.v1.training import GenerationSpec, Member
 from trainer_hooks.restore.choose import admitted, of_snapshots
 from trainer_hooks.restore.council import Council, Proposal, SlotKey, slot_key
 from trainer_hooks.restore.fetch import Loader
 from trainer_hooks.restore.local import BadSlot, LocalSlots
+from trainer_hooks.snapshot.layout import content_digest
 from trainer_hooks.vault_client import VaultClient
 
 log = logging.getLogger(__name__)
@@ -111,6 +115,10 @@ class Survey:
         if not proposal.takes_newest:
             self._known += self._ask_outsiders()
             proposal = self._decide(bad)
+        if proposal.takes_nothing and (protection := self._council.rule.protection) is not None:
+            good = [slot for slot in self._known if slot_key(slot) not in bad]
+            self._known += tuple(self._made_from(protection, {s.rank for s in good if s.version == protection.version}))
+            proposal = self._decide(bad)
         self._council.propose(number, proposal)
 
     def _decide(self, bad: set[SlotKey]) -> Proposal:
@@ -131,14 +139,43 @@ class Survey:
         self._publish_remote_manifests(found)
         return found
 
+    def _made_from(self, protection: Protection, there: Collection[int]) -> Iterator[SlotInfo]:
+        """Shards of the protected version that nobody holds, as vaults make them again from parity."""
+        for group in protection.shards():
+            for rank, node in group.members:
+                if rank in there:
+                    continue
+                slot = SlotInfo(
+                    node=node,
+                    rank=rank,
+                    version=protection.version,
+                    path="",
+                    slot=0,
+                    replica=False,
+                    manifest_digest="",
+                    group=group,
+                )
+                body = self._remote_manifest(slot)
+                if body is not None:
+                    slot = msgspec.structs.replace(slot, manifest_digest=content_digest(body))
+                    self._council.learn(slot.manifest_digest, body)
+                    self._council.add_manifest(slot.manifest_digest, body)
+                    yield slot
+
+    def _remote_manifest(self, slot: SlotInfo) -> bytes | None:
+        loader = Loader(self._vault, self._spec.job, self._member, (), self._local)
+        try:
+            return loader.fetch_manifest(slot)
+        except EverstepError as error:
+            log.info("no manifest from %s: %s", slot.node, error, extra=self._where)
+            return None
+        finally:
+            loader.close()
+
     def _publish_remote_manifests(self, slots: tuple[SlotInfo, ...]) -> None:
         for slot in {s.manifest_digest: s for s in slots}.values():
             if self._council.has_manifest(slot.manifest_digest):
                 continue
-            loader = Loader(self._vault, self._spec.job, self._member, (), self._local)
-            try:
-                self._council.add_manifest(slot.manifest_digest, loader.fetch_manifest(slot))
-            except EverstepError as error:
-                log.info("no manifest from %s: %s", slot.node, error, extra=self._where)
-            finally:
-                loader.close()
+            body = self._remote_manifest(slot)
+            if body is not None:
+                self._council.add_manifest(slot.manifest_digest, body)

@@ -80,7 +80,6 @@ class ProtectVersion(Message, frozen=True, kw_only=True, tag=True):
     version: Version
     groups: tuple[ParityGroup, ...]
     keep: tuple[Version, ...] = ()
-    attempt: Whole = 0
 
 
 class RunProbe(Message, frozen=True, kw_only=True, tag=True):

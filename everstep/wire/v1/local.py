@@ -206,7 +206,11 @@ class Inventory(Message, frozen=True, kw_only=True, tag=True):
 
 
 class SlotInfo(Message, frozen=True, kw_only=True, array_like=True):
-    """One sealed slot: on which node, whose, which version, its file there, and the digest of its manifest."""
+    """One sealed slot: on which node, whose, which version, its file there, and the digest of its manifest.
+
+    ``group``: it is nowhere any more, and vaults make it again from this group when it is fetched; ``node`` had it, and
+    ``path`` and ``slot`` say nothing.
+    """
 
     node: NodeId
     rank: Rank
@@ -215,6 +219,11 @@ class SlotInfo(Message, frozen=True, kw_only=True, array_like=True):
     slot: int
     replica: bool
     manifest_digest: str
+    group: ParityGroup | None = None
+
+    def is_on(self, node: str) -> bool:
+        """Whether its file is on that node."""
+        return self.node == node and self.group is None
 
 
 class InventoryAnswer(Message, frozen=True, kw_only=True, tag=True):

@@ -160,8 +160,9 @@ class Exposure(Message, frozen=True, kw_only=True):
     """What the job would lose if ``nodes`` were lost with their memory, all at once.
 
     ``kind``: one node, a pair of them, or everything in one rack, switch or power unit (``name``). ``whole``: the
-    version that would be restored stays complete. Where it does not, ``ranks`` are those whose shares would be gone
-    (the first 64). ``nodes_left``: the roster the job would go on with; 0: it would be paused, below its minimum.
+    committed version stays complete, or parity has an older one (``falls_back``). Where not, ``ranks`` are those whose
+    shares would be gone (the first 64). ``nodes_left``: the roster the job would go on with; 0: it would be paused,
+    below its minimum.
     """
 
     kind: Literal["node", "pair", "rack", "switch", "power"]
@@ -171,6 +172,7 @@ class Exposure(Message, frozen=True, kw_only=True):
     nodes_left: int
     sentence: ShortText
     ranks: tuple[Rank, ...] = ()
+    falls_back: Version | None = None
 
 
 class Restorability(Message, frozen=True, kw_only=True):

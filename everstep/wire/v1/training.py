@@ -331,14 +331,13 @@ class VersionSpilled(Report, frozen=True, kw_only=True, tag=True):
 
 
 class VersionProtected(Report, frozen=True, kw_only=True, tag=True):
-    """What became of ``ProtectVersion`` on a home of parity, the order's ``attempt`` said again.
+    """What became of ``ProtectVersion`` on a home of parity.
 
     ``made``: by group, as what its members were sealed when P or Q was made of them; with an error's ``code``, for the
     reason in ``message``, not all groups of the order are there.
     """
 
     version: Version
-    attempt: Whole
     made: dict[Rank, Annotated[str, msgspec.Meta(max_length=64)]] = {}
     code: Annotated[str, msgspec.Meta(max_length=64)] = ""
     message: ShortText = ""
