@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from examples.demo.world import descendants
+from examples.demo.world import PREFIX, descendants
 
 ROOT = Path(__file__).parents[2]
 FAULTS = {
@@ -29,9 +30,30 @@ FAULTS = {
 pytestmark = pytest.mark.slow
 
 
-def start(out: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "examples.demo", "--out", str(out), *arguments]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+class Demo:
+    """A demonstration that runs, and what of its own it would leave: others may run on the machine."""
+
+    def __init__(self, out: Path, temporary: Path, *arguments: str) -> None:
+        self._temporary = temporary
+        self._worlds: set[str] = set()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "examples.demo", "--out", str(out), *arguments],
+            cwd=ROOT,
+            env={**os.environ, "TMPDIR": str(temporary)},
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def in_shared_memory(self) -> set[Path]:
+        self._worlds |= {path.name for path in self._temporary.glob(f"{PREFIX}*")}
+        assert self._worlds, "no world was seen"
+        return {path for name in self._worlds if (path := Path("/dev/shm", name)).exists()}
+
+    def kill(self) -> None:
+        for pid in reversed(descendants(self.process.pid)):
+            if running(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
 
 
 def eventually(condition: Callable[[], bool], what: str, deadline_s: float = 60.0) -> None:
@@ -48,55 +70,54 @@ def running(pid: int) -> bool:
         return False
 
 
-def left_in_shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("everstep-demo-*")}
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """Short: paths of unix sockets, which are in it, end at 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="ev-") as name:
+        yield Path(name)
 
 
 @pytest.fixture
-def demo(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+def demo(tmp_path: Path, temporary: Path) -> Iterator[Demo]:
     """A demonstration in the middle of its training, before any fault."""
-    process = start(tmp_path, "--fast", "--steps", "100000", "--without-reference")
+    demo = Demo(tmp_path, temporary, "--fast", "--steps", "100000", "--without-reference")
     try:
         eventually(lambda: any((tmp_path / "steps").glob("n*.jsonl")), "a rank steps", 90)
-        yield process
+        assert demo.in_shared_memory()
+        yield demo
     finally:
-        for pid in reversed(descendants(process.pid)):
-            if running(pid):
-                os.kill(pid, signal.SIGKILL)
-        process.wait()
+        demo.kill()
 
 
 @pytest.mark.timeout(280)
-def test_every_fault_is_recovered_and_the_run_is_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    before = left_in_shared_memory()
-    process = start(tmp_path, "--fast", "--steps", "450")
+def test_every_fault_is_recovered_and_the_run_is_as_if_nothing_had_happened(tmp_path: Path, temporary: Path) -> None:
+    demo = Demo(tmp_path, temporary, "--fast", "--steps", "450")
     try:
-        status = process.wait(270)
+        eventually(lambda: any((tmp_path / "steps").glob("n*.jsonl")), "a rank steps", 90)
+        assert demo.in_shared_memory()
+        status = demo.process.wait(180)
     finally:
-        below = descendants(process.pid)
-        for pid in reversed(below):
-            if running(pid):
-                os.kill(pid, signal.SIGKILL)
+        demo.kill()
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert status == 0, summary["problems"]
     assert {fault["kind"] for fault in summary["faults"]} == FAULTS
     assert summary["samples"]["repeated"] == summary["samples"]["skipped"] == 0
     assert (tmp_path / "report.html").stat().st_size > 10_000
-    assert left_in_shared_memory() == before
+    assert not demo.in_shared_memory()
 
 
-def test_ctrl_c_leaves_no_process_and_no_memory(demo: subprocess.Popen[bytes]) -> None:
-    below = descendants(demo.pid)[1:]
+def test_ctrl_c_leaves_no_process_and_no_memory(demo: Demo) -> None:
+    below = descendants(demo.process.pid)[1:]
     assert len(below) > 10
-    demo.send_signal(signal.SIGINT)
-    assert demo.wait(60) == 130
+    demo.process.send_signal(signal.SIGINT)
+    assert demo.process.wait(60) == 130
     assert not [pid for pid in below if running(pid)]
-    assert not left_in_shared_memory()
+    assert not demo.in_shared_memory()
 
 
-def test_a_killed_demo_takes_everything_along(demo: subprocess.Popen[bytes]) -> None:
-    below = descendants(demo.pid)[1:]
-    demo.kill()
-    demo.wait()
+def test_a_killed_demo_takes_everything_along(demo: Demo) -> None:
+    below = descendants(demo.process.pid)[1:]
+    demo.process.kill()
+    demo.process.wait()
     eventually(lambda: not [pid for pid in below if running(pid)], "the end of all it had started")
-    eventually(lambda: not left_in_shared_memory(), "the release of its shared memory")
+    eventually(lambda: not demo.in_shared_memory(), "the release of its shared memory")
