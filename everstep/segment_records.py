@@ -124,7 +124,7 @@ class Records:
 
         Only of slots that stand: one that is filled has a writer. False where the slot is no longer what was seen.
         """
-        if look.header is None or look.header.state is SlotState.FILLING or look.raw != self.look(slot).raw:
+        if look.header is None or look.header.state in _WRITTEN or look.raw != self.look(slot).raw:
             return False
         raw = self._pack(slot, look.header)
         for number in (0, 1):
@@ -175,3 +175,4 @@ def _is_whole(raw: bytes) -> bool:
 
 
 _STATES = tuple(SlotState)
+_WRITTEN = (SlotState.FILLING, SlotState.COPIED)

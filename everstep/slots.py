@@ -7,10 +7,11 @@ A *segment* is one file that holds the slots of one rank::
                           payload (64-byte aligned)
     the last page         the segment header once more
 
-A slot goes EMPTY -> FILLING -> SEALED. It is believed only when a record of its header has a right digest and says
-SEALED; its chunk digests (xxh3-128 per CHUNK_BYTES of manifest and of payload) only when they hash to the header's
-digest of them; its bytes only when they hash to the chunk digests. A writer killed in the middle of a fill leaves
-FILLING behind, which nobody reads.
+A slot goes EMPTY -> FILLING -> COPIED -> SEALED. It is believed only when a record of its header has a right digest
+and says SEALED; its chunk digests (xxh3-128 per CHUNK_BYTES of manifest and of payload) only when they hash to the
+header's digest of them; its bytes only when they hash to the chunk digests. A writer killed in the middle of a fill
+leaves FILLING behind, which nobody reads; one killed before it hashed what it had copied, COPIED: that is sealed for
+it.
 """
 
 from __future__ import annotations
@@ -125,6 +126,7 @@ class SegmentView:
         self.slots = self.segment.slots
         self.slot_bytes = self.segment.slot_bytes
         self._records = Records(buffer, self.segment, self._fits)
+        self._copied = 0
         known = [self._records.header(slot) for slot in range(self.slots)]
         self._sequence = max((header.sequence for header in known if header is not None), default=0)
 
@@ -160,9 +162,16 @@ class SegmentView:
 
     def sealed(self) -> Iterator[tuple[int, SlotHeader]]:
         """The slots that say SEALED, with their headers."""
+        return self._in_states(SlotState.SEALED)
+
+    def whole(self) -> Iterator[tuple[int, SlotHeader]]:
+        """The same, and those that say COPIED."""
+        return self._in_states(SlotState.SEALED, SlotState.COPIED)
+
+    def _in_states(self, *states: SlotState) -> Iterator[tuple[int, SlotHeader]]:
         for slot in range(self.slots):
             header = self.header(slot)
-            if header is not None and header.state is SlotState.SEALED:
+            if header is not None and header.state in states:
                 yield slot, header
 
     def _require(self, slot: int) -> SlotHeader:
@@ -196,33 +205,52 @@ class SegmentView:
         self._buffer[start : start + len(manifest)] = manifest
         return self._buffer[base + PAGE + offset : base + PAGE + offset + payload_bytes]
 
+    def copied(self, slot: int) -> None:
+        """Marks a slot that is being filled COPIED: all its bytes are there, and whoever finds it so may seal it.
+
+        Raises DigestMismatch where the slot is not being filled.
+        """
+        header = self.header(slot)
+        if header is None or header.state is not SlotState.FILLING:
+            raise DigestMismatch(f"slot {slot} is not being filled")
+        self._copied = header.sequence
+        self._records.write(slot, msgspec.structs.replace(header, state=SlotState.COPIED))
+
     def seal(self, slot: int, digests: Sequence[bytes] | None = None) -> SlotHeader:
-        """Writes the digests and marks the slot SEALED. The last step of a fill.
+        """Writes the digests and marks the slot SEALED, the last step of a fill; unless ``seal_for`` was quicker.
 
         ``digests`` (the manifest's, then one per payload chunk) is for a caller who hashed these very bytes as they
         came in; without it, everything is hashed here. Raises DigestMismatch where the slot was never begun, or the
         number of digests is not that of its bytes.
         """
         header = self.header(slot)
+        if header is not None and header.state is SlotState.SEALED and header.sequence == self._copied:
+            return header
         if header is None or header.state is SlotState.SEALED:
             raise DigestMismatch(f"slot {slot} was never begun")
         if digests is None:
-            manifest = self._buffer[self._manifest_range(slot, header)]
-            digests = list(self._all_digests(manifest, self._payload_of(slot, header)))
+            digests = self.digests_anew(slot, header)
         if len(digests) != chunk_count(header.payload_bytes) + 1:
             raise DigestMismatch(f"{len(digests)} digests do not seal a payload of {header.payload_bytes} bytes")
-        table = b"".join(digests)
+        return self._seal(slot, header, b"".join(digests))
+
+    def seal_for(self, slot: int, header: SlotHeader, digests: Sequence[bytes]) -> bool:
+        """Seals what another process copied and left, from ``digests_anew``. False where it no longer is ``header``."""
+        with self._mending(slot):
+            if header.state is not SlotState.COPIED or self.header(slot) != header:
+                return False
+            self._seal(slot, header, b"".join(digests))
+            return True
+
+    def digests_anew(self, slot: int, header: SlotHeader) -> list[bytes]:
+        """The manifest's and then each chunk's, of the bytes as they are."""
+        manifest = self._buffer[self._manifest_range(slot, header)]
+        return list(self._all_digests(manifest, self._payload_of(slot, header)))
+
+    def _seal(self, slot: int, header: SlotHeader, table: bytes) -> SlotHeader:
         start = self._base(slot) + PAGE
         self._buffer[start : start + len(table)] = table
-        sealed = SlotHeader(
-            SlotState.SEALED,
-            header.rank,
-            header.version,
-            header.manifest_bytes,
-            header.payload_bytes,
-            header.sequence,
-            xxhash.xxh3_128_digest(table),
-        )
+        sealed = msgspec.structs.replace(header, state=SlotState.SEALED, table=xxhash.xxh3_128_digest(table))
         self._records.write(slot, sealed)
         return sealed
 
@@ -325,8 +353,7 @@ class SegmentView:
 
     def rebuilt_table(self, slot: int, header: SlotHeader) -> bytes | None:
         """The chunk digests made anew from bytes that are whole; None where they are not."""
-        manifest = self._buffer[self._manifest_range(slot, header)]
-        table = b"".join(self._all_digests(manifest, self._payload_of(slot, header)))
+        table = b"".join(self.digests_anew(slot, header))
         return table if xxhash.xxh3_128_digest(table) == header.table else None
 
     def mend(

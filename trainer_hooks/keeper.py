@@ -19,6 +19,7 @@ from trainer_hooks.orders import Orders
 from trainer_hooks.progress import Progress
 from trainer_hooks.regroup import Group
 from trainer_hooks.restore import Restoration
+from trainer_hooks.snapshot.choices import Choices
 from trainer_hooks.snapshot.snapshotter import Snapshotter
 from trainer_hooks.state import TrackedState
 from trainer_hooks.timeline import Timeline
@@ -28,7 +29,7 @@ from trainer_hooks.vault_client import VaultClient
 class Keeper(Protocol):
     """What ``Run`` tells, from the main thread."""
 
-    def track(self, objects: Mapping[str, object]) -> int:
+    def track(self, objects: Mapping[str, object], choices: Choices) -> int:
         """Restores the objects to the version agreed upon; returns the step it is of (0: from scratch)."""
 
     def before_update(self) -> None:
@@ -53,7 +54,7 @@ class Keeper(Protocol):
 class IdleKeeper:
     """Keeps nothing: a script that runs without ``everstep-launch``."""
 
-    def track(self, objects: Mapping[str, object]) -> int:
+    def track(self, objects: Mapping[str, object], choices: Choices) -> int:
         return 0
 
     def before_update(self) -> None:
@@ -119,7 +120,7 @@ class GenerationKeeper:
     def _spec(self) -> GenerationSpec:
         return self._group.spec
 
-    def track(self, objects: Mapping[str, object]) -> int:
+    def track(self, objects: Mapping[str, object], choices: Choices) -> int:
         """See Keeper. Raises ValueError when called twice: one call names all that belongs together."""
         if self._snapshotter is not None:
             raise ValueError("run.track was called before in this generation: name everything in one call")
@@ -135,7 +136,15 @@ class GenerationKeeper:
             step = start_from(storage, objects, state, group.member.rank, group.spec.world_size)
         self._phase_ends("restore")
         self._snapshotter = Snapshotter(
-            vault, state, group.spec, group.member, group.store, self._send, restored=result.version, clock=self._clock
+            vault,
+            state,
+            group.spec,
+            group.member,
+            group.store,
+            self._send,
+            restored=result.version,
+            choices=choices,
+            clock=self._clock,
         )
         self._progress.resume_from(step)
         return step

@@ -23,6 +23,7 @@ from trainer_hooks.loading.stateful import OfOneRank, is_stateful_loader
 from trainer_hooks.loading.stream import StreamSampler
 from trainer_hooks.replicate import replicate
 from trainer_hooks.rng import EVERYBODY, seed_step
+from trainer_hooks.snapshot.choices import Choices
 from trainer_hooks.spikes import SpikeRule
 from trainer_hooks.tier import Tier
 from trainer_hooks.waits import Waits
@@ -278,12 +279,16 @@ class Run:
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)
         return bool(flag.item())
 
-    def track(self, **objects: object) -> None:
+    def track(self, *, overlap: bool | None = None, **objects: object) -> None:
         """Names what must survive, and restores it to the version that the generation agreed upon.
 
         Takes modules, optimizers and whatever has ``state_dict`` and ``load_state_dict``. Call it once, after all of
         it was built and before ``steps``. From then on the state is kept after every step; an optimizer's ``step``
         waits for the copy to be complete.
+
+        ``overlap``: state that no other rank holds (shards) on a CPU is copied before the next step begins, so that a
+        lost rank costs no finished step; True copies it under the next step, as is done on a GPU where False is not
+        said.
 
         Raises TypeError for an object that cannot be tracked, NotRestorable where the objects are others than those
         that were stored, or a StatefulDataLoader meets another world size.
@@ -296,7 +301,7 @@ class Run:
             if "guard" in objects:
                 raise ValueError("the run's guard is tracked under the name guard: give what you track another one")
             kept["guard"] = self._guard
-        self._finished = self._keeper.track(kept)
+        self._finished = self._keeper.track(kept, Choices(overlap=overlap))
         if self._guard is not None:
             self._guard.watch({key: tracked for key, tracked in kept.items() if tracked is not self._guard})
         for tracked in objects.values():

@@ -16,6 +16,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -97,6 +98,14 @@ class Segment:
     def mend(self, slot: int, header: SlotHeader, **what: Any) -> bool:
         """``SegmentView.mend``. False where the slot is no longer what ``header`` says."""
         return self._mend(lambda view: view.mend(slot, header, **what))
+
+    def seal_copied(self) -> None:
+        """Seals what a rank copied and died before it could hash. One that lives writes the same words itself."""
+        for slot in range(self.view.slots):
+            header = self.view.header(slot)
+            if header is not None and header.state is SlotState.COPIED:
+                digests = self.view.digests_anew(slot, header)
+                self._mend(partial(SegmentView.seal_for, slot=slot, header=header, digests=digests))
 
     def _mend(self, work: Callable[[SegmentView], bool]) -> bool:
         """One at a time, and only in the file that still is the segment, and one that can be made out."""
@@ -205,6 +214,8 @@ class SegmentStore:
         for segment in self.segments(job):
             if segment.key.kind == "parity":
                 continue
+            if segment.key.kind == "own":
+                segment.seal_copied()
             for slot, header in segment.view.sealed():
                 try:
                     found.append(segment.info(self._node, slot, header))
@@ -250,6 +261,7 @@ class SegmentStore:
             try:
                 self._draft(key, draft, length, slot_bytes, slots, what)
                 if old is not None:
+                    old.seal_copied()
                     _carry_over(old.view, SegmentView(memoryview(_map(draft, True))))
                 draft.rename(path)
             except BaseException:

@@ -26,10 +26,12 @@ POINTS = (
     "before begin",
     "copying",
     "copied",
+    "marked",
     "sealed",
 )
 """In their order: gradients are there; the copy of the step before was waited for; one of two optimizers has stepped;
-both have; nothing of the step is stored; some of its bytes are; all are, without digests; the slot is sealed."""
+both have; nothing of the step is stored; some of its bytes are; all are, and the slot does not say so; it says so,
+without digests; it is sealed."""
 SEED, WIDTH, BATCH = 37, 16, 12
 PATIENCE_S = 20.0
 
@@ -92,7 +94,8 @@ _now: Injector | None = None
 
 def _install() -> None:
     """Once in a process: its snapshots pass the points of the process's present injector."""
-    begin, move, seal = Snapshotter.begin, HostMover.run, SegmentView.seal
+    begin, move = Snapshotter.begin, HostMover.run
+    mark, seal = SegmentView.copied, SegmentView.seal
 
     def begun(self: Snapshotter, step: int) -> None:
         assert _now is not None
@@ -110,6 +113,11 @@ def _install() -> None:
         _now.storing("copied")
         return result
 
+    def marked(self: SegmentView, slot: int) -> None:
+        mark(self, slot)
+        if _now is not None:
+            _now.storing("marked")
+
     def sealed(self: SegmentView, *given: Any, **more: Any) -> Any:
         result = seal(self, *given, **more)
         if _now is not None:
@@ -118,6 +126,7 @@ def _install() -> None:
 
     Snapshotter.begin = begun  # type: ignore[method-assign]
     HostMover.run = moved  # type: ignore[method-assign]
+    SegmentView.copied = marked  # type: ignore[method-assign]
     SegmentView.seal = sealed  # type: ignore[method-assign]
 
 

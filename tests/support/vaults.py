@@ -207,8 +207,13 @@ class RankMemory:
 
     def fill(self, slot: int, version: Version, payload: bytes, manifest: bytes = b"what is where") -> None:
         """A sealed slot."""
-        self.view.begin(slot, self.rank, version, manifest, len(payload))[:] = payload
+        self.copy(slot, version, payload, manifest)
         self.view.seal(slot)
+
+    def copy(self, slot: int, version: Version, payload: bytes, manifest: bytes = b"what is where") -> None:
+        """A slot as a rank leaves it that dies before it has hashed it."""
+        self.view.begin(slot, self.rank, version, manifest, len(payload))[:] = payload
+        self.view.copied(slot)
 
     def post_sealed(
         self, slot: int, version: Version, to: Sequence[str], generation: int = 1, keep: Sequence[Version] = ()

@@ -18,17 +18,17 @@ from trainer_hooks.snapshot.copy import Sources, write_blob
 from trainer_hooks.snapshot.planned import Planned
 
 
-def all_sealed(directory: str, members: Iterable[Member], version: Version) -> bool:
-    """Whether all of these ranks, whose segments are in ``directory``, have sealed their shares of ``version``."""
-    return all(_has_sealed(Path(directory, segment_name("own", m.local_rank)), m.rank, version) for m in members)
+def all_stored(directory: str, members: Iterable[Member], version: Version) -> bool:
+    """Whether all of these ranks, whose segments are in ``directory``, have copied their shares of ``version``."""
+    return all(_has_stored(Path(directory, segment_name("own", m.local_rank)), m.rank, version) for m in members)
 
 
-def _has_sealed(path: Path, rank: int, version: Version) -> bool:
+def _has_stored(path: Path, rank: int, version: Version) -> bool:
     try:
         view = SegmentView(map_readable(str(path)))
     except (OSError, ValueError, DigestMismatch):
         return False
-    return any(header.rank == rank and header.version == version for _, header in view.sealed())
+    return any(header.rank == rank and header.version == version for _, header in view.whole())
 
 
 def store_with_covers(wide: Planned, slot: int, rank: int, version: Version, blob: bytes, sources: Sources) -> None:

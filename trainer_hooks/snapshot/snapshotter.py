@@ -1,7 +1,8 @@
 """A rank's snapshots: the training thread says when the state stands still, a copier thread does the rest.
 
 ``begin`` returns at once; the copy runs beside the next forward and backward pass; ``wait``, before the next optimizer
-step, blocks until the bytes are in the slot. Hashing, sealing and telling the vault come after, outside the wait.
+step, blocks until the bytes are in the slot. Hashing, sealing and telling the vault come after, outside the wait; for a
+rank that is lost in between its vault seals what is COPIED (docs/decisions/0035).
 No failure in here reaches the training loop: a snapshot that cannot be made is skipped, with a warning that says why.
 """
 
@@ -22,8 +23,9 @@ from everstep.slots import SLOTS, SegmentView, SlotHeader, SlotState, slot_to_fi
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.training import GenerationSpec, Member, Sealed
 from trainer_hooks.sdc.digest import unsigned
+from trainer_hooks.snapshot.choices import Choices
 from trainer_hooks.snapshot.copy import Sources, write_blob
-from trainer_hooks.snapshot.cover import all_sealed, store_with_covers
+from trainer_hooks.snapshot.cover import all_stored, store_with_covers
 from trainer_hooks.snapshot.exchange import Exchange
 from trainer_hooks.snapshot.layout import Layout, whole
 from trainer_hooks.snapshot.planned import Planned, Planner
@@ -41,7 +43,11 @@ RETRY_S = 5.0
 """After a plan failed, snapshots are skipped for this long, so that training does not stop for each attempt. Also how
 often a failure that stays is told."""
 FINISH_S = 5.0
+LONGEST_REST_S = 0.05
+"""A copy on the CPU is hashed after as long a rest as it took, and this at most: ranks that share cores begin together,
+and the first to be done should not take them from those who still hold up their training."""
 START = "start"
+DEFAULT = Choices()
 
 
 class _Phase(enum.Enum):
@@ -62,16 +68,17 @@ class _Look:
 
 
 class _Job:
-    """One snapshot on its way. ``kept``: its version may be committed. ``alone``: training waits until it is sealed."""
+    """One snapshot on its way. ``kept``: its version may be committed. ``held``: ``begin`` waits until it is copied."""
 
-    def __init__(self, version: Version, look: _Look, sources: Sources, blob: bytes) -> None:
+    def __init__(self, version: Version, look: _Look, sources: Sources, blob: bytes, overlap: bool | None) -> None:
         self.version = version
         self.look = look
         self.sources = sources
         self.blob = blob
         self.kept = False
         share = sources.share  # known from the second snapshot on: of a pipeline's stage it says what the look cannot
-        self.alone = (look.sharded or (share is not None and share.alone)) and not sources.on_gpu
+        alone = look.sharded or (share is not None and share.alone)
+        self.held = alone and not (sources.on_gpu if overlap is None else overlap)
         self.phase = _Phase.QUEUED
         self.copied = threading.Event()
         self.over = threading.Event()
@@ -84,6 +91,7 @@ class Snapshotter:
         store: the generation's store, already under the generation's prefix.
         on_sealed: takes each report, from a thread of ours; must not block.
         restored: the version this generation started from; it is kept until two newer ones are sealed.
+        choices: the job's; the same on all ranks.
     """
 
     def __init__(
@@ -96,6 +104,7 @@ class Snapshotter:
         on_sealed: Callable[[Sealed], None],
         *,
         restored: Version | None = None,
+        choices: Choices = DEFAULT,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._vault = vault
@@ -103,9 +112,11 @@ class Snapshotter:
         self._spec = spec
         self._member = member
         self._reports = Reports(vault, spec, member, on_sealed, clock)
+        self._choices = choices
         self._clock = clock
         self._where = {"node": member.node, "job": spec.job, "generation": spec.number}
         self._stop = threading.Event()
+        self._wanted = threading.Event()
         self._changed = threading.Condition()
         self._queue: _Job | None = None
         self._last: _Job | None = None
@@ -139,6 +150,7 @@ class Snapshotter:
         Raises TypeError for tracked state that cannot be stored: that is for the user to mend.
         """
         if self._last is not None:
+            self._wanted.set()
             self._await(self._last, self._last.over)  # so that no rank is two sealed versions behind another
         if self._clock.monotonic() < self._retry_at:
             return
@@ -146,13 +158,15 @@ class Snapshotter:
             self._look = self._look_again(str(step))
         sources = self._fitting_sources(self._look)
         sources.begin()
-        job = _Job(Version(self._spec.number, step), self._look, sources, self._state.blob())
+        version = Version(self._spec.number, step)
+        job = _Job(version, self._look, sources, self._state.blob(), self._choices.overlap)
         with self._changed:
             if self._closing:
                 return
             self._queue = self._last = self._standing = job
+            self._wanted.clear()
             self._changed.notify_all()
-        if job.alone:
+        if job.held:
             self._await(job, job.copied)
 
     def wait(self) -> None:
@@ -200,6 +214,7 @@ class Snapshotter:
                     self._end(self._last)
             self._changed.notify_all()
         self._stop.set()
+        self._wanted.set()
         self._reports.close()
         self._thread.join(timeout=FINISH_S)
         if self._thread.is_alive():
@@ -296,14 +311,18 @@ class Snapshotter:
         if not self._advance(job, _Phase.QUEUED, _Phase.COPYING):
             return
         job.kept = self._is_candidate(job.version)
+        began = self._clock.monotonic()
         digests = job.sources.copy(planned.share, planned.targets(slot), digest=self._digest_due(job))
         if not self._advance(job, _Phase.COPYING, _Phase.COPIED):
             return
-        if not job.alone:
-            job.copied.set()
+        if not job.held and job.sources.on_gpu:
+            job.copied.set()  # the next step is ordered behind the copy
         job.sources.mover.finish()
-        view.seal(slot)
+        view.copied(slot)
         job.copied.set()
+        if not job.sources.on_gpu:
+            self._wanted.wait(min(LONGEST_REST_S, self._clock.monotonic() - began))
+        view.seal(slot)
         if job.kept:
             self._kept = job.version
         share = SealedShare(
@@ -324,7 +343,7 @@ class Snapshotter:
         if planned is None or planned.with_covers is None or planned.layout is not job.look.layout:
             return
         others = [self._spec.roster[rank] for rank in (self._member.rank, *planned.share.covered)]
-        if not all_sealed(planned.segment.directory, others, version):
+        if not all_stored(planned.segment.directory, others, version):
             slot = self._slot(planned)
             store_with_covers(planned.with_covers, slot, self._member.rank, version, job.blob, job.sources)
 

@@ -147,7 +147,7 @@ def test_the_optimizer_asks_before_every_update():
 
 def test_steps_resume_after_the_restored_one():
     class Restored(IdleKeeper):
-        def track(self, objects: object) -> int:
+        def track(self, objects: object, choices: object) -> int:
             return 41
 
     run = Run(Place(), Restored())

@@ -25,7 +25,7 @@ class Stored(IdleKeeper):
         self.blob = blob
         self.tracked: Any = None
 
-    def track(self, objects: Any) -> int:
+    def track(self, objects: Any, choices: object) -> int:
         self.tracked = objects["loader"]
         if self.blob is not None:
             self.tracked.load_state_dict(decode_blob(self.blob))

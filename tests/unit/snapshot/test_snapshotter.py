@@ -22,6 +22,7 @@ from tests.support.generations import JOB, generation
 from tests.support.vaults import Vaults, map_segment, until, vaults
 from trainer_hooks.restore import Restoration, RestoreResult
 from trainer_hooks.snapshot import snapshotter as module
+from trainer_hooks.snapshot.choices import Choices
 from trainer_hooks.snapshot.snapshotter import Snapshotter
 from trainer_hooks.state import TrackedState
 from trainer_hooks.vault_client import VaultClient
@@ -273,6 +274,46 @@ def test_a_generation_that_ends_unfinished_leaves_the_copy_unsealed(
     go_on.set()
     closing.join(10)
     assert rank.sealed() == set()
+
+
+@pytest.mark.parametrize("overlap", [None, True])
+def test_what_one_rank_alone_holds_is_copied_before_the_next_step_begins_unless_the_job_overlaps(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, overlap: bool | None
+) -> None:
+    go_on = threading.Event()
+    copy = module.Sources.copy
+
+    def slow_copy(self: module.Sources, *arguments: object, **more: object) -> object:
+        go_on.wait(10)
+        return copy(self, *arguments, **more)  # type: ignore[arg-type]
+
+    spec = generation(1, ranks=[("n1", 0), ("n1", 1)], spec=JobSpec(job=JOB, nproc_per_node=2))
+    store, choices = dist.HashStore(), Choices(overlap=overlap)
+    stages = [TrackedState({"model": nn.ModuleDict({f"stage{number}": nn.Linear(8, 8)})}) for number in (0, 1)]
+    first, second = (
+        Snapshotter(rank.client, stage, spec, member, store, lambda _: None, choices=choices)
+        for stage, member in zip(stages, spec.roster, strict=True)
+    )
+    for snapshots in (first, second):  # what a stage alone holds is known when that is planned
+        snapshots.begin(1)
+    for snapshots in (first, second):
+        snapshots.wait()
+    monkeypatch.setattr(module.Sources, "copy", slow_copy)
+    begun = threading.Thread(target=first.begin, args=(2,))
+    begun.start()
+    if overlap:
+        begun.join(10)
+        assert not begun.is_alive()
+        assert not first._last.copied.is_set()  # type: ignore[union-attr]
+    else:
+        until(lambda: first._last.phase is module._Phase.COPYING, "the copy has begun")  # type: ignore[union-attr]
+        assert begun.is_alive()
+    go_on.set()
+    begun.join(10)
+    first.wait()
+    for snapshots in (first, second):
+        snapshots.close(finish=True)
+    assert Version(1, 2) in rank.sealed()
 
 
 def test_a_rank_that_stays_away_from_the_plan_does_not_stop_the_training(
