@@ -17,6 +17,7 @@ import secrets
 import signal
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -35,7 +36,8 @@ END_WAIT_S = 10.0
 KEPT_LOGS = 40
 """Log files of earlier runs that are kept, two for each."""
 RESTARTS = 5
-"""Unexpected ends of one service that are cured by another start."""
+RESTART_WINDOW_S = 60.0
+"""So many unexpected ends of one service within this time are cured by another start; one more is no coincidence."""
 POLL_S = 0.02
 NEEDED = {
     "controller": ("controller.main", "fastapi", "uvicorn", "sqlalchemy", "alembic", "prometheus_client"),
@@ -186,10 +188,23 @@ class Service:
     async def _keep(
         self, command: Callable[[Mapping[str, object] | None], list[str]], ready: Mapping[str, object]
     ) -> None:
-        for _ in range(RESTARTS):
+        ends: deque[float] = deque(maxlen=RESTARTS + 1)
+        while True:
             process = self._process
             assert process is not None
             status = await death(process)
+            ends.append(self._clock.monotonic())
+            if len(ends) > RESTARTS and ends[-1] - ends[0] < RESTART_WINDOW_S:
+                log.error(
+                    "the private %s ended %d times within %g s, the last time with status %s; training goes on without "
+                    "it (log: %s)",
+                    self._name,
+                    len(ends),
+                    RESTART_WINDOW_S,
+                    status,
+                    self._log_file,
+                )
+                return
             log.warning(
                 "the private %s ended with status %s; starting it again (log: %s)", self._name, status, self._log_file
             )
@@ -198,7 +213,6 @@ class Service:
             except Unavailable as error:
                 log.error("%s", error)
                 return
-        log.error("the private %s ended %d times; training goes on without it", self._name, RESTARTS)
 
     def _failure(self, what: str) -> str:
         try:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import os
 import signal
 import stat
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from everstep.clock import ManualClock
 from everstep.errors import ConfigurationError, Unavailable
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.tokens import TokenRole, verify
@@ -35,9 +37,14 @@ class Stage:
     def __init__(self, directory: Path) -> None:
         self.ready_file = directory / "ready.json"
         self.log_file = directory / "service.log"
-        self.service = Service("stand-in", self.log_file, self.ready_file, SYSTEM_CLOCK)
+        self.clock = ManualClock()
+        self.service = Service("stand-in", self.log_file, self.ready_file, self.clock)
         self.told: list[Mapping[str, object] | None] = []
         self.program = READY
+
+    def pid(self) -> int:
+        """Of the service that is ready, 0 where none is."""
+        return int(json.loads(self.ready_file.read_text())["pid"]) if self.ready_file.exists() else 0
 
     def command(self, last: Mapping[str, object] | None) -> list[str]:
         self.told.append(last)
@@ -114,6 +121,32 @@ def test_a_service_that_dies_is_started_again_with_what_it_said_before(stage: St
         assert stage.told[1]["address"] == "address-1"
 
     played(stage, act)
+
+
+async def kill_again_and_again(stage: Stage, pid: int, times: int, every_s: float) -> None:
+    for count in range(times):
+        stage.clock.advance(every_s)
+        os.kill(pid, signal.SIGKILL)
+        await eventually(lambda count=count, old=pid: len(stage.told) == count + 2 and stage.pid() not in (0, old))
+        pid = stage.pid()
+
+
+def test_a_service_that_dies_now_and_then_is_started_again_for_ever(stage: Stage) -> None:
+    async def act(pid: int) -> None:
+        await kill_again_and_again(stage, pid, 2 * private.RESTARTS, every_s=private.RESTART_WINDOW_S / 4)
+
+    played(stage, act)
+
+
+def test_a_service_that_dies_too_often_at_once_is_left_alone(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    async def act(pid: int) -> None:
+        await kill_again_and_again(stage, pid, private.RESTARTS, every_s=1.0)
+        os.kill(stage.pid(), signal.SIGKILL)
+        await eventually(lambda: stage.service._watch is not None and stage.service._watch.done())
+        assert len(stage.told) == 1 + private.RESTARTS
+
+    played(stage, act)
+    assert "ended 6 times within 60 s, the last time with status -9; training goes on without it" in caplog.text
 
 
 def test_a_service_that_does_not_come_back_is_left_alone(stage: Stage) -> None:
