@@ -69,6 +69,10 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
             "(default: what the file system and the machine have free)"
         ),
     ] = None
+    vault_send_bytes_per_s: Annotated[
+        float | None,
+        _doc("most that all copies of slots to other nodes may take of the network together (default: all there is)"),
+    ] = None
     metrics_listen: Annotated[
         str, _doc("host:port of /metrics; port 0 takes a free one, an empty string turns it off")
     ] = "127.0.0.1:0"

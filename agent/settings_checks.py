@@ -150,6 +150,13 @@ def _check_sizes(s: AgentSettings) -> None:
         limit is not None and limit <= 0,
         f"--vault-memory-limit-bytes {limit} leaves no room for any slot: give more, or leave it out",
     )
+    rate = s.vault_send_bytes_per_s
+    refuse(
+        rate is not None and rate < 4 << 20,
+        f"--vault-send-bytes-per-s {rate:g} is under 4 MiB: a peer would give a transfer up that stands still"
+        if rate is not None
+        else "",
+    )
     refuse(s.spool_reports < 64, "--spool-reports under 64 loses reports in the first second of an absence")
     refuse(s.spool_bytes < 1 << 20, f"--spool-bytes {s.spool_bytes} is under 1 MiB, the size of one request")
     refuse(s.max_connections < 2, "--max-connections must leave room for a launcher and a rank")

@@ -255,6 +255,8 @@ class VaultKeeper:
         command += ["--log-format", self._settings.log_format, "--log-level", self._settings.log_level]
         if self._settings.vault_memory_limit_bytes is not None:
             command += ["--memory-limit", str(self._settings.vault_memory_limit_bytes)]
+        if self._settings.vault_send_bytes_per_s is not None:
+            command += ["--send-rate", str(self._settings.vault_send_bytes_per_s)]
         if self._settings.die_with_parent and not self._settings.leave_vault:
             command.append("--die-with-parent")
         else:

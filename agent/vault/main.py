@@ -42,6 +42,7 @@ def parse(arguments: Sequence[str] | None = None) -> VaultSettings:
     parser.add_argument("--linger", type=float, help="seconds to stay with nobody connected; for ever by default")
     parser.add_argument("--scrub-interval", type=float, default=1.0, help="seconds between rounds of hashing; 0: none")
     parser.add_argument("--streams", type=int, default=2, help="connections that carry one large payload")
+    parser.add_argument("--send-rate", type=float, help="bytes a second to all other vaults; no bound by default")
     parser.add_argument("--log-format", default="text", choices=("text", "json"), help="json: one object a line")
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     given = parser.parse_args(arguments)
@@ -56,6 +57,7 @@ def parse(arguments: Sequence[str] | None = None) -> VaultSettings:
         linger_s=given.linger,
         scrub_interval_s=given.scrub_interval,
         streams=given.streams,
+        send_bytes_per_s=given.send_rate,
     ).validate()
 
 

@@ -1,7 +1,8 @@
 """Copies of other nodes' slots on their way in: a slot set aside, filled, hashed, and only then sealed.
 
 The bytes of one transfer may come over several connections. Whoever fills a slot holds it: it is given to nobody else
-before the last of them has stopped writing.
+before the last of them has stopped writing. What a broken connection left behind is gone on with where the same slot is
+offered again, and makes room for any other.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import secrets
 import threading
 from collections import defaultdict
 
+import numpy as np
 import xxhash
 
 from agent.vault.channel import Channel
@@ -37,6 +39,18 @@ class Incoming:
         self.done: set[int] = set()
         self.writers: set[Channel] = set()
         self.given_up = False
+        self.left = False
+
+    def is_for(self, sender: str, put: Put) -> bool:
+        """Whether these very bytes are what ``sender`` offers."""
+        own = self.put
+        return (self.sender, own.version, own.digests, own.payload_bytes, own.manifest) == (
+            sender,
+            put.version,
+            put.digests,
+            put.payload_bytes,
+            put.manifest,
+        )
 
     def chunk(self, index: int) -> memoryview:
         return self.payload[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
@@ -69,10 +83,30 @@ class Receiver:
             self._still_wanted(job)
             if _holds(segment, put):
                 return None
+            if (resumed := self._resumed(segment, sender, put)) is not None:
+                self._tally.add("reused_bytes", sum(len(resumed.chunk(index)) for index in resumed.done))
+                return resumed
             incoming = Incoming(job, sender, put, segment, self._free_slot(segment, put))
             with self._lock:
                 self._incoming[incoming.id] = incoming
-            return incoming
+        self._tally.add("reused_bytes", fill_from_other_versions(incoming))
+        return incoming
+
+    def _resumed(self, segment: Segment, sender: str, put: Put) -> Incoming | None:
+        """What was left of a transfer of the same bytes, under a new name: the old connection has no part in it. What
+        was left of others is given up."""
+        with self._lock:
+            left = [i for i in self._incoming.values() if i.segment.key == segment.key and i.left]
+            found = next((i for i in left if i.segment is segment and not i.writers and i.is_for(sender, put)), None)
+            for other in left:
+                if other is not found:
+                    other.given_up = True
+                    self._release(other)
+            if found is not None:
+                del self._incoming[found.id]
+                found.id, found.put, found.left = secrets.token_bytes(16), put, False
+                self._incoming[found.id] = found
+            return found
 
     def _still_wanted(self, job: str) -> None:
         """Making a segment takes a while; a job that ended meanwhile must not leave it behind."""
@@ -87,6 +121,8 @@ class Receiver:
         with self._lock:
             for key in [k for k in self._lanes if k.job == job]:
                 del self._lanes[key]
+            for incoming in [i for i in self._incoming.values() if i.job == job and i.left]:
+                del self._incoming[incoming.id]
 
     def _lane(self, key: SegmentKey) -> threading.Lock:
         with self._lock:
@@ -182,6 +218,13 @@ class Receiver:
         self._tally.add("received_slots")
         self._tally.add("received_bytes", put.payload_bytes + len(put.manifest))
 
+    def leave(self, transfer: bytes) -> None:
+        """The connection that began it ended; its sender may come back."""
+        with self._lock:
+            incoming = self._incoming.get(transfer)
+            if incoming is not None:
+                incoming.left = True
+
     def give_up(self, transfer: bytes) -> None:
         """Ends a transfer that is not finished, and frees its slot once nobody writes into it."""
         with self._lock:
@@ -190,6 +233,38 @@ class Receiver:
                 return
             incoming.given_up = True
             self._release(incoming)
+
+
+def fill_from_other_versions(incoming: Incoming) -> int:
+    """Copies chunks that sealed slots of the same rank have too; each is hashed where it now lies. Returns bytes."""
+    view, count = incoming.segment.view, 0
+    wanted: defaultdict[bytes, list[int]] = defaultdict(list)
+    for index, digest in enumerate(incoming.digests[1:]):
+        wanted[digest].append(index)
+    for slot, header in list(view.sealed()):
+        if slot == incoming.slot or header.rank != incoming.put.rank or not wanted:
+            continue
+        try:
+            theirs = view.digests(slot)[1:]
+        except EverstepError:  # filled anew, or rotten: whoever looks after that slot says so
+            continue
+        payload = view.payload(slot)
+        for place, digest in enumerate(theirs):
+            chunk = payload[place * CHUNK_BYTES : (place + 1) * CHUNK_BYTES]
+            for index in wanted.pop(digest, ()):
+                count += _copied(incoming, index, chunk)
+    return count
+
+
+def _copied(incoming: Incoming, index: int, chunk: memoryview) -> int:
+    into = incoming.chunk(index)
+    if len(into) != len(chunk):
+        return 0
+    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(chunk, np.uint8))  # without Python's lock
+    if xxhash.xxh3_128_digest(into) != incoming.digests[index + 1]:
+        return 0
+    incoming.done.add(index)
+    return len(into)
 
 
 def _holds(segment: Segment, put: Put) -> bool:

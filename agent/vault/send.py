@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Executor
 
 from agent.vault.channel import Channel
 from agent.vault.findings import Findings
+from agent.vault.pacing import Pace
 from agent.vault.peers import Peers
 from agent.vault.reading import Reading
 from agent.vault.segments import Segment
 from agent.vault.settings import VaultSettings
 from agent.vault.statistics import Tally
+from everstep.clock import Clock
 from everstep.errors import ConfigurationError, Conflict, DigestMismatch, EverstepError, MalformedMessage, Unavailable
 from everstep.ids import Version
 from everstep.slots import CHUNK_BYTES, SlotHeader, chunk_count
@@ -24,23 +27,40 @@ from everstep.wire.v1.transfer import (
     Put,
     PutDone,
     Ready,
+    chunks_without,
 )
 
 PART_CHUNKS = 8
 """Chunks for which one answer is awaited: 64 MiB, so that the round trip is lost in the transfer."""
 
 
-class Outgoing:
-    """A slot under way to a peer, and the parts of it that nobody has sent yet."""
+MOST_ATTEMPTS = 8
+"""Connections that one slot's copy may break; more is a peer, or a network, that does not work."""
+PIECE_BYTES = 1 << 20
+"""Sent at a time where a pace is kept, so that the wire is shared evenly."""
 
-    def __init__(self, reading: Reading, transfer: bytes) -> None:
+
+class Outgoing:
+    """A slot under way to a peer, and the parts of it that nobody has sent yet.
+
+    Args:
+        ready: the peer's answer, which says what it has already.
+
+    Attributes:
+        sent: chunks that the peer has hashed.
+    """
+
+    def __init__(self, reading: Reading, ready: Ready, pace: Pace) -> None:
         self.reading = reading
-        count = chunk_count(len(reading.payload))
-        self._parts = deque(
-            Part(transfer=transfer, first=first, chunks=min(PART_CHUNKS, count - first))
-            for first in range(0, count, PART_CHUNKS)
-        )
+        self.sent = 0
+        self._pace = pace
+        missing = chunks_without(chunk_count(len(reading.payload)), ready.here)
+        self._parts = deque(_parts(ready.transfer, missing))
         self._stop = threading.Event()
+
+    def __len__(self) -> int:
+        """Parts that nobody sends."""
+        return len(self._parts)
 
     def send(self, channel: Channel) -> None:
         """Sends parts until none is left. Raises what the peer refuses them for; a part that broke off is put back."""
@@ -65,20 +85,43 @@ class Outgoing:
     def _send_part(self, channel: Channel, part: Part) -> None:
         channel.send(part)
         for index in range(part.first, part.first + part.chunks):
-            channel.send_bulk([self.reading.payload[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]])
+            for piece in self._pieces(self.reading.payload[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]):
+                self._pace.take(len(piece))
+                channel.send_bulk([piece])
             still = self.reading.still()
             channel.send_status(still)
             if not still:
                 break
         channel.answer(PartDone)
+        self.sent += part.chunks
+
+    def _pieces(self, chunk: memoryview) -> list[memoryview]:
+        if not self._pace.bounded:
+            return [chunk]
+        return [chunk[at : at + PIECE_BYTES] for at in range(0, len(chunk), PIECE_BYTES)]
+
+
+def _parts(transfer: bytes, missing: list[int]) -> Iterator[Part]:
+    """Runs of missing chunks, none longer than is worth one answer."""
+    first, count = 0, 0
+    for chunk in missing:
+        if count and (chunk != first + count or count == PART_CHUNKS):
+            yield Part(transfer=transfer, first=first, chunks=count)
+            count = 0
+        if not count:
+            first = chunk
+        count += 1
+    if count:
+        yield Part(transfer=transfer, first=first, chunks=count)
 
 
 class Sender:
     """Copies slots of this node to other vaults. ``streams`` runs the further connections of a large payload."""
 
     def __init__(
-        self, settings: VaultSettings, peers: Peers, findings: Findings, tally: Tally, streams: Executor
+        self, settings: VaultSettings, peers: Peers, findings: Findings, tally: Tally, streams: Executor, clock: Clock
     ) -> None:
+        self._pace = Pace(settings.send_bytes_per_s, clock)
         self._settings = settings
         self._peers = peers
         self._findings = findings
@@ -90,21 +133,32 @@ class Sender:
     ) -> None:
         """Returns once ``node`` holds a copy that it has hashed; its copies of the versions ``keep`` stay.
 
+        Where a connection breaks after some of it arrived, another goes on from there.
+
         Raises Conflict where the rank filled the slot anew meanwhile, DigestMismatch where the bytes did not arrive as
         sealed (this vault then looks at its own), and what the peer refuses for.
         """
         reading = Reading(segment, slot, header)
         put = _put(reading, generation, keep)
         job = segment.key.job
-        try:
-            self._peers.call(job, node, lambda channel: self._send(channel, job, node, put, reading))
-        except DigestMismatch:
-            self._doubt_own(reading)
-            raise
+        attempts: list[Outgoing] = []
+        while True:
+            try:
+                self._peers.call(job, node, lambda channel: self._send(channel, job, node, put, reading, attempts))
+                break
+            except DigestMismatch:
+                self._doubt_own(reading)
+                raise
+            except Unavailable:
+                last, count = attempts[-1] if attempts else None, len(attempts)
+                if last is None or not last.sent or count >= MOST_ATTEMPTS:
+                    raise
         self._tally.add("replicated_slots")
         self._tally.add("replicated_bytes", put.payload_bytes + len(put.manifest))
 
-    def _send(self, channel: Channel, job: str, node: str, put: Put, reading: Reading) -> None:
+    def _send(
+        self, channel: Channel, job: str, node: str, put: Put, reading: Reading, attempts: list[Outgoing]
+    ) -> None:
         channel.send(put)
         channel.patience(self._settings.settle_timeout_s)
         answer = channel.any_answer()
@@ -113,8 +167,10 @@ class Sender:
         if not isinstance(answer, Ready):
             raise MalformedMessage(f"{node} answered a Put with {type(answer).__name__}")
         channel.patience(self._settings.io_timeout_s)
-        outgoing = Outgoing(reading, answer.transfer)
-        helpers = [self._streams.submit(self._peers.call, job, node, outgoing.send) for _ in range(self._helpers(put))]
+        outgoing = Outgoing(reading, answer, self._pace)
+        attempts.append(outgoing)
+        count = self._helpers(put, len(outgoing))
+        helpers = [self._streams.submit(self._peers.call, job, node, outgoing.send) for _ in range(count)]
         failures: list[EverstepError] = []
         try:
             outgoing.send(channel)
@@ -129,9 +185,8 @@ class Sender:
         channel.patience(self._settings.settle_timeout_s)
         channel.answer(Ack)
 
-    def _helpers(self, put: Put) -> int:
+    def _helpers(self, put: Put, parts: int) -> int:
         worth = put.payload_bytes // self._settings.stream_bytes
-        parts = -(-chunk_count(put.payload_bytes) // PART_CHUNKS)
         return max(0, min(self._settings.streams, worth, parts) - 1)
 
     def _doubt_own(self, reading: Reading) -> None:

@@ -40,6 +40,7 @@ from everstep.wire.v1.transfer import (
     PutDone,
     Ready,
     Request,
+    chunk_bits,
     refusal,
 )
 
@@ -215,11 +216,11 @@ class Conversation:
             self.channel.send(Ack(already=True))
             return
         self._begun.add(incoming.id)
-        self.channel.send(Ready(transfer=incoming.id))
+        self.channel.send(Ready(transfer=incoming.id, here=chunk_bits(incoming.done)))
 
     def end(self) -> None:
         for transfer in self._begun:
-            self._answers.receiver.give_up(transfer)
+            self._answers.receiver.leave(transfer)
 
 
 class Answers:

@@ -83,7 +83,7 @@ class Vault:
         library = Library(store, findings)
         self._witness = Witness(settings.node, self._book, clock, self._lost)
         self._peers = Peers(settings, self._book, clock, self._witness)
-        sender = Sender(settings, self._peers, findings, self._tally, self._streams)
+        sender = Sender(settings, self._peers, findings, self._tally, self._streams, clock)
         self._replicator = Replicator(settings.node, store, self._book, sender, self._tally, self._threads)
         self._fetcher = Fetcher(settings, store, library, self._peers, findings, self._tally, self._streams)
         shards = Shards(settings, library, self._peers, findings)

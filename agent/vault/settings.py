@@ -14,6 +14,9 @@ LONGEST_SOCKET_PATH = 107
 """Bytes a unix socket's path may have on Linux (sun_path less its terminating zero)."""
 
 
+SLOWEST_SEND_BYTES_PER_S = 4 << 20
+
+
 class VaultSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one vault.
 
@@ -35,6 +38,10 @@ class VaultSettings(msgspec.Struct, frozen=True, kw_only=True):
     ``streams``: TCP connections that carry one large payload together. One stream is bound by one core on each side
     (2 to 3 GB/s on loopback); more help until the cores or the wire are full. ``stream_bytes``: payload bytes that are
     worth a further stream; below it the hand-over costs more than it saves.
+
+    ``send_bytes_per_s``: the most that all copies to other vaults may take of the network together; None for all there
+    is. A bound leaves the wire to the training's own collectives; one below what a step changes costs versions, since
+    only the newest is sent where one waits.
 
     ``connect_timeout_s``: for a peer to accept; a dead machine answers nothing. ``io_timeout_s``: without a byte moving
     in a transfer before the peer is given up; longer bears a peer that is starved of CPU, shorter frees its slot
@@ -59,6 +66,7 @@ class VaultSettings(msgspec.Struct, frozen=True, kw_only=True):
     scrub_bytes_per_s: float = 200e6
     streams: int = 2
     stream_bytes: int = 32 << 20
+    send_bytes_per_s: float | None = None
     connect_timeout_s: float = 2.0
     io_timeout_s: float = 10.0
     settle_timeout_s: float = 60.0
@@ -104,6 +112,11 @@ class VaultSettings(msgspec.Struct, frozen=True, kw_only=True):
         _refuse(self.scrub_interval_s < 0, "--scrub-interval must not be negative; 0 turns scrubbing off")
         _refuse(self.scrub_bytes_per_s <= 0, "scrub_bytes_per_s must be more than 0; --scrub-interval 0 turns it off")
         _refuse(not 1 <= self.streams <= 16, f"--streams must be 1 to 16, not {self.streams}")
+        _refuse(
+            self.send_bytes_per_s is not None and self.send_bytes_per_s < SLOWEST_SEND_BYTES_PER_S,
+            f"--send-rate must be at least {SLOWEST_SEND_BYTES_PER_S} bytes a second: a peer gives a transfer up that "
+            "stands still",
+        )
         _refuse(
             self.settle_timeout_s < self.io_timeout_s or self.idle_timeout_s < self.settle_timeout_s,
             "time-outs must grow from io_timeout_s over settle_timeout_s to idle_timeout_s",

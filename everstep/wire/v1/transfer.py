@@ -11,8 +11,9 @@ over both nonces, the job and both nodes' names::
 
 Then the client asks and the server answers, one request at a time:
 
-* ``Put`` -> ``Ready`` (or ``Ack``: the slot is here already); ``Part`` with its chunks, on this connection or on
-  others of the same client, each -> ``PartDone``; ``PutDone`` -> ``Ack``, once every chunk has hashed right.
+* ``Put`` -> ``Ready`` (or ``Ack``: the slot is here already), which says what need not be sent; ``Part`` with its
+  chunks, on this connection or on others of the same client, each -> ``PartDone``; ``PutDone`` -> ``Ack``, once every
+  chunk has hashed right. A ``Put`` said again after its connection broke goes on where that ended.
 * ``Get`` -> ``Data`` with its pieces, ``DataEnd``.
 * ``DigestsAsk`` -> ``Digests``.
 * ``InventoryAsk`` -> ``InventoryList``.
@@ -32,6 +33,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
@@ -104,9 +106,14 @@ class Put(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Ready(Message, frozen=True, kw_only=True, tag=True):
-    """A slot is set aside; parts carry ``transfer``."""
+    """A slot is set aside; parts carry ``transfer``.
+
+    ``here``: a bit for each payload chunk, lowest first, that need not be sent: it came before the connection broke, or
+    another version has the very same bytes (frozen layers, embeddings whose rows saw no token). Missing bits are 0.
+    """
 
     transfer: TransferId
+    here: Annotated[bytes, msgspec.Meta(max_length=MAX_TRANSFER_FRAME_BYTES // 128)] = b""
 
 
 class Part(Message, frozen=True, kw_only=True, tag=True):
@@ -212,6 +219,20 @@ def proves(mac: bytes, secret: bytes, role: str, greeting: Greeting, challenge: 
 def split_digests(joined: bytes) -> list[bytes]:
     """Digests sent one after another, apart."""
     return [joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES)]
+
+
+def chunk_bits(chunks: Iterable[int]) -> bytes:
+    """A set of chunks, as ``Ready.here`` says it."""
+    number = 0
+    for chunk in chunks:
+        number |= 1 << chunk
+    return number.to_bytes(-(-number.bit_length() // 8), "little")
+
+
+def chunks_without(count: int, bits: bytes) -> list[int]:
+    """Which of ``count`` chunks are not in such a set."""
+    number = int.from_bytes(bits, "little")
+    return [chunk for chunk in range(count) if not number >> chunk & 1]
 
 
 def refusal(error: EverstepError) -> Refused:

@@ -92,6 +92,7 @@ def test_virtual_gpus_come_without_the_machines_kernel_log() -> None:
         ({"vault_listen": "0.0.0.0:7702"}, "name the address"),
         ({"vault_listen": "7702"}, "host:port"),
         ({"vault_memory_limit_bytes": 0}, "no room for any slot"),
+        ({"vault_send_bytes_per_s": 1e6}, "under 4 MiB"),
         ({"metrics_listen": "here"}, "host:port"),
         ({"token_file": None}, "--metrics-token-file"),
         ({"preset": "production", "controllers": ("https://c:1",)}, "--vault-listen 10"),
