@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
@@ -212,12 +213,12 @@ def _tick(turn: Turn, event: Tick) -> None:
     for looked in turn.looks or ():
         if looked.of in state.nodes or looked.of in state.jobs or looked.kind in _OF_NO_ONE:
             _look(turn, looked.kind, looked.of)
-    for _ in range(len(state.deadlines)):
-        due = pop_due(state, turn.now)
-        if due is None:
-            break
-        if turn.looks is None or due[0] != "silence":
-            _look(turn, *due)
+    most = len(state.deadlines)
+    while due := list(itertools.islice(iter(lambda: pop_due(state, turn.now), None), most)):
+        most -= len(due)
+        for kind, subject in sorted(due, key=lambda one: one[0] != "silence"):  # who is doubted gets no seat below
+            if turn.looks is None or kind != "silence":
+                _look(turn, kind, subject)
 
 
 def _look(turn: Turn, kind: str, subject: str) -> None:

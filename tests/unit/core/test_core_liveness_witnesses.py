@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from controller.core.events import StoreChanged
+from controller.core.events import StoreChanged, Tick
 from controller.core.policy import CorePolicy
 from everstep.vocabulary import JobState, NodeState
 from tests.support.core_fleet import CoreFleet, audits, generations
@@ -175,3 +175,20 @@ def test_while_the_database_is_away_nodes_are_lost_and_jobs_regroup_as_ever() ->
     assert len(generations(fleet.advance(1.2, "n1", "n2", "n3"))) == 1
     assert fleet.node_state("n4") is NodeState.LOST
     assert fleet.job_state() is JobState.RUNNING
+
+
+def test_of_several_deadlines_in_one_tick_silences_count_before_a_roster_is_chosen() -> None:
+    fleet = CoreFleet()
+    fleet.start(3, spares=1)
+    fleet.advance(4.5, "n1", "n2", "n3", "n4")
+    silent_s = 1.5
+    fleet.advance(silent_s, "n1", "n2", "n3")
+    assert fleet.node_state("n4") is NodeState.HEALTHY
+    fleet.disconnect("n3")
+    fleet.lose_peer("n1", "n3")
+    fleet.touch("n1")
+    fleet.touch("n2")
+    fleet.now += 0.9
+    (spec,) = generations(fleet.feed(Tick(trace=fleet.trace())))
+    assert fleet.node_state("n4") is NodeState.SUSPECT
+    assert spec.seats == ("n1", "n2")
