@@ -11,7 +11,7 @@ import asyncio
 import logging
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -37,7 +37,8 @@ PATIENCE_S = {
     RemedyKind.REPAIR: 300.0,
 }
 """Seconds until a remedy that was not confirmed is given up. A reboot waits for the node to be idle, and for its
-firmware's memory test."""
+firmware's memory test. What is to stand, a cordon or a node's return, is asked for until the outside answers: given up,
+it would stay as it is, and nobody would ask again."""
 _CURES = frozenset({RemedyKind.RESET_GPU, RemedyKind.REBOOT})
 _GIVES_WAY_TO = {
     RemedyKind.CORDON: frozenset({RemedyKind.UNCORDON}),
@@ -60,8 +61,11 @@ class RemedyDesk:
         submit: runs a stimulus in a transaction; durable on return. Raises Unavailable while the database is away.
         now: wall seconds, as decisions are dated.
         uniform: draws from [0, 1), for the jitter between attempts.
-        failed: called for each remedy that is given up.
+        check_leading: raises Unavailable where this controller may not be sure that it leads: one that was stopped, and
+            wakes, must not ask for what another has had done meanwhile.
+        failed: called for each remedy that is given up, or waits for an outside that was away for longer than patience.
         rows: what was stored and has not ended.
+        patience_s: seconds, by kind, until a remedy that was not confirmed is given up.
     """
 
     def __init__(
@@ -71,16 +75,20 @@ class RemedyDesk:
         submit: Submit,
         now: Callable[[], float],
         uniform: Callable[[], float],
+        check_leading: Callable[[], None] = lambda: None,
         failed: Callable[[], None] = lambda: None,
         rows: Iterable[RemedyRow] = (),
         backoff: Backoff = ASK_AGAIN,
+        patience_s: Mapping[RemedyKind, float] = PATIENCE_S,
     ) -> None:
         self._remediator = remediator
         self._submit = submit
         self._now = now
         self._uniform = uniform
+        self._check_leading = check_leading
         self._failed = failed
         self._backoff = backoff
+        self._patience_s = patience_s
         self._queues: dict[str, deque[RemedyRow]] = {}
         self._workers: dict[str, asyncio.Task[None]] = {}
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="remedy")
@@ -133,24 +141,19 @@ class RemedyDesk:
             await self._write(row)
         trouble = await self._pursue(remedy, look_first=begun_before)
         if trouble:
-            self._failed()
-            log.error(
-                "%s of node %s was given up: %s",
-                remedy.kind,
-                remedy.node,
-                trouble,
-                extra={"node": remedy.node, "trace": remedy.trace},
-            )
+            self._say(remedy, f"was given up: {trouble}")
         await self._end(row, RemedyState.FAILED if trouble else RemedyState.CONFIRMED, trouble)
 
     async def _pursue(self, remedy: Remedy, *, look_first: bool) -> str:
         """Asks until it is done; why it was given up, or nothing."""
         if remedy.kind not in self._remediator.kinds:
             return f"{self._remediator.name} cannot {remedy.kind.replace('_', ' ')}"
-        until = self._now() + PATIENCE_S[remedy.kind]
+        patience_s = self._patience_s[remedy.kind]
+        until = self._now() + patience_s
         ask, attempt, trouble = not look_first, 0, "it was not confirmed"
         while True:
             try:
+                self._check_leading()
                 if ask:
                     await self._in_thread(self._remediator.apply, remedy)
                     ask = False
@@ -160,11 +163,22 @@ class RemedyDesk:
             except Conflict as error:
                 return str(error)
             except Unavailable as error:
-                trouble = str(error)
+                trouble, is_away = str(error), True
+            else:
+                is_away = False
             if self._now() >= until:
-                return f"{trouble} within {PATIENCE_S[remedy.kind]:g} s"
+                late = f"{trouble} within {patience_s:g} s"
+                if not is_away or remedy.kind in _CURES:
+                    return late
+                self._say(remedy, f"is asked for again: {late}")
+                until = self._now() + patience_s
             await asyncio.sleep(self._backoff.delay_s(attempt, self._uniform()))
             attempt += 1
+
+    def _say(self, remedy: Remedy, what: str) -> None:
+        self._failed()
+        extra = {"node": remedy.node, "trace": remedy.trace}
+        log.error("%s of node %s %s", remedy.kind, remedy.node, what, extra=extra)
 
     async def _in_thread(self, call: Callable[[Remedy], Any], remedy: Remedy) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call, remedy)

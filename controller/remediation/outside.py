@@ -40,7 +40,13 @@ class Outside:
     ) -> None:
         self._loop = loop
         self.desk = RemedyDesk(
-            remediator, submit=loop.submit, now=loop.now, uniform=random.random, failed=failed, rows=rows
+            remediator,
+            submit=loop.submit,
+            now=loop.now,
+            uniform=random.random,
+            check_leading=loop.check_leading,
+            failed=failed,
+            rows=rows,
         )
         self._observer = Observer(remediator, state, self._tell)
         self._alerting = None

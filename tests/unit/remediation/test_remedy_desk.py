@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+import pytest
 
 from controller.core.effects import Remedy, RemedyKind
 from controller.core.events import ActionReported
+from controller.lease import NotLeading
 from controller.remediation.base import Standing
 from controller.remediation.desk import PATIENCE_S, RemedyDesk
 from controller.store.records import RemedyRow, RemedyState
@@ -86,12 +89,12 @@ def wanted(number: int, kind: RemedyKind = RemedyKind.CORDON, node: str = "n1", 
     return msgspec.structs.replace(row, **more)
 
 
-def run(machine: Machine, book: Book, *rows: RemedyRow, left: Sequence[RemedyRow] = ()) -> None:
+def run(machine: Machine, book: Book, *rows: RemedyRow, left: Sequence[RemedyRow] = (), **more: Any) -> None:
     """Everything to its end."""
 
     async def to_the_end() -> None:
         desk = RemedyDesk(
-            machine, submit=book.submit, now=lambda: book.now, uniform=lambda: 0.0, rows=left, backoff=AT_ONCE
+            machine, submit=book.submit, now=lambda: book.now, uniform=lambda: 0.0, rows=left, backoff=AT_ONCE, **more
         )
         desk.start()
         desk.requested(rows)
@@ -150,6 +153,51 @@ def test_what_is_never_confirmed_is_given_up_when_patience_is_over() -> None:
     machine.is_done = later  # type: ignore[method-assign]
     run(machine, book, wanted(1))
     assert book.told[0].detail == "it was not confirmed within 300 s"
+
+
+@pytest.mark.parametrize("kind", [RemedyKind.CORDON, RemedyKind.UNCORDON, RemedyKind.REPAIR])
+def test_what_is_to_stand_is_asked_for_until_the_outside_is_back_however_long_it_was_away(kind: RemedyKind) -> None:
+    machine, book, failures = Machine(away=9), Book(), Counter[str]()
+    machine.kinds = frozenset(RemedyKind)
+    ask = machine.apply
+
+    def later(remedy: Remedy) -> None:
+        book.now += PATIENCE_S[remedy.kind] / 2
+        ask(remedy)
+
+    machine.apply = later  # type: ignore[method-assign]
+    run(machine, book, wanted(1, kind), failed=lambda: failures.update(["failed"]))
+    assert machine.applied == ["n1-a1"]
+    assert book.states("n1-a1") == ["begun", "confirmed"]
+    assert failures["failed"] == 4
+
+
+def test_who_may_not_lead_any_more_asks_for_nothing() -> None:
+    machine, book = Machine(), Book()
+    doubts = iter([NotLeading("it was stopped")] * 3)
+
+    def check_leading() -> None:
+        if (doubt := next(doubts, None)) is not None:
+            assert machine.applied == []
+            raise doubt
+
+    run(machine, book, wanted(1, RemedyKind.REBOOT), check_leading=check_leading)
+    assert next(doubts, None) is None
+    assert machine.applied == ["n1-a1"]
+
+
+def test_a_cure_is_not_asked_for_any_more_when_patience_is_over_even_of_an_outside_that_was_away() -> None:
+    machine, book = Machine(away=3), Book()
+    ask = machine.apply
+
+    def later(remedy: Remedy) -> None:
+        book.now += PATIENCE_S[remedy.kind]
+        ask(remedy)
+
+    machine.apply = later  # type: ignore[method-assign]
+    run(machine, book, wanted(1, RemedyKind.REBOOT))
+    assert machine.applied == []
+    assert [(told.ok, told.detail) for told in book.told] == [(False, "it does not answer within 3600 s")]
 
 
 def test_what_the_outside_cannot_do_is_told_with_its_name() -> None:
