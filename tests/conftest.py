@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -21,3 +23,11 @@ def forks(session_forks: ForkPool) -> Iterator[ForkPool]:
     """Processes with torch imported, in milliseconds (tests/support/forked.py); killed at the end of the test."""
     yield session_forks
     session_forks.release()
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """As tmp_path, for what keeps unix sockets: their paths end at 107 bytes, and tmp_path has the names of the user,
+    of pytest's worker and of the test in it."""
+    with tempfile.TemporaryDirectory(prefix="ev-") as name:
+        yield Path(name)

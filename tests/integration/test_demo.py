@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,16 +70,9 @@ def running(pid: int) -> bool:
 
 
 @pytest.fixture
-def temporary() -> Iterator[Path]:
-    """Short: paths of unix sockets, which are in it, end at 107 bytes."""
-    with tempfile.TemporaryDirectory(prefix="ev-") as name:
-        yield Path(name)
-
-
-@pytest.fixture
-def demo(tmp_path: Path, temporary: Path) -> Iterator[Demo]:
+def demo(tmp_path: Path, short_path: Path) -> Iterator[Demo]:
     """A demonstration in the middle of its training, before any fault."""
-    demo = Demo(tmp_path, temporary, "--fast", "--steps", "100000", "--without-reference")
+    demo = Demo(tmp_path, short_path, "--fast", "--steps", "100000", "--without-reference")
     try:
         eventually(lambda: any((tmp_path / "steps").glob("n*.jsonl")), "a rank steps", 90)
         assert demo.in_shared_memory()
@@ -90,8 +82,8 @@ def demo(tmp_path: Path, temporary: Path) -> Iterator[Demo]:
 
 
 @pytest.mark.timeout(280)
-def test_every_fault_is_recovered_and_the_run_is_as_if_nothing_had_happened(tmp_path: Path, temporary: Path) -> None:
-    demo = Demo(tmp_path, temporary, "--fast", "--steps", "450")
+def test_every_fault_is_recovered_and_the_run_is_as_if_nothing_had_happened(tmp_path: Path, short_path: Path) -> None:
+    demo = Demo(tmp_path, short_path, "--fast", "--steps", "450")
     try:
         eventually(lambda: any((tmp_path / "steps").glob("n*.jsonl")), "a rank steps", 90)
         assert demo.in_shared_memory()

@@ -66,11 +66,11 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    (tmp_path / "train.py").write_text(TRAIN)
-    argv = ["--nproc-per-node", "2", "--standby-delay-s", "0.1", "--state-dir", str(tmp_path / "state"), "train.py"]
-    with launched(tmp_path, *argv) as launcher:
-        yield Run(tmp_path, launcher)
+def run(short_path: Path) -> Iterator[Run]:
+    (short_path / "train.py").write_text(TRAIN)
+    argv = ["--nproc-per-node", "2", "--standby-delay-s", "0.1", "--state-dir", str(short_path / "state"), "train.py"]
+    with launched(short_path, *argv) as launcher:
+        yield Run(short_path, launcher)
 
 
 def test_a_killed_rank_is_replaced_and_the_job_ends_well(run: Run) -> None:
@@ -100,18 +100,18 @@ def test_ctrl_c_leaves_no_process_no_socket_and_no_segment(run: Run) -> None:
     assert not list((run.directory / "state").glob("run-*"))
 
 
-def test_a_launcher_that_comes_again_after_it_was_killed_restores_from_memory(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAIN)
-    argv = ["--nproc-per-node", "2", "--job", "again", "--state-dir", str(tmp_path / "state"), "train.py"]
-    with launched(tmp_path, *argv) as first:
-        before = Run(tmp_path, first)
+def test_a_launcher_that_comes_again_after_it_was_killed_restores_from_memory(short_path: Path) -> None:
+    (short_path / "train.py").write_text(TRAIN)
+    argv = ["--nproc-per-node", "2", "--job", "again", "--state-dir", str(short_path / "state"), "train.py"]
+    with launched(short_path, *argv) as first:
+        before = Run(short_path, first)
         before.pid_at(rank=0, step=20)
         below = first.descendants()
         (vault,) = [pid for pid in below if b"agent.vault.main" in cmdline(pid)]
         first.process.kill()
         first.eventually(lambda: not any(alive(pid) for pid in below if pid != vault), "the end of all but the vault")
-    with launched(tmp_path, *argv) as second:
-        after = Run(tmp_path, second)
+    with launched(short_path, *argv) as second:
+        after = Run(short_path, second)
         (segments,) = after.segments()
         assert second.wait() == 0, second.err
     assert "going on with what job again, whose launcher was killed, left in memory" in second.err
@@ -120,16 +120,16 @@ def test_a_launcher_that_comes_again_after_it_was_killed_restores_from_memory(tm
     assert len(made) <= 61, "no step that was finished was made again, but for the one in which it was killed"
     after.launcher.eventually(lambda: not alive(vault), "the end of the vault")
     assert not segments.exists()
-    assert not list((tmp_path / "state").glob("run-*"))
+    assert not list((short_path / "state").glob("run-*"))
 
 
 def test_a_killed_launcher_takes_its_services_along_and_then_its_vaults_memory(
-    tmp_path: Path,
+    short_path: Path,
 ) -> None:
-    (tmp_path / "train.py").write_text(TRAIN)
-    argv = ["--job", "gone", "--vault-linger-s", "0.5", "--state-dir", str(tmp_path / "state"), "train.py"]
-    with launched(tmp_path, *argv) as launcher:
-        run = Run(tmp_path, launcher)
+    (short_path / "train.py").write_text(TRAIN)
+    argv = ["--job", "gone", "--vault-linger-s", "0.5", "--state-dir", str(short_path / "state"), "train.py"]
+    with launched(short_path, *argv) as launcher:
+        run = Run(short_path, launcher)
         run.pid_at(rank=0, step=5)
         services, segments = launcher.descendants(), run.segments()
         assert segments

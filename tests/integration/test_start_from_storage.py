@@ -40,23 +40,30 @@ everstep.main(train)
 """
 
 
-def test_a_job_starts_from_storage_and_goes_on_from_memory(tmp_path: Path) -> None:
+def test_a_job_starts_from_storage_and_goes_on_from_memory(short_path: Path) -> None:
     model = torch.nn.Linear(8, 8)
     torch.nn.init.constant_(model.bias, 0.25)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     state = TrackedState({"model": model, "optimizer": optimizer})
-    order = fill_slots(tmp_path / "slots", state, Version(5, 40), world=3)
-    carry_out(msgspec.structs.replace(order, url=str(tmp_path / "stored")))
-    script, steps = tmp_path / "train.py", tmp_path / "steps"
+    order = fill_slots(short_path / "slots", state, Version(5, 40), world=3)
+    carry_out(msgspec.structs.replace(order, url=str(short_path / "stored")))
+    script, steps = short_path / "train.py", short_path / "steps"
     script.write_text(TRAIN)
 
     def lines() -> list[list[str]]:
         return [line.split() for line in steps.read_text().splitlines()] if steps.exists() else []
 
-    argv = ["--nproc-per-node", "2", "--state-dir", str(tmp_path / "state"), "--start-from", str(tmp_path / "stored")]
-    with launched(tmp_path, *argv, str(script)) as launcher:
+    argv = [
+        "--nproc-per-node",
+        "2",
+        "--state-dir",
+        str(short_path / "state"),
+        "--start-from",
+        str(short_path / "stored"),
+    ]
+    with launched(short_path, *argv, str(script)) as launcher:
         pid = launcher.eventually(
             lambda: next((int(p) for rank, step, p, _ in lines() if (rank, int(step) >= 80) == ("1", True)), None),
             "rank 1 at step 80",

@@ -166,7 +166,7 @@ def test_what_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.Monke
 
 
 @pytest.fixture
-def services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PrivateServices]:
+def services(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PrivateServices]:
     """The pair of services, played by stand-ins."""
 
     def controller(run_dir: Path, listen: str) -> list[str]:
@@ -177,13 +177,13 @@ def services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Privat
 
     monkeypatch.setattr(private, "_controller_command", controller)
     monkeypatch.setattr(private, "_agent_command", agent)
-    monkeypatch.setattr(run_directory, "SEGMENTS", tmp_path / "shm")
+    monkeypatch.setattr(run_directory, "SEGMENTS", short_path / "shm")
     monkeypatch.setattr(private, "NEEDED", {})
-    return PrivateServices(tmp_path / "state", "j", SYSTEM_CLOCK)
+    return PrivateServices(short_path / "state", "j", SYSTEM_CLOCK)
 
 
 def test_private_services_keep_their_secrets_to_this_user_and_leave_only_logs(
-    services: PrivateServices, tmp_path: Path
+    services: PrivateServices, short_path: Path
 ) -> None:
     async def play() -> None:
         try:
@@ -198,18 +198,18 @@ def test_private_services_keep_their_secrets_to_this_user_and_leave_only_logs(
             await services.end()
 
     asyncio.run(play())
-    left = {path.name for path in (tmp_path / "state").rglob("*") if path.is_file()}
+    left = {path.name for path in (short_path / "state").rglob("*") if path.is_file()}
     assert left == {".lock", "j.controller.log", "j.agent.log"}
 
 
 def test_what_a_killed_launcher_left_is_swept_away_and_a_living_ones_is_not(
-    services: PrivateServices, tmp_path: Path
+    services: PrivateServices, short_path: Path
 ) -> None:
-    state = tmp_path / "state"
+    state = short_path / "state"
     for name in ("run-dead", "run-alive"):
         (state / name).mkdir(parents=True)
         (state / name / "lock").touch()
-    segments = tmp_path / "shm" / f"everstep-{os.getuid()}" / "run-dead"
+    segments = short_path / "shm" / f"everstep-{os.getuid()}" / "run-dead"
     segments.mkdir(parents=True)
 
     async def play() -> None:
@@ -226,9 +226,9 @@ def test_what_a_killed_launcher_left_is_swept_away_and_a_living_ones_is_not(
 
 
 def test_a_state_directory_too_deep_for_sockets_is_refused_with_the_mend(
-    services: PrivateServices, tmp_path: Path
+    services: PrivateServices, short_path: Path
 ) -> None:
-    deep = PrivateServices(tmp_path / ("d" * 90), "j", SYSTEM_CLOCK)
+    deep = PrivateServices(short_path / ("d" * 90), "j", SYSTEM_CLOCK)
 
     async def play() -> None:
         try:
@@ -238,7 +238,7 @@ def test_a_state_directory_too_deep_for_sockets_is_refused_with_the_mend(
 
     with pytest.raises(ConfigurationError, match="shorter --state-dir"):
         asyncio.run(play())
-    assert not list((tmp_path / ("d" * 90)).glob("run-*"))
+    assert not list((short_path / ("d" * 90)).glob("run-*"))
 
 
 def test_only_the_newest_logs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
