@@ -49,6 +49,7 @@ FLUSH_BYTES = 64 << 10
 FLUSH_S = 0.2
 """Either makes the next event take what waits to the disk."""
 FRAME_LIMIT = 1 << 30
+_LONGEST_LINE = 64
 _BLANK = "0" * 64
 
 _encoder = msgspec.msgpack.Encoder()
@@ -242,23 +243,45 @@ def _prune(directory: Path, most_bytes: int, not_before: float) -> None:
 def read_segment(path: Path) -> tuple[Beginning, Iterator[Entry]]:
     """A segment's beginning and its entries, as far as they were written.
 
-    Raises MalformedMessage for what is no journal, OSError where it cannot be read.
+    Raises MalformedMessage for what is no journal, or one that this release does not understand (entries as they are
+    read), OSError where it cannot be read.
     """
     file = path.open("rb")
-    if file.read(len(MAGIC)) != MAGIC:
+    if (line := file.readline(_LONGEST_LINE)) != MAGIC:
         file.close()
-        raise MalformedMessage(
-            f"{path} is no journal of this version (it does not begin with {MAGIC.decode().strip()!r})"
-        )
+        raise MalformedMessage(_why_not(path, line))
     frames = _frames(file)
     try:
         first = msgspec.msgpack.decode(next(frames), type=Beginning)
     except StopIteration:
         raise MalformedMessage(f"{path} ends before its first event") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MalformedMessage(f"{path} is of another release: {error}") from error
+        raise MalformedMessage(
+            f"how {path} begins is not understood by this release ({__version__}): {error}"
+        ) from error
+    return first, _entries(path, first.version, frames)
+
+
+def _why_not(path: Path, line: bytes) -> str:
+    kind, _, number = line.strip().partition(b" ")
+    if kind != MAGIC.split()[0] or not number.isdigit():
+        return f"{path} is no journal: it does not begin with {MAGIC.decode().strip()!r}"
+    return (
+        f"{path} is a journal of format {number.decode()}, and this release ({__version__}) reads format "
+        f"{MAGIC.split()[1].decode()}: replay it with the release that wrote it"
+    )
+
+
+def _entries(path: Path, version: str, frames: Iterable[bytes]) -> Iterator[Entry]:
     decoder = msgspec.msgpack.Decoder(Entry)
-    return first, (decoder.decode(frame) for frame in frames)
+    for number, frame in enumerate(frames, 1):
+        try:
+            yield decoder.decode(frame)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise MalformedMessage(
+                f"event {number} of {path}, written by everstep {version}, is not understood by this release "
+                f"({__version__}): replay it with that release ({error})"
+            ) from error
 
 
 def _frames(file: BinaryIO) -> Iterator[bytes]:

@@ -54,8 +54,8 @@ ROWS_0001: Rows = {
 """A row or more of every table that revision 0001 had."""
 
 
-def released_database(database: str, revision: str, rows: Rows) -> None:
-    """Makes the schema of ``revision`` in an empty database and fills it with ``rows``."""
+def released_database(database: str, revision: str, rows: Rows | str) -> None:
+    """Makes the schema of ``revision`` in an empty database and fills it: ``rows``, or statements, one a line."""
     engine = engine_of(parse_url(database))
     with engine.connect() as plain:
         connection = writing(plain)
@@ -63,7 +63,9 @@ def released_database(database: str, revision: str, rows: Rows) -> None:
             made = config()
             made.attributes["connection"] = connection
             command.upgrade(made, revision)
-            for table, values in rows.items():
+            for statement in rows.splitlines() if isinstance(rows, str) else ():
+                connection.exec_driver_sql(statement)
+            for table, values in rows.items() if isinstance(rows, dict) else ():
                 connection.execute(text(f"DELETE FROM {table}") if table == "meta" else text("SELECT 1"))
                 names = ", ".join(values[0])
                 places = ", ".join(f":{name}" for name in values[0])

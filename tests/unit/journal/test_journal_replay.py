@@ -13,28 +13,13 @@ import msgspec
 import pytest
 
 from controller import journal
-from controller.core.events import Event
-from controller.core.policy import CorePolicy
 from controller.core.turn import Turn
 from controller.journal import MAGIC, RETRY_S, Journal, read_segment, segments
 from controller.replay import Step, replay, what_if
 from everstep.errors import ConfigurationError, MalformedMessage, NotFound
 from everstep.vocabulary import NodeState
 from tests.support.core_fleet import ENTROPY, START, CoreFleet, xid
-
-
-class JournaledFleet(CoreFleet):
-    """A fleet whose core is driven through a journal."""
-
-    def __init__(self, directory: Path, policy: CorePolicy | None = None, **sizes: int) -> None:
-        options = {"most_bytes": 1 << 30, "keep_s": 86400.0, **sizes}
-        self.journal = Journal(directory, **options)  # type: ignore[arg-type]
-        super().__init__(policy)
-
-    def feed(self, event: Event) -> list[object]:  # type: ignore[override]
-        effects = self.journal.decide(self.state, event, self.now)
-        self.effects += effects
-        return effects  # type: ignore[return-value]
+from tests.support.journaled import JournaledFleet
 
 
 @pytest.fixture
@@ -201,7 +186,7 @@ def test_another_policy_tells_what_it_would_have_done(fleet: JournaledFleet, tmp
 def test_what_is_no_journal_is_refused_with_a_sentence(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.journal"
     wrong.write_bytes(b"something else")
-    with pytest.raises(MalformedMessage, match="no journal of this version"):
+    with pytest.raises(MalformedMessage, match="is no journal: it does not begin with"):
         replay(wrong)
     wrong.write_bytes(MAGIC)
     with pytest.raises(MalformedMessage, match="ends before its first event"):

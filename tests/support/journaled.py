@@ -1,0 +1,135 @@
+"""A fleet whose core is driven through a journal, and a day in its life in which everything happens once.
+
+``python -m tests.support.journaled DIRECTORY`` writes such a journal, as ``FORMAT.journal``: one of each format that
+was released is kept in tests/released/journals, and is never written again.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from controller.core.effects import Effect
+from controller.core.events import (
+    ActionReported,
+    Event,
+    HeartbeatChanged,
+    NodeObserved,
+    OperatorAction,
+    ProbeRequested,
+    StoreChanged,
+)
+from controller.core.policy import CorePolicy
+from controller.journal import MAGIC, Journal, segments
+from everstep.ids import Version
+from everstep.vocabulary import Action, Severity
+from everstep.wire.v1.agent import Domain
+from everstep.wire.v1.training import RankProgress, VersionProtected, VersionSpilled
+from tests.support.core_fleet import CoreFleet, xid
+
+FORMAT = MAGIC.split()[1].decode()
+"""The format that is written now."""
+
+
+class JournaledFleet(CoreFleet):
+    """Every event goes through the journal in ``directory``."""
+
+    def __init__(self, directory: Path, policy: CorePolicy | None = None, **sizes: int) -> None:
+        options = {"most_bytes": 1 << 30, "keep_s": 86400.0, **sizes}
+        self.journal = Journal(directory, **options)  # type: ignore[arg-type]
+        super().__init__(policy)
+
+    def feed(self, event: Event) -> list[Effect]:
+        effects = self.journal.decide(self.state, event, self.now)
+        self.effects += effects
+        return effects
+
+
+def everything(fleet: CoreFleet) -> None:
+    """Every kind of event and of report, with all its fields set in one of them."""
+    _a_fleet_at_work(fleet)
+    _its_losses(fleet)
+    _what_people_want(fleet)
+    _what_vaults_say(fleet)
+    fleet.feed(StoreChanged(away=True, reason="it does not answer", trace=fleet.trace()))
+    fleet.lose_rank(0)
+    fleet.feed(StoreChanged(away=False, unsent=("job",), trace=fleet.trace()))
+    fleet.resume()
+    fleet.raise_user_error(0)
+    fleet.resume()
+    fleet.finish()
+
+
+def _a_fleet_at_work(fleet: CoreFleet) -> None:
+    fleet.start(4, 3, max_user_retries=2)
+    fleet.register("m1", "m2", domain=Domain(rack="r1", switch="s1"), labels={"pool": "train"})
+    fleet.seal(5, copied=True)
+    mild = msgspec.structs.replace(xid(31, Action.NONE), severity=Severity.WARNING, message="XID 31")
+    fleet.beat("m1", mild)
+    fleet.clear_finding("m1", mild.key)
+    progress = RankProgress(job="job", generation=1, rank=0, step=9, step_s=0.05, loss=2.5)
+    fleet.feed(HeartbeatChanged(node="n1", incarnation=1, findings=(), ranks=(progress,), trace=fleet.trace()))
+
+
+def _its_losses(fleet: CoreFleet) -> None:
+    fleet.raise_finding("n2", xid())
+    for effect in list(fleet.effects):
+        if type(effect).__name__ == "RequestRemedy":
+            remedy: Any = effect
+            done = ActionReported(id=remedy.remedy.id, node=remedy.remedy.node, ok=True, detail="as asked")
+            fleet.feed(done)
+    fleet.resume()
+    fleet.advance(8.0, "n1", "n3", "n4", "n5", "n6", "n7", "m1")
+    fleet.disconnect("n7")
+    fleet.hear("n7")
+    fleet.stop_controller(1.0)
+    fleet.fail_collective(0)
+    fleet.lose_peer(fleet.spec().roster[0].node, fleet.spec().roster[1].node)
+    fleet.stall(1)
+    fleet.unresponsive(1)
+    fleet.lose_rank(1)
+    fleet.resume()
+
+
+def _what_people_want(fleet: CoreFleet) -> None:
+    fleet.order(OperatorAction.HOLD, node="m1")
+    fleet.order(OperatorAction.READMIT, node="m1")
+    fleet.order(OperatorAction.MAINTENANCE, rack="r1", until=fleet.now + 3600.0)
+    fleet.order(OperatorAction.RESIZE_JOB, job="job", size=3)
+    fleet.feed(NodeObserved(node="n6", cordoned_by="kim", reason="a cable", trace=fleet.trace()))
+    fleet.feed(NodeObserved(node="n6", trace=fleet.trace()))
+    asked = ProbeRequested(nodes=("n5", "n6"), actor="ada", reason="a new cable", trace=fleet.trace())
+    fleet.feed(asked)
+    for node in asked.nodes:
+        fleet.probe_result(node)
+
+
+def _what_vaults_say(fleet: CoreFleet) -> None:
+    node, version = fleet.spec().roster[0].node, Version(fleet.spec().number, 7)
+    fleet.seal(7)
+    spilled = VersionSpilled(
+        job="job", at=fleet.now, version=version, attempt=1, url="file:///ckpt", bytes=100, whole=True, removed=("x",)
+    )
+    fleet.report(node, spilled)
+    fleet.report(node, VersionProtected(job="job", at=fleet.now, version=version, made={0: "p0"}))
+    fleet.leave(fleet.spec().roster[-1].node, orderly=True)
+    fleet.resume()
+
+
+def main(directory: Path) -> None:
+    """Writes the journal of a fleet to which everything happens."""
+    with tempfile.TemporaryDirectory() as folder:
+        fleet = JournaledFleet(Path(folder))
+        everything(fleet)
+        fleet.journal.close()
+        (segment,) = segments(Path(folder))
+        shutil.copyfile(segment, directory / f"{FORMAT}.journal")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
