@@ -154,6 +154,7 @@ class VaultClient:
         replicate: tuple[tuple[int, int], ...] = (),
         to: tuple[str, ...] = (),
         keep: tuple[Version, ...] = (),
+        kept: bool = False,
     ) -> Future[Replicated]:
         """Says that a slot is sealed; the future holds which nodes have a copy now. Returns at once."""
         return self._ask(
@@ -168,6 +169,7 @@ class VaultClient:
                 replicate=replicate,
                 to=to,
                 keep=keep,
+                kept=kept,
             )
         )
 

@@ -1,7 +1,8 @@
-"""Which slot is sent next: for each rank and peer one at a time, and of those that wait only the newest.
+"""Which slot is sent next: for each rank and peer one at a time, and of those that wait only one.
 
 A rank seals a slot at every step. Where a peer is slower than that, what waited is superseded by what is newer, so
-that a slow peer costs versions, never time or memory.
+that a slow peer costs versions, never time or memory. But for one that may be committed, which comes before newer ones
+that may not: else a job whose copies take longer than a step would commit nothing.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Task(msgspec.Struct, frozen=True):
     slot: int
     header: SlotHeader
     keep: tuple[Version, ...]
+    kept: bool
 
     @property
     def version(self) -> Version:
@@ -52,12 +54,17 @@ class Lane:
         self._running: asyncio.Task[None] | None = None
 
     def submit(self, task: Task) -> asyncio.Future[str]:
-        """The outcome to come. What still waits in this lane is answered as superseded."""
+        """The outcome to come. Of this one and what still waits in this lane, the lesser is answered as superseded."""
         outcome: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        mine = (task, outcome)
         if self._waiting is not None:
             self._superseded()
-            _settle(self._waiting[1], f"superseded by {task.version}")
-        self._waiting = (task, outcome)
+            waits = self._waiting
+            first, other = (waits, mine) if waits[0].kept and not task.kept else (mine, waits)
+            self._waiting = first
+            _settle(other[1], f"superseded by {first[0].version}")
+            return outcome
+        self._waiting = mine
         if self._running is None:
             self._running = asyncio.create_task(self._run())
         return outcome
@@ -102,7 +109,7 @@ class Replicator:
         segment, header = self._sealed(message)
         if not message.replicate:
             return Replicated(request=message.request, nodes=())
-        task = Task(message.generation, segment, message.slot, header, message.keep)
+        task = Task(message.generation, segment, message.slot, header, message.keep, message.kept)
         nodes = tuple(dict.fromkeys(n for n in message.to if n != self._node))
         outcomes = await asyncio.gather(*(self._lane(message.job, header.rank, n).submit(task) for n in nodes))
         failed = {node: why for node, why in zip(nodes, outcomes, strict=True) if why}

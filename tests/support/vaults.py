@@ -216,7 +216,13 @@ class RankMemory:
         self.view.copied(slot)
 
     def post_sealed(
-        self, slot: int, version: Version, to: Sequence[str], generation: int = 1, keep: Sequence[Version] = ()
+        self,
+        slot: int,
+        version: Version,
+        to: Sequence[str],
+        generation: int = 1,
+        keep: Sequence[Version] = (),
+        kept: bool = False,
     ) -> int:
         return self.client.post(
             local.SlotSealed,
@@ -229,6 +235,7 @@ class RankMemory:
             replicate=((0, 1),) if to else (),
             to=tuple(to),
             keep=tuple(keep),
+            kept=kept,
         )
 
     def sealed(

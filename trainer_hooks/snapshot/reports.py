@@ -80,6 +80,7 @@ class Reports:
             replicate=((0, share.exclusive),),
             to=to,
             keep=tuple(sorted(keep)),
+            kept=share.kept,
         )
         wanted = min(self._spec.spec.replicas - 1, len(to))
         future.add_done_callback(lambda answered: self._replicated(answered, share, wanted))

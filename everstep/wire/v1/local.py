@@ -145,11 +145,11 @@ class SlotSealed(Message, frozen=True, kw_only=True, tag=True):
     ``replicate``: byte ranges (offset, length) within the slot's payload that no other rank holds and that go to
     ``to``; empty when equal copies elsewhere already make it safe. Where it is not empty, the whole slot (manifest,
     payload, digests) is copied, so that each copy can be checked and served by itself. ``keep``: versions that the
-    rank itself does not overwrite, nor may its copies be.
+    rank itself does not overwrite, nor may its copies be. ``kept``: this one may be committed.
 
-    A node that is still busy with an older slot of this rank is given the newest one next: what waited between them
-    is answered as failed with "superseded by VERSION". Refused (``Failed``) with NotFound where that slot is not
-    sealed as that version, and StaleGeneration where ``generation`` is over.
+    A node that is still busy with an older slot of this rank is given the newest one next, or the newest that may be
+    committed: what else waited is answered as failed with "superseded by VERSION". Refused (``Failed``) with NotFound
+    where that slot is not sealed as that version, and StaleGeneration where ``generation`` is over.
     """
 
     request: int
@@ -162,6 +162,7 @@ class SlotSealed(Message, frozen=True, kw_only=True, tag=True):
     replicate: tuple[tuple[int, int], ...] = ()
     to: tuple[NodeId, ...] = ()
     keep: tuple[Version, ...] = ()
+    kept: bool = False
 
 
 class Replicated(Message, frozen=True, kw_only=True, tag=True):
@@ -329,7 +330,8 @@ class StatisticsAnswer(Message, frozen=True, kw_only=True, tag=True):
     Counters: replicated_slots, replicated_bytes (sent and acknowledged), received_slots, received_bytes (sealed
     here for others), reused_bytes (of those: were here already, and not sent), superseded, served_bytes, fetched_bytes,
     parity_slots, parity_bytes (made here), decoded_bytes (made again from parity), spilled_slots, spilled_bytes (on
-    storage), scrubbed_slots, scrubbed_bytes, corrupt_slots, corrupt_transfers. Levels: segment_bytes, free_bytes, sealed_slots, peer_connections.
+    storage), scrubbed_slots, scrubbed_bytes, corrupt_slots, corrupt_transfers. Levels: segment_bytes, free_bytes,
+    sealed_slots, peer_connections.
     """
 
     request: int

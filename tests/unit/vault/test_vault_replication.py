@@ -131,6 +131,23 @@ def test_what_waits_behind_a_slow_peer_is_superseded_by_what_is_newer(fleet: Vau
     assert statistics(clients["n1"]).counters["superseded"] == 2
 
 
+def test_what_may_be_committed_goes_before_newer_versions_that_may_not(fleet: Vaults) -> None:
+    fleet.start("n1"), fleet.start("n2")
+    clients = fleet.configure()
+    rank = RankMemory(fleet.all[0].client(), rank=0)
+    for slot in range(4):
+        rank.fill(slot, Version(1, slot), b"x" * 1000)
+    fleet.all[1].process.send_signal(signal.SIGSTOP)
+    requests = [rank.post_sealed(0, Version(1, 0), ["n2"])]
+    until(lambda: statistics(clients["n1"]).levels["peer_connections"], "the first copy is under way")
+    requests += [rank.post_sealed(slot, Version(1, slot), ["n2"], kept=slot in (1, 2)) for slot in range(1, 4)]
+    assert rank.client.wait(requests[1]).failed == {"n2": "superseded by 1:2"}
+    assert rank.client.wait(requests[3]).failed == {"n2": "superseded by 1:2"}
+    fleet.all[1].process.send_signal(signal.SIGCONT)
+    assert rank.client.wait(requests[2]).nodes == ("n2",)
+    assert set(slots_at(clients["n2"])) == {Version(1, 0), Version(1, 2)}
+
+
 def test_a_transfer_of_a_generation_that_is_over_is_refused(fleet: Vaults) -> None:
     fleet.start("n1"), fleet.start("n2")
     fleet.configure()
