@@ -172,12 +172,14 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Decision(StrEnum):
     """What a verdict decided.
 
+    RESTART: a rank's process is ended, and another takes its place; the node stays.
     CORRELATED: so many nodes show the same that it is taken for a fault of software, driver or network; nobody leaves.
     """
 
     EVICT = "evict"
     HOLD_BY_BUDGET = "hold_by_budget"
     CORRELATED = "correlated"
+    RESTART = "restart"
     RECOMMEND = "recommend"
     QUARANTINE = "quarantine"
     READMIT = "readmit"

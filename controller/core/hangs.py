@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from controller.core.generations import Cause, heard_beyond_boundary, regroup
-from controller.core.losses import lose_doubtful, regroup_blind, replace_rank, running_spec, spoken_of
+from controller.core.losses import lose_doubtful, note_replaced, regroup_blind, replace_rank, running_spec, spoken_of
 from controller.core.records import JobRecord
 from controller.core.signals import send_kill
 from controller.core.state import Pending
@@ -47,6 +47,7 @@ def _replace(turn: Turn, job: JobRecord, spec: GenerationSpec, member: Member, s
         data={"rank": str(member.rank)},
     )
     send_kill(turn, job, member, spec.number, sentence, trace)
+    note_replaced(turn, job, member.node, member.local_rank)
     cause = Cause(reason=GenerationReason.RANK_HUNG, sentence=sentence, trace=trace)
     replace_rank(turn, job, member.node, cause)
 

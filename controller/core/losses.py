@@ -52,6 +52,8 @@ def rank_lost(turn: Turn, job: JobRecord, node: str, report: RankLost) -> None:
     if spec is not None and (member is None or member.rank != report.rank or report.rank in job.finished):
         turn.ignore("rank_lost.not_a_member")
         return
+    if report.replacement:
+        note_replaced(turn, job, node, report.local_rank)
     how = "its launcher has a replacement" if report.replacement else "its launcher has no replacement"
     sentence = f"rank {report.rank} on {node} lost ({_manner(report)}); {how}"
     data = {"rank": str(report.rank), "detail": report.detail[:1024], "seen_at": f"{report.at:.6f}"}
@@ -80,6 +82,11 @@ def replace_rank(turn: Turn, job: JobRecord, node: str, cause: Cause) -> None:
         jobs.fail(turn, job, f"{cause.sentence}; {sentence}, and no other node can take its place")
         return
     regroup(turn, job, Cause(reason=cause.reason, sentence=f"{cause.sentence}; {sentence}", trace=cause.trace))
+
+
+def note_replaced(turn: Turn, job: JobRecord, node: str, local_rank: int) -> None:
+    """Another process takes the place of this one."""
+    turn.state.live_jobs[job.job].replaced.setdefault(node, {})[local_rank] = turn.now
 
 
 def forgive(turn: Turn, name: str, node: str) -> None:

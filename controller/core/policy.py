@@ -183,6 +183,11 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The same of the whole fleet inside ``remedy_fleet_window_s``: a wrong rule must not reboot everything."""
     remedy_fleet_window_s: float = 3600.0
     """Seconds of that window; what comes on top waits for it."""
+    restarts_per_node: int = 3
+    """Restarts of a node's ranks inside ``remedy_node_window_s``; after them the next step of the ladder is due."""
+    restarts_per_fleet: int = 20
+    """The same of the whole fleet inside ``remedy_fleet_window_s``: each costs a job a regrouping, and a wrong rule
+    must not cost every job one. What comes on top waits."""
     partner_wait_s: float = 5.0
     """Seconds until a node whose partner for a probe is taken looks for one again."""
 
@@ -282,6 +287,8 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             "finding_burst",
             "remedies_per_node",
             "remedies_per_fleet",
+            "restarts_per_node",
+            "restarts_per_fleet",
             "order_failures",
         )
         small = [name for name in counts if getattr(self, name) < 1]

@@ -40,8 +40,8 @@ class FleetRecord(msgspec.Struct, kw_only=True):
 
     ``breaker``: the sentence of a latched eviction breaker, empty while evictions are allowed. ``evicted``: the
     evictions inside the budget's window, oldest first. ``probes`` counts probes ever asked for, so that ids are new;
-    ``remedies`` the same. ``remedied``: wall seconds of automatic resets and reboots inside their window.
-    ``maintenance``: windows that are not over.
+    ``remedies`` the same. ``remedied``: wall seconds of automatic resets and reboots inside their window,
+    ``restarted`` of restarts of ranks. ``maintenance``: windows that are not over.
     """
 
     breaker: str = ""
@@ -50,6 +50,7 @@ class FleetRecord(msgspec.Struct, kw_only=True):
     probes: int = 0
     remedies: int = 0
     remedied: list[float] = []
+    restarted: list[float] = []
     maintenance: list[Window] = []
 
 
@@ -102,10 +103,10 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     ``booted_at``: when it was first seen after its last boot. ``reports`` of a finding are counted under its rule and
     key, ``steps`` of ladders under the rule. ``undecided``: keys of findings that are looked at again, and what for.
     ``cleared``: since when a cause has been clear. ``course``: its treatment while it is out. ``offences``: its score
-    as of ``offended_at``. ``remedied``: times of its automatic resets and reboots. ``cordoned``: id of the
-    remedy by which Everstep took it out of service with the scheduler; ``foreign``: who else has. ``hold``: a person's
-    order that keeps it out. ``maintenance_until``: the end of its maintenance window, 0.0 outside one. ``notes``: its
-    case book.
+    as of ``offended_at``. ``remedied``: times of its automatic resets and reboots, ``restarted`` of restarts of its
+    ranks. ``cordoned``: id of the remedy by which Everstep took it out of service with the scheduler; ``foreign``: who
+    else has. ``hold``: a person's order that keeps it out. ``maintenance_until``: the end of its maintenance window,
+    0.0 outside one. ``notes``: its case book.
     """
 
     node: NodeId
@@ -147,6 +148,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     offences: float = 0.0
     offended_at: float = 0.0
     remedied: list[float] = []
+    restarted: list[float] = []
     cordoned: str = ""
     foreign: str = ""
     hold: str = ""

@@ -70,7 +70,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Seconds after a node's boot, or after it was first seen, in which it is not judged. What still stands then is."""
     ladder: tuple[Action, ...] = (Action.DRAIN, Action.REPAIR)
     """Cures, weakest first. It begins with the finding's own cure where that is a later one; a repeat within
-    ``repeat_s`` takes the next. ``restart_rank`` costs no eviction, ``drain`` waits until the finding clears."""
+    ``repeat_s`` takes the next. ``restart_rank`` ends the process of the GPU's rank (of all the node's ranks, where no
+    GPU is named) and costs no eviction, ``drain`` waits until the finding clears."""
     repeat_s: float = 7 * 86400.0
     """Seconds that a step of the ladder is remembered for: longer escalates what comes back now and then."""
     same_s: float = 60.0

@@ -120,7 +120,7 @@ class JobLive(msgspec.Struct):
     that come back are waited for before the job grows (0.0: nobody came yet). ``untold``: number of a generation that
     is not written, so that nobody may hear of it before the database is back (0: none). ``spill_due``: when vaults are
     asked again for what has not come to storage; ``protect_due`` the same for parity. ``protections``: versions that
-    parity kept.
+    parity kept. ``replaced``: by node and local rank, when another process took the place.
     """
 
     pace: Pace = msgspec.field(default_factory=Pace)
@@ -150,6 +150,7 @@ class JobLive(msgspec.Struct):
     inherited: bool = False
     first_step: int | None = None
     blind: list[float] = []
+    replaced: dict[NodeId, dict[int, float]] = {}
 
 
 class Probe(msgspec.Struct):

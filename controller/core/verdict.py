@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from controller.core import casebook, second_pass
-from controller.core.effects import NoteCleared, NoteFinding
-from controller.core.eviction import evict, freed_scopes, release, serving
+from controller.core import casebook, rank_restarts, second_pass
+from controller.core.effects import NoteCleared
+from controller.core.eviction import AGAIN_S, evict, freed_scopes, release, serving
+from controller.core.finding_log import is_written, write
 from controller.core.generations import Cause
 from controller.core.losses import node_left_jobs
 from controller.core.outbreaks import correlated
@@ -16,7 +17,6 @@ from controller.core.records import NodeRecord
 from controller.core.rules import Rule, Scope, SecondPass, bad_reports, in_words, is_taken, remember, remember_step
 from controller.core.rulings import by_rule, convicts, rung_of
 from controller.core.standing import kept_out
-from controller.core.state import Burst
 from controller.core.turn import Turn
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, GenerationReason, Mode, NodeState, Severity
 
@@ -90,7 +90,7 @@ def _cleared(turn: Turn, node: str, finding: Finding, why: str = "") -> None:
     rule = turn.policy.rules.rule(finding)
     if rule.n_of[1] > 1:
         _count(record, rule, finding, turn.now, bad=False)
-    if _is_written(turn, node, finding, more=False):
+    if is_written(turn, node, finding, more=False):
         casebook.enter(record, turn.now, "cleared", finding.key)
         turn.audit("finding.cleared", why or f"{finding.key} on {node} has cleared", node=node)
         turn.emit(NoteCleared(node, finding.key, turn.now))
@@ -132,9 +132,9 @@ def _judge_if_new(turn: Turn, node: str, before: Finding | None, finding: Findin
         finding.action,
         finding.mode,
     )
-    written = _is_news(before, finding, same=same) and _is_written(turn, node, finding, more=True)
+    written = _is_news(before, finding, same=same) and is_written(turn, node, finding, more=True)
     if written:
-        _write(turn, node, finding)
+        write(turn, node, finding)
     if proof:
         judge_settled(turn, node, finding, proof)
     elif _is_news(before, finding, same=same):
@@ -145,42 +145,10 @@ def _is_news(before: Finding | None, finding: Finding, *, same: bool) -> bool:
     return not same or (before is not None and _happened_again(before, finding))
 
 
-def _write(turn: Turn, node: str, finding: Finding) -> None:
-    data = {"severity": str(finding.severity), "rule": finding.rule, "key": finding.key}
-    if finding.since:
-        data["seen_at"] = f"{finding.since:.6f}"
-    trace = finding.trace or turn.trace
-    sentence = f"{finding.message} ({node}){_of_many(turn, node, finding)}"
-    turn.audit("finding", sentence, node=node, trace=trace, data=data)
-    turn.emit(NoteFinding(node, finding, turn.now))
-    casebook.enter(turn.state.nodes[node], turn.now, "finding", finding.message, data | dict(finding.evidence))
-
-
 def _happened_again(before: Finding, finding: Finding) -> bool:
     """Whether a standing finding tells of something new: it began anew, or an XID was counted again."""
     counted = finding.xid is not None and (finding.value or 0.0) > (before.value or 0.0)
     return counted or finding.since != before.since
-
-
-def _is_written(turn: Turn, node: str, finding: Finding, *, more: bool) -> bool:
-    """Whether a line of log is spent on it: what flaps on a node is written at the 16th, 32nd, ... time, each kind for
-    itself, and what is grave apart from what is mild."""
-    bursts = turn.state.live_nodes[node].bursts
-    burst = bursts.setdefault(_burst_of(finding), Burst())
-    if turn.now - burst.at > turn.policy.finding_quiet_s:
-        burst.count = 0
-    burst.at = turn.now
-    burst.count += more
-    return burst.count <= turn.policy.finding_burst or (more and burst.count.bit_count() == 1)
-
-
-def _burst_of(finding: Finding) -> str:
-    return f"{finding.kind}/{finding.severity}"
-
-
-def _of_many(turn: Turn, node: str, finding: Finding) -> str:
-    count = turn.state.live_nodes[node].bursts[_burst_of(finding)].count
-    return f"; number {count} of a burst of {finding.kind}" if count > turn.policy.finding_burst else ""
 
 
 # --- judging -----------------------------------------------------------------------------------------------------
@@ -243,8 +211,10 @@ def _judge_by_rule(turn: Turn, node: str, finding: Finding, rule: Rule, *, writt
             _say(turn, node, Decision.CORRELATED, words, finding)
         return
     rung = rung_of(record, rule, finding, turn.now)
-    if mode is Mode.RECOMMEND or rung is Action.RESTART_RANK:
+    if mode is Mode.RECOMMEND:
         _recommend(turn, node, finding, rule, rung, written=written)
+    elif rung is Action.RESTART_RANK:
+        _restart(turn, node, finding, rule, written=written)
     elif rule.second_pass is SecondPass.PAIR and not because:
         _ask_others(turn, node, finding)
     else:
@@ -252,7 +222,7 @@ def _judge_by_rule(turn: Turn, node: str, finding: Finding, rule: Rule, *, writt
 
 
 def _recommend(turn: Turn, node: str, finding: Finding, rule: Rule, rung: Action, *, written: bool) -> None:
-    """A step of the ladder that a person takes, or that the job takes by itself when a rank fails."""
+    """A step of the ladder that a person takes."""
     record = turn.state.nodes[node]
     steps = record.steps.get(rule.id, [])
     said = is_taken(steps, rule, rung, turn.now)
@@ -261,6 +231,37 @@ def _recommend(turn: Turn, node: str, finding: Finding, rule: Rule, rung: Action
     if written and not said:
         words = f"{finding.message}; recommended for {node}: {in_words(rung)} ({by_rule(rule, record, finding, rung)})"
         _say(turn, node, Decision.RECOMMEND, words, finding, rung)
+
+
+def _restart(turn: Turn, node: str, finding: Finding, rule: Rule, *, written: bool) -> None:
+    """Ranks of the node get other processes, under caps; a node that used up its own is due for the next step."""
+    record, rung = turn.state.nodes[node], Action.RESTART_RANK
+    steps = record.steps.get(rule.id, [])
+    again = is_taken(steps, rule, rung, turn.now)
+    if turn.state.store_away:
+        _look_later(turn, node, finding, "database", turn.now + AGAIN_S)
+        return
+    if not again and (why := rank_restarts.node_cap(turn, node)) and rule.ladder[-1] is not rung:
+        record.steps[rule.id] = remember_step(steps, rule, rung, turn.now - rule.same_s)
+        convict(turn, node, finding, f"{finding.message}; {why}")
+        return
+    if not again and (cap := rank_restarts.fleet_cap(turn))[0]:
+        _look_later(turn, node, finding, "restarts", cap[1])
+        if written:
+            _say(turn, node, Decision.RECOMMEND, f"{finding.message}; restart rank of {node} waits: {cap[0]}", finding)
+        return
+    target = rank_restarts.target_of(turn, node, finding, rule)
+    words = f"{node}: {finding.message} ({by_rule(rule, record, finding, rung)})"
+    record.steps[rule.id] = remember_step(steps, rule, rung, turn.now)
+    turn.node_changed(node)
+    if target is not None and target.members:
+        words = f"{words}; {target.in_words()} is restarted"
+        if not again:
+            _say(turn, node, Decision.RESTART, words, finding, rung)
+        rank_restarts.restart(turn, node, target, words, finding.trace or turn.trace, counted=not again)
+    elif not again:
+        why = "no rank computes there" if target is None else "its rank has just been replaced"
+        _say(turn, node, Decision.NO_ACTION, f"{words}; {why}", finding)
 
 
 def _leave_to_holder(turn: Turn, node: str, finding: Finding, rule: Rule) -> None:

@@ -24,6 +24,7 @@ STYLES: dict[str, str] = {
     Severity.CRITICAL: "bold red",
     Decision.EVICT: "bold red",
     Decision.HOLD_BY_BUDGET: "yellow",
+    Decision.RESTART: "yellow",
     Decision.READMIT: "green",
 }
 

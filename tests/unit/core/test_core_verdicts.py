@@ -331,22 +331,22 @@ def test_a_rule_that_only_says_so_spares_a_liar_too() -> None:
 
 
 def test_a_repeat_of_a_recommended_cure_recommends_the_next() -> None:
-    fleet = _fleet()
+    fleet = _fleet(_changed(FindingKind.GPU_XID, mode=Mode.RECOMMEND))
     once = xid(43, Action.RESTART_RANK)
     for _ in range(3):
         fleet.raise_finding("n2", once)
         fleet.clear_finding("n2", once.key)
         fleet.advance(61.0, *SIX)
     assert "recommended for n2: restart rank" in _sentences(fleet, "n2")[0]
-    assert "step 2 of 4 is reset gpu" in _sentences(fleet, "n2")[1]
-    assert _sentences(fleet, "n2")[1].endswith("evicted")
+    assert "recommended for n2: reset gpu (rule gpu.xid: report 1 of 1; step 2 of 4" in _sentences(fleet, "n2")[1]
+    assert "recommended for n2: reboot node" in _sentences(fleet, "n2")[2]
 
 
 def test_one_crash_that_all_gpus_of_a_node_tell_of_is_one_step_of_the_ladder() -> None:
     fleet = _fleet()
     for number in range(8):
         fleet.raise_finding("n2", msgspec.structs.replace(xid(43, Action.RESTART_RANK), subject=f"GPU-{number}"))
-    assert decisions(fleet.effects) == [("n2", "recommend")]
+    assert decisions(fleet.effects) == [("n2", "restart")]
 
 
 def test_every_shipped_rule_can_be_judged() -> None:

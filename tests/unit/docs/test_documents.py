@@ -16,6 +16,7 @@ import yaml
 from fastapi.testclient import TestClient
 
 from agent.config import from_command_line
+from agent.policy.rules import load_policy
 from controller import policy_change
 from controller.config import load_settings
 from controller.core.policy import CorePolicy
@@ -149,6 +150,8 @@ def test_every_settings_file_that_is_shown_is_taken(document: Path, tmp_path: Pa
         if tomllib.loads(block).keys() <= {"policy", "rule"}:  # a change to be tried, or a file in policy_dir
             change = read_change(file)
             assert policy_change.check(with_rules(CorePolicy()), change).complaint == ""
+        elif "xid" in tomllib.loads(block):  # a site's word to its agents
+            load_policy([file])
         else:
             load_settings({"secret_file": "secret"}, file=file, environment={})
 
