@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
 
-from bench.load import messages
+from bench.load import faults, messages
 from bench.load.agent import Agent, Seats, read_generation
 from bench.load.statistics import summary
 from everstep.system_clock import SYSTEM_CLOCK
@@ -305,13 +305,14 @@ class Crowd:
         seen = self.entered_by.get((job, generation), [])
         return {"count": len(seen), "last": max(seen, default=0.0)}
 
-    def do_fail(self, count: int, number: int) -> dict[str, float]:
-        """``count`` nodes, spread over the crowd, report a GPU that fell off its bus. Returns when each did, wall."""
+    def do_fail(self, kinds: list[str]) -> dict[str, float]:
+        """As many nodes as ``kinds`` of faults, spread over the crowd, report one each. Returns when each did, wall."""
+        count = len(kinds)
         failing = self.agents[:: max(1, len(self.agents) // max(1, count))][:count]
-        finding = messages.xid(number, Severity.CRITICAL)
         told = {}
-        for agent in failing:
+        for agent, kind in zip(failing, kinds, strict=True):
             told[agent.name] = SYSTEM_CLOCK.wall()
+            finding = faults.finding(kind, told[agent.name])
             self._report(agent, FindingRaised(finding=finding, job=agent.job or None))
         return told
 

@@ -163,11 +163,12 @@ class Fleet:
             crowd.begin({"do": do, **order})
         return [crowd.answer() for crowd in self.crowds]
 
-    def fail(self, count: int, number: int) -> dict[str, float]:
-        """``count`` nodes, spread over the fleet, report XID ``number`` at once. Returns when each did, wall."""
-        shares = [bound * count // self.nodes for bound in self._bounds]
+    def fail(self, kinds: list[str]) -> dict[str, float]:
+        """As many nodes as ``kinds`` of faults (``bench.load.faults``), spread over the fleet, report one each at once.
+        Returns when each did, wall."""
+        shares = [bound * len(kinds) // self.nodes for bound in self._bounds]
         for crowd, (before, through) in zip(self.crowds, itertools.pairwise(shares), strict=True):
-            crowd.begin({"do": "fail", "count": through - before, "number": number})
+            crowd.begin({"do": "fail", "kinds": kinds[before:through]})
         told: dict[str, float] = {}
         for crowd in self.crowds:
             told |= crowd.answer()

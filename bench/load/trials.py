@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from typing import Any
 
+from bench.load import faults
 from bench.load.events import Follower
 from bench.load.fleet import POLL_S, Fleet
 from bench.load.statistics import Distribution
@@ -15,7 +16,6 @@ from bench.table import Row
 MIB = 1 << 20
 FULL_NODES, FULL_INTERVAL_S = 12_500, 1.0
 """100,000 GPUs at the rate for which the fleet's figures are set."""
-FALLEN_OFF_THE_BUS = 79
 
 
 def begin(fleet: Fleet, interval_s: float, **chaos: float) -> None:
@@ -61,6 +61,10 @@ def _ms(distribution: Distribution, share: float) -> float:
     return distribution.quantile(share) * 1e3
 
 
+JUDGEMENTS = ("correlated", "evict", "hold_by_budget")
+"""What the verdicts on many nodes that fail at once are."""
+
+
 # --- failures ----------------------------------------------------------------------------------------------------
 
 
@@ -91,21 +95,28 @@ def _lose_a_rank(fleet: Fleet, job: str) -> float:
 
 
 def mass_failure(fleet: Fleet, follower: Follower, count: int) -> list[Row]:
-    """Many nodes report a lost GPU at once: until there is a verdict on every one of them."""
+    """Many nodes report faults of many kinds at once: until there is a verdict on every one of them.
+
+    A few leave within the budget, the next are held by the breaker, and where the same fault is on too many nodes to be
+    their own nobody leaves for it.
+    """
     since = len(follower.seen)
-    told = fleet.fail(count, FALLEN_OFF_THE_BUS)
+    kinds = faults.mixed(count)
+    told = fleet.fail(kinds)
     end = time.perf_counter() + 120
     while len(decided := follower.first_verdicts(set(told), since)) < len(told):
         if time.perf_counter() > end:
             break
         time.sleep(POLL_S)
     took = sorted(event.at - told[node] for node, event in decided.items())
-    words = ", ".join(f"{number} {kind}" for kind, number in Counter(e.kind for e in decided.values()).most_common())
+    said = Counter(event.kind.removeprefix("verdict.") for event in decided.values())
+    words = f"{len(set(kinds))} different faults"
     name = f"{len(told)} of {fleet.nodes} nodes failing at once"
     ninety = took[int(0.9 * len(told)) - 1] if len(took) >= 0.9 * len(told) else None
     return [
         Row(f"{name}: decided, 90th percentile", ninety, "s", 2.0, 1.0, "NVSentinel: 419 s"),
         Row(f"{name}: decided, all", took[-1] if len(took) == len(told) else None, "s", against=words),
+        *(Row(f"{name}: first verdict {kind}", float(said[kind]), "nodes") for kind in sorted({*JUDGEMENTS, *said})),
     ]
 
 
@@ -182,7 +193,7 @@ def _giant_memory(fleet: Fleet) -> list[Row]:
 def idle_failure(fleet: Fleet, follower: Follower) -> list[Row]:
     """One failure in a fleet that hangs up between beats: until the verdict on it."""
     since = len(follower.seen)
-    told: dict[str, float] = fleet.crowds[-1].tell({"do": "fail", "count": 1, "number": FALLEN_OFF_THE_BUS})
+    told: dict[str, float] = fleet.crowds[-1].tell({"do": "fail", "kinds": [faults.FALLEN_OFF_THE_BUS]})
     end = time.perf_counter() + 60
     while not (decided := follower.first_verdicts(set(told), since)) and time.perf_counter() < end:
         time.sleep(POLL_S)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.load.trials import JUDGEMENTS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -25,4 +27,9 @@ def test_a_small_fleet_registers_trains_fails_and_storms_with_nothing_lost(tmp_p
     assert rows["rank lost, to the push at all 300 nodes of its job, median of 2"] > 0
     assert [value for name, value in rows.items() if ": lost of " in name] == [0, 0]
     assert rows["100 of 300 nodes failing at once: decided, all"] is not None
+    said = {kind: rows[f"100 of 300 nodes failing at once: first verdict {kind}"] for kind in JUDGEMENTS}
+    assert sum(said.values()) == 100
+    assert min(said.values()) > 0, (
+        "some leave within the budget, some are held, some are too many"
+    )
     assert rows["resident memory"] > 0

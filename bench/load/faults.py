@@ -1,0 +1,41 @@
+"""What is wrong with nodes that fail at once: a mix of faults by the failure table, as their agents tell of it.
+
+Only causes that a finding shows are in the mix. A network card's is left out: the rule on ports judges nobody in the
+first five minutes after boot, which a bench's nodes have never passed.
+"""
+
+from __future__ import annotations
+
+import random
+
+from bench import failures
+from bench.goodput.symptoms import SYMPTOMS
+from bench.load import messages
+from everstep.vocabulary import Finding, Severity
+
+FALLEN_OFF_THE_BUS = "xid/79"
+FACES = {
+    "faulty_gpu": (FALLEN_OFF_THE_BUS, "xid/62", "xid/109", "xid/143", "gpu_lost"),
+    "hbm3": ("xid/48", "xid/95", "xid/140", "hbm3"),
+    "gpu_sram": ("xid/64", "gpu_sram"),
+    "gsp": ("xid/119", "xid/120"),
+    "thermal": ("thermal",),
+}
+"""By cause of the failure table, names of the faults that it shows itself as, all as likely as one another; the XIDs
+are those that NVIDIA's catalogue gives for it (agent/xids.csv)."""
+_KINDS = {"gpu_lost": "faulty_gpu", "hbm3": "hbm3", "gpu_sram": "gpu_sram", "thermal": "thermal"}
+
+
+def mixed(count: int, seed: int = 0) -> list[str]:
+    """So many faults by name, in the proportions of the failure table."""
+    rates = {cause.name: cause.per_gpu_hour for cause in failures.load()}
+    weights = {face: rates[cause] / len(faces) for cause, faces in FACES.items() for face in faces}
+    return random.Random(seed).choices(list(weights), list(weights.values()), k=count)
+
+
+def finding(fault: str, since: float) -> Finding:
+    """What an agent tells of the fault of that name."""
+    kind, _, number = fault.partition("/")
+    if kind == "xid":
+        return messages.xid(int(number), Severity.CRITICAL)
+    return SYMPTOMS[_KINDS[fault]].finding(fault, since)
