@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
+import psycopg
 import pytest
+from sqlalchemy.engine import make_url
 
 from everstep.tokens import TokenRole, mint
 from everstep.wire.v1 import operator as op
@@ -19,8 +24,10 @@ from tests.support.agents import agent_process
 from tests.support.controllers import SECRET, VIEWER, ControllerProcess, bearer, registration
 from tests.support.report_stream import EVERY_FINDING, ReportStream, events, reporting
 
+BECAUSE = op.Because(reason="asked of the one asleep")
 N1 = bearer(TokenRole.AGENT, "n1")
-SHORT_LEASE = "lease_s = 1.5\nlease_renew_s = 0.3\n"
+STOPPED_S = float(os.environ.get("EVERSTEP_TEST_STOPPED_S", "0"))
+SHORT_LEASE = "" if STOPPED_S else "lease_s = 1.5\nlease_renew_s = 0.3\n"
 
 
 def wait_for(condition: Callable[[], object], what: str, deadline_s: float = 40.0) -> None:
@@ -127,6 +134,52 @@ def test_a_leader_that_was_stopped_and_wakes_does_no_harm_and_stands_by(controll
         leader.kill()
         more(stream)
     stream.check(leader_of(controllers))
+
+
+@contextmanager
+def no_write_goes_on(postgres: str) -> Iterator[Callable[[], bool]]:
+    """Every write waits for the row that this holds; the function says whether one does. Over at the end."""
+    plain = make_url(postgres).set(drivername="postgresql").render_as_string(hide_password=False)
+    with psycopg.connect(plain) as holder, psycopg.connect(plain, autocommit=True) as looking:
+        holder.execute("SELECT value FROM meta WHERE key = 'epoch' FOR UPDATE")
+        waiting = (
+            "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+            " AND application_name LIKE 'everstep-controller%'"
+        )
+        yield lambda: looking.execute(waiting).fetchone() != (0,)
+        holder.rollback()
+
+
+def test_a_write_that_was_under_way_when_its_leader_was_stopped_is_refused_by_the_epoch_when_it_wakes(
+    controllers: list[ControllerProcess], postgres: str
+) -> None:
+    """EVERSTEP_TEST_STOPPED_S=30: it sleeps for so long, with the lease that controllers have by default."""
+    with reporting(*controllers) as stream, ThreadPoolExecutor(1) as hands:
+        more(stream)
+        stopped = leader_of(controllers)
+        assert stopped.process is not None
+        others = [one for one in controllers if one is not stopped]
+        with no_write_goes_on(postgres) as waits:
+            order = hands.submit(stopped.ask, "POST", "/v1/nodes/n1/hold", BECAUSE, timeout_s=STOPPED_S + 60.0)
+            wait_for(waits, "a write to be under way")
+            stopped.process.send_signal(signal.SIGSTOP)
+            asleep_at = time.perf_counter()
+        try:
+            wait_for(lambda: any(leads(one) for one in others), "another leader")
+            more(stream)
+            wait_for(lambda: time.perf_counter() >= asleep_at + STOPPED_S, "it to have slept", STOPPED_S + 1.0)
+            assert not order.done()
+        finally:
+            stopped.process.send_signal(signal.SIGCONT)
+        assert order.result(60)[0] == 503
+        wait_for(lambda: stopped.ask("GET", "/readyz", None, {})[1].count(b"http://"), "it to stand by")
+        assert re.search(r"another controller took the database over \(epoch \d+, this one has \d+\)", stopped.log())
+        assert stopped.process.poll() is None
+        more(stream)
+    leader = leader_of(controllers)
+    assert leader is not stopped
+    assert events(leader, "operator.hold") == []
+    stream.check(leader)
 
 
 def connected(controller: ControllerProcess) -> int:
