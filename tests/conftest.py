@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.forked import ForkPool, fork_pool
+from trainer_hooks.launch.preload import MODULES
 
 
 @pytest.fixture(scope="session")
 def session_forks() -> Iterator[ForkPool]:
-    """One fork server with torch imported for the whole session."""
-    with fork_pool() as pool:
+    """One fork server with torch and a vault imported for the whole session."""
+    with fork_pool((*MODULES, "agent.vault.main")) as pool:
         yield pool
 
 

@@ -55,6 +55,10 @@ class ForkedChild:
         """Sends a signal; SIGKILL goes to the whole process group."""
         self._pool.order(Signal(serial=self._serial, number=number))
 
+    def ended(self) -> Exited | None:
+        """How the process ended, once it has."""
+        return self._pool.ended(self._serial)
+
     def kill(self) -> Exited:
         """SIGKILL, and the end."""
         self.signal(signal.SIGKILL)
@@ -148,6 +152,11 @@ class ForkPool:
         self._hear_until(lambda: serial in self._ends, timeout_s)
         return self._ends[serial]
 
+    def ended(self, serial: int) -> Exited | None:
+        while serial not in self._ends and select.select([self._channel], [], [], 0)[0]:
+            self._hear()
+        return self._ends.get(serial)
+
     def close(self) -> None:
         """Kills what still runs."""
         self._channel.close()
@@ -168,9 +177,12 @@ class ForkPool:
             readable, _, _ = select.select([self._channel], [], [], max(0.0, deadline - time.perf_counter()))
             if not readable:
                 raise ChildFailed(f"the fork server did not answer within {timeout_s} s")
-            received = self._channel.receive()
-            assert received is not None, "the fork server is gone"
-            self._note(received[0])
+            self._hear()
+
+    def _hear(self) -> None:
+        received = self._channel.receive()
+        assert received is not None, "the fork server is gone"
+        self._note(received[0])
 
     def _note(self, message: FromForkServer) -> None:
         match message:

@@ -22,6 +22,8 @@ from everstep.ids import Version
 from everstep.slots import SLOTS, SegmentView
 from everstep.wire.v1 import local
 from everstep.wire.v1.training import Holder, PeerLost
+from tests.support.forked import ForkPool
+from trainer_hooks.launch.messages import Exited
 
 T = TypeVar("T")
 JOB = "job"
@@ -103,11 +105,53 @@ class VaultClient:
         self._sock.close()
 
 
-class VaultProcess:
-    """A vault started by its command line."""
+class ForkedVault:
+    """What Popen has, of a vault that was forked: numpy and the rest are imported once for all of them, 0.4 s each."""
 
-    def __init__(self, base: Path, segments: Path, node: str, *options: str) -> None:
+    def __init__(self, forks: ForkPool, arguments: Sequence[str]) -> None:
+        self._child = forks.start(serve, list(arguments))
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def poll(self) -> int | None:
+        end = self._child.ended()
+        return end and _status(end)
+
+    def wait(self, timeout: float = DEADLINE_S) -> int:
+        return _status(self._child.wait(timeout))
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _status(end: Exited) -> int:
+    return -end.signal if end.signal is not None else end.code or 0
+
+
+def serve(arguments: Sequence[str]) -> None:
+    """In a forked process: what ``python -m agent.vault.main`` does."""
+    from agent.vault.main import main
+
+    sys.argv[1:] = arguments
+    main()
+
+
+class VaultProcess:
+    """A vault started by its command line, or forked with it."""
+
+    def __init__(self, base: Path, segments: Path, node: str, *options: str, forks: ForkPool | None = None) -> None:
         self.node = node
+        self._forks = forks
         self.run_dir = base / node
         self.segment_dir = segments / node
         self._options = options
@@ -116,9 +160,13 @@ class VaultProcess:
         self.start()
 
     def start(self, *more: str) -> None:
-        command = [sys.executable, "-m", "agent.vault.main", "--node", self.node, "--run-dir", str(self.run_dir)]
-        command += ["--segment-dir", str(self.segment_dir), *self._options, *more]
-        self.process = subprocess.Popen(command)
+        arguments = ["--node", self.node, "--run-dir", str(self.run_dir), "--segment-dir", str(self.segment_dir)]
+        arguments += [*self._options, *more]
+        self.process: subprocess.Popen[bytes] | ForkedVault
+        if self._forks is None:
+            self.process = subprocess.Popen([sys.executable, "-m", "agent.vault.main", *arguments])
+        else:
+            self.process = ForkedVault(self._forks, arguments)
         ready = self.run_dir / "vault.json"
 
         def said() -> str:
@@ -154,14 +202,16 @@ class VaultProcess:
 class Vaults:
     """Vaults of several nodes, under directories that go with the test."""
 
-    def __init__(self, base: Path, segments: Path) -> None:
+    def __init__(self, base: Path, segments: Path, forks: ForkPool | None = None) -> None:
         self.base = base
         self.segments = segments
+        self.forks = forks
         self.all: list[VaultProcess] = []
         self.supervisors: dict[str, VaultClient] = {}
 
     def start(self, node: str, *options: str) -> VaultProcess:
-        vault = VaultProcess(self.base, self.segments, node, *(options or ("--scrub-interval", "0")))
+        given = options or ("--scrub-interval", "0")
+        vault = VaultProcess(self.base, self.segments, node, *given, forks=self.forks)
         self.all.append(vault)
         return vault
 
@@ -181,11 +231,12 @@ class Vaults:
 
 
 @contextmanager
-def vaults() -> Iterator[Vaults]:
-    """Vaults whose processes and memory are gone afterwards, whatever happened."""
+def vaults(forks: ForkPool | None = None) -> Iterator[Vaults]:
+    """Vaults whose processes and memory are gone afterwards, whatever happened. ``forks``: where they come from, in
+    tests of ranks; a vault's own tests start it as an agent does."""
     base = Path(tempfile.mkdtemp(prefix="ev-"))
     segments = Path(tempfile.mkdtemp(prefix="everstep-test-", dir="/dev/shm"))
-    fleet = Vaults(base, segments)
+    fleet = Vaults(base, segments, forks)
     try:
         yield fleet
     finally:

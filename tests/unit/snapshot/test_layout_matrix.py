@@ -27,8 +27,8 @@ PARTS = 3
 
 
 @pytest.fixture
-def fleet() -> Iterator[Vaults]:
-    with vaults() as running:
+def fleet(forks: ForkPool) -> Iterator[Vaults]:
+    with vaults(forks) as running:
         yield running
 
 

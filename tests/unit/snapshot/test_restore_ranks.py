@@ -95,7 +95,7 @@ class Fleet:
 
 @pytest.fixture
 def fleet(forks: ForkPool) -> Iterator[Fleet]:
-    with vaults() as running:
+    with vaults(forks) as running:
         yield Fleet(forks, running)
 
 
