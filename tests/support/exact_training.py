@@ -70,6 +70,12 @@ def hold(run: everstep.Run, step: int, last_steps: Mapping[int, int]) -> None:
         time.sleep(0.005)
 
 
+def wait_at_gate(folder: Path, step: int) -> None:
+    """Where the folder's ``gate`` names a step, goes no further until it names a later one."""
+    while (gate := folder / "gate").exists() and step > int(gate.read_text()):
+        time.sleep(0.005)
+
+
 class Diary:
     """One JSON line for each step that this process computed to its end."""
 
@@ -147,6 +153,7 @@ def train(run: everstep.Run, folder: str, until: int, faults: Sequence[Fault] = 
     run.track(model=replicas, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
     diary = Diary(Path(folder), run)
     for step in run.steps(until=until, seed=SEED):
+        wait_at_gate(Path(folder), step)
         dying.step = step
         dying.at("begun")
         indices = sampler.indices(step)
