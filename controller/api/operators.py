@@ -12,6 +12,7 @@ from controller.api import asgi, endpoints, tags
 from controller.api.history import page_size
 from controller.core import effects as fx
 from controller.core import events as ev
+from controller.core.kept import kept_of
 from controller.core.restorability import restorability_of
 from controller.loop import FleetLoop
 from controller.store.threads import Store
@@ -22,6 +23,7 @@ from everstep.vocabulary import Verdict
 from everstep.wire.v1 import history as past
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.directives import RunProbe
+from everstep.wire.v1.kept import JobCheckpoints
 
 RECOVERIES_SHOWN = 200
 VERDICTS_SHOWN = 20
@@ -73,6 +75,9 @@ class OperatorRoutes:
 
     async def restorability(self, request: Request, _who: Identity) -> op.Restorability:
         return restorability_of(self._desk.state, self._desk.job(request.path_params["job"]))
+
+    async def kept(self, request: Request, _who: Identity) -> JobCheckpoints:
+        return kept_of(self._desk.state, self._desk.job(request.path_params["job"]))
 
     async def probes(self, request: Request, _who: Identity) -> endpoints.Tagged:
         asked, board = asgi.query(request.scope), self._loop.boards.probes

@@ -21,6 +21,7 @@ from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1 import history as past
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.evidence import Evidence
+from everstep.wire.v1.kept import JobCheckpoints
 
 T = TypeVar("T")
 PAGE = 1000
@@ -89,25 +90,50 @@ def verdicts(
 
 def checkpoints(
     context: typer.Context,
-    job: Annotated[str, typer.Option(help="Only of this job.")] = "",
+    job: Annotated[str, typer.Argument(metavar="[JOB]", help="What this job has to go back to now.")] = "",
+    of: Annotated[str, typer.Option("--job", help="Of the history, only this job's.")] = "",
     limit: Most = 20,
     as_json: Json = False,
 ) -> None:
-    """Versions that were committed, newest first."""
+    """Versions that were committed, newest first; of a JOB those that it has now, and where."""
     with controller(context) as client:
-        kept = tuple(
-            one
-            for page in pages(client, "/v1/checkpoints", past.CheckpointList, limit, job=job)
-            for one in page.checkpoints
+        if job:
+            _kept(client, job, as_json)
+        else:
+            _committed(client, of, limit, as_json)
+
+
+def _kept(client: Client, job: str, as_json: bool) -> None:
+    told, now = client.get(f"/v1/jobs/{job}/checkpoints", JobCheckpoints), SYSTEM_CLOCK.wall()
+    view = tables.table("version", "where", "since", "size", "restorable", "why, or where", right=("size",))
+    for one in told.versions:
+        where = one.place if one.state == "whole" else f"to {one.place}"
+        can = Text("yes", style="green") if one.restorable else Text("no", style="yellow")
+        why = ", ".join(filter(None, (one.sentence, "verified" if one.verified else "", one.url)))
+        view.add_row(
+            str(one.version), where, f"{age(now - one.at)} ago", size(one.bytes) if one.bytes else "-", can, why
         )
-        now, view = (
-            SYSTEM_CLOCK.wall(),
-            tables.table("job", "version", "committed", "verified", "size", right=("size",)),
-        )
-        for one in kept:
-            verified = "-" if one.verified_at is None else f"{age(now - one.verified_at)} ago"
-            view.add_row(one.job, str(one.version), f"{age(now - one.committed_at)} ago", verified, size(one.bytes))
-        show(past.CheckpointList(checkpoints=kept), as_json, view)
+    if not as_json:
+        console.print(told.sentence, highlight=False, markup=False)
+        if told.trouble:
+            console.print(f"last trouble: {told.trouble}", highlight=False, markup=False)
+    show(told, as_json, view)
+
+
+def _committed(client: Client, job: str, limit: int, as_json: bool) -> None:
+    kept = tuple(
+        one
+        for page in pages(client, "/v1/checkpoints", past.CheckpointList, limit, job=job)
+        for one in page.checkpoints
+    )
+    now, view = (
+        SYSTEM_CLOCK.wall(),
+        tables.table("job", "version", "committed", "verified", "size", right=("size",)),
+    )
+    for one in kept:
+        verified = "-" if one.verified_at is None else f"{age(now - one.verified_at)} ago"
+        view.add_row(one.job, str(one.version), f"{age(now - one.committed_at)} ago", verified, size(one.bytes))
+    show(past.CheckpointList(checkpoints=kept), as_json, view)
 
 
 def remedies(context: typer.Context, node: Node = "", limit: Most = 50, as_json: Json = False) -> None:

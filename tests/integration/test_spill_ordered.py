@@ -1,0 +1,123 @@
+"""A job whose versions go to storage: real launcher, agent, vault and controller, and what is killed in between."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.launched import Launched, launched
+
+pytestmark = pytest.mark.slow
+
+TRAIN = """
+import os, pathlib, time, torch
+import trainer_hooks as everstep
+
+HERE = pathlib.Path(__file__).parent
+
+def train(run):
+    torch.manual_seed(1)
+    model = run.replicate(torch.nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(until=100000):
+        with (HERE / f"steps-{os.environ['RANK']}").open("a") as file:
+            print(step, os.getpid(), file=file)
+        optimizer.zero_grad()
+        model(torch.ones(2, WIDTH)).pow(2).mean().backward()
+        optimizer.step()
+        time.sleep(0.01)
+
+everstep.main(train)
+"""
+
+LOADED = """
+import sys, torch, torch.distributed.checkpoint as dcp
+width = int(sys.argv[2])
+state = {"model": {"weight": torch.zeros(width, width), "bias": torch.zeros(width)}}
+dcp.load(state, checkpoint_id=sys.argv[1])
+assert state["model"]["weight"].abs().sum() > 0
+assert not any(name.split(".")[0] in ("everstep", "trainer_hooks", "agent") for name in sys.modules)
+"""
+
+
+class Stored:
+    """What is on storage."""
+
+    def __init__(self, base: Path, job: str) -> None:
+        self.folder = base / job
+
+    def whole(self) -> list[str]:
+        return sorted(path.parent.name for path in self.folder.glob("*/.metadata"))
+
+    def begun(self) -> list[str]:
+        return sorted(path.name for path in self.folder.glob("step-*"))
+
+
+def _script(tmp_path: Path, width: int) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(TRAIN.replace("WIDTH", str(width)))
+    return str(path)
+
+
+def _argv(tmp_path: Path, *more: str, every: int = 30) -> list[str]:
+    spill = ["--spill-to", str(tmp_path / "stored"), "--spill-every", str(every), *more]
+    return ["--nproc-per-node", "2", "--job", "spilled", "--state-dir", str(tmp_path / "state"), *spill]
+
+
+def _named(launcher: Launched, words: str) -> int:
+    """The pid of the first process below the launcher with these words in its command line; 0 for none."""
+    for pid in launcher.descendants():
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if words in command:
+            return pid
+    return 0
+
+
+def _load_elsewhere(tmp_path: Path, folder: Path, width: int) -> None:
+    """In a process that has never heard of Everstep."""
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, str(folder), str(width)],
+        cwd=tmp_path,
+        env=clean,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_versions_go_to_storage_as_ordinary_checkpoints_and_old_ones_go(tmp_path: Path) -> None:
+    stored = Stored(tmp_path / "stored", "spilled")
+    with launched(tmp_path, *_argv(tmp_path, "--spill-keep", "2"), _script(tmp_path, 64)) as launcher:
+        launcher.eventually(lambda: len(stored.whole()) == 2, "two checkpoints")
+        first = stored.whole()[0]
+        launcher.eventually(lambda: first not in stored.begun(), "the first goes when the third is there")
+    _load_elsewhere(tmp_path, stored.folder / stored.whole()[-1], 64)  # with nobody there any more who removes it
+
+
+@pytest.mark.parametrize("victim", ["agent.vault.main", "agent.main", "controller.main"])
+def test_a_write_goes_on_when_who_asked_for_it_is_killed(tmp_path: Path, victim: str) -> None:
+    stored = Stored(tmp_path / "stored", "spilled")
+    argv = _argv(tmp_path, "--spill-keep", "0", every=20)
+    with launched(tmp_path, *argv, _script(tmp_path, 1024)) as launcher:
+
+        def caught() -> int:
+            """A writer is at work, and the version it writes is not whole."""
+            return _named(launcher, "agent.spill") if set(stored.begun()) - set(stored.whole()) else 0
+
+        launcher.eventually(caught, "a version being written")
+        (name,) = set(stored.begun()) - set(stored.whole())
+        os.kill(_named(launcher, victim), signal.SIGKILL)
+        launcher.eventually(lambda: name in stored.whole(), f"{name} whole after the death of {victim}")
+        _load_elsewhere(tmp_path, stored.folder / name, 1024)
