@@ -8,7 +8,7 @@ from statistics import median
 from bench.checkpoint_rows.fleet import Fleet, MemoryWatch
 from bench.checkpoint_rows.limits import loopback
 from bench.checkpoint_rows.processes import Crew
-from bench.checkpoint_rows.rank import Restores, Size, Stalls, restores, snapshots
+from bench.checkpoint_rows.rank import Restores, Size, Stalls, lean, restores, snapshots
 from bench.checkpoint_rows.single import COMPUTE_TIMES, MEMCPY_BYTES_PER_S, MIB, marks, phases, stall_rows
 from bench.table import Row
 from everstep.ids import Version
@@ -60,11 +60,42 @@ def shards(crew: Crew, size: Size, repeats: int, judged: bool) -> list[Row]:
     return [*rows, Row(total, took, "s", *marks(judged, 1.5, 0.5), against), *phases(total, filled)]
 
 
-def _snapshots(crew: Crew, fleet: Fleet, size: Size, repeats: int) -> tuple[list[Stalls], Version]:
+def short_of_memory(crew: Crew, size: Size) -> list[Row]:
+    """Four FSDP2 shards in two slots each, and two on another node."""
+    with Fleet(NODES) as fleet, MemoryWatch(fleet.memory) as watch:
+        spec = fleet.generation(NODES, REPLICAS)
+        crew.run(lean, [(spec, rank, socket, size) for rank, socket in enumerate(fleet.sockets(NODES))])
+        most, stated = watch.most_bytes, fleet.stated_bytes()
+    against = f"2 slots x 2, and {(most - 4 * size.nbytes) / 16 / 1024:.0f} KiB a slot for all else"
+    return [
+        Row(
+            "memory beside the state, r = 2, slots=2: most in /dev/shm",
+            round(most / size.nbytes, 2),
+            "x",
+            4,
+            4,
+            against,
+        ),
+        Row("memory, r = 2, slots=2: most over what the vaults state", most / stated, "x", 1.0, 1.0, f"{stated} bytes"),
+    ]
+
+
+def overlapped(crew: Crew, size: Size, repeats: int, judged: bool) -> list[Row]:
+    """Four FSDP2 shards that are copied under the next step."""
+    name = f"4 FSDP2 shards of {size.nbytes / MIB / 4:.0f} MiB, overlap=True"
+    with Fleet(NODES) as fleet:
+        stalls, _ = _snapshots(crew, fleet, size, repeats, overlap=True)
+    rows = stall_rows(name, _merged(stalls), _slowest(stalls, "memcpy"), judged)
+    return [row for row in rows if "next step" in row.name or "longer" in row.name]
+
+
+def _snapshots(
+    crew: Crew, fleet: Fleet, size: Size, repeats: int, overlap: bool | None = None
+) -> tuple[list[Stalls], Version]:
     spec = fleet.generation(NODES, REPLICAS)
     compute_s = max(0.05, COMPUTE_TIMES * size.nbytes / MEMCPY_BYTES_PER_S)
     warm = str(fleet.warm)
-    each = [(spec, rank, s, warm, size, repeats, compute_s) for rank, s in enumerate(fleet.sockets(NODES))]
+    each = [(spec, rank, s, warm, size, repeats, compute_s, overlap) for rank, s in enumerate(fleet.sockets(NODES))]
     stalls: list[Stalls] = crew.run(snapshots, each)
     return stalls, Version(spec.number, stalls[0].last)
 

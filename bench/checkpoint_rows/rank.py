@@ -26,6 +26,7 @@ from everstep.ids import Version
 from everstep.slots import CHUNK_BYTES
 from everstep.wire.v1.training import GenerationSpec, Sealed
 from trainer_hooks.restore import Restoration
+from trainer_hooks.snapshot.choices import Choices
 from trainer_hooks.snapshot.snapshotter import Snapshotter
 from trainer_hooks.state import TrackedState
 from trainer_hooks.vault_client import VaultClient
@@ -181,7 +182,14 @@ class Heard:
 
 
 def snapshots(
-    spec: GenerationSpec, rank: int, socket: str, memory: str, size: Size, repeats: int, compute_s: float
+    spec: GenerationSpec,
+    rank: int,
+    socket: str,
+    memory: str,
+    size: Size,
+    repeats: int,
+    compute_s: float,
+    overlap: bool | None = None,
 ) -> Stalls:
     """Snapshots of a rank in a generation of its own, after some that nobody counts.
 
@@ -190,13 +198,7 @@ def snapshots(
     with ExitStack() as stack:
         one = Rank(spec, rank, socket, stack)
         model, heard = Model(size), Heard()
-        model.update(0)
-        state = TrackedState({"model": model.module})
-        snapshotter = Snapshotter(one.vault, state, spec, one.member, one.store, heard.hear)
-        stack.callback(snapshotter.close, finish=True)
-        refused = _Refusals()
-        logging.getLogger("trainer_hooks").addHandler(refused)
-        step = _warm_up(one, model, snapshotter, heard, refused)
+        snapshotter, step = _warm(one, model, heard, stack, Choices(overlap=overlap))
         assert heard.last is not None
         payload = sum(part.numel() * part.element_size() for part in model.parts)
         nbytes = min(payload, heard.last.bytes)
@@ -212,6 +214,24 @@ def snapshots(
         stalls.last = step
         one.meet()
         return stalls
+
+
+def lean(spec: GenerationSpec, rank: int, socket: str, size: Size) -> int:
+    """Versions that are to be committed, with two slots a rank; the last step."""
+    with ExitStack() as stack:
+        one = Rank(spec, rank, socket, stack)
+        return _warm(one, Model(size), Heard(), stack, Choices(slots=2))[1]
+
+
+def _warm(one: Rank, model: Model, heard: Heard, stack: ExitStack, choices: Choices) -> tuple[Snapshotter, int]:
+    """A snapshotter that has stored some versions, and the last one's step."""
+    model.update(0)
+    state = TrackedState({"model": model.module})
+    snapshotter = Snapshotter(one.vault, state, one.spec, one.member, one.store, heard.hear, choices=choices)
+    stack.callback(snapshotter.close, finish=True)
+    refused = _Refusals()
+    logging.getLogger("trainer_hooks").addHandler(refused)
+    return snapshotter, _warm_up(one, model, snapshotter, heard, refused)
 
 
 class _Refusals(logging.Handler):

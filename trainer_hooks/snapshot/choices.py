@@ -4,10 +4,37 @@ from __future__ import annotations
 
 import msgspec
 
+from everstep.slots import SLOTS
+
+LEAN_SLOTS = 2
+"""The committed version and the one that may be committed next."""
+
 
 class Choices(msgspec.Struct, frozen=True, kw_only=True):
-    """``overlap``: whether the next step begins while state that no other rank holds is still copied. A rank that is
+    """Raises ValueError, with the mend, for what is no choice.
+
+    ``overlap``: whether the next step begins while state that no other rank holds is still copied. A rank that is
     lost meanwhile then costs the step. None: where a GPU holds it, since there a copy costs the step next to nothing.
+
+    ``slots``: places for versions in each rank's memory, and again on the node that keeps its copies. With all of them
+    (SLOTS) each step is stored, and a loss costs none that is finished; with LEAN_SLOTS only versions that are to be
+    committed are, about two a second, and a loss costs the steps since the last of those. Slots are just as large as a
+    rank's share then: after the loss of a node larger ones have to be made.
     """
 
     overlap: bool | None = None
+    slots: int = SLOTS
+
+    def __post_init__(self) -> None:
+        if self.slots not in (LEAN_SLOTS, SLOTS):
+            raise ValueError(
+                f"slots={self.slots}: take {SLOTS}, with which every step is stored, or {LEAN_SLOTS} for what is to be "
+                f"committed alone, in {LEAN_SLOTS}/{SLOTS} of the memory"
+            )
+
+    @property
+    def lean(self) -> bool:
+        return self.slots == LEAN_SLOTS
+
+
+DEFAULT = Choices()

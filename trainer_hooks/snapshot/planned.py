@@ -8,8 +8,9 @@ import math
 import torch
 
 from everstep.errors import OutOfSlotMemory
-from everstep.slots import PAGE, SLOTS, slot_bytes_for
+from everstep.slots import PAGE, slot_bytes_for
 from everstep.wire.v1.training import GenerationSpec, Member
+from trainer_hooks.snapshot.choices import DEFAULT, Choices
 from trainer_hooks.snapshot.copy import page_lock, slot_view
 from trainer_hooks.snapshot.exchange import Exchange
 from trainer_hooks.snapshot.layout import ALIGN, Layout, Manifest, encode
@@ -64,13 +65,20 @@ class Planner:
     """Makes plans, in the copier thread: exchange of layouts, division, manifest, segment."""
 
     def __init__(
-        self, vault: VaultClient, spec: GenerationSpec, member: Member, exchange: Exchange, timeout_s: float
+        self,
+        vault: VaultClient,
+        spec: GenerationSpec,
+        member: Member,
+        exchange: Exchange,
+        timeout_s: float,
+        choices: Choices = DEFAULT,
     ) -> None:
         self._vault = vault
         self._spec = spec
         self._member = member
         self._exchange = exchange
         self._timeout_s = timeout_s
+        self._choices = choices
         self._shared: tuple[Layout, list[Layout], Share] | None = None
 
     def plan(self, tag: str, layout: Layout, blob_bytes: int, *, on_gpu: bool) -> Planned:
@@ -86,7 +94,7 @@ class Planner:
         _, layouts, share = self._shared
         capacity = max(SMALLEST_BLOB_BYTES, 2 * blob_bytes)
         manifest = manifest_for(self._member.rank, layouts, share, capacity)
-        if not share.covers:
+        if not share.covers or self._choices.lean:
             return Planned(layout, share, manifest, self._open(manifest, on_gpu))
         wide = share.with_covers()
         wide_manifest = manifest_for(self._member.rank, layouts, wide, capacity)
@@ -97,29 +105,36 @@ class Planner:
         return [self._spec.node_of(rank) for rank in range(self._spec.world_size)]
 
     def _open(self, manifest: Manifest, on_gpu: bool) -> MappedSegment:
-        """The rank's segment, with room for ``manifest`` and for the larger share that is left when one node goes.
+        """The rank's segment, with room for ``manifest``; for more than that where the job has memory to spare."""
+        encoded = len(encode(manifest))
+        if self._choices.lean:
+            slot_bytes = slot_bytes_for(encoded, manifest.payload_bytes)
+        else:
+            slot_bytes = slot_bytes_for(2 * encoded, self._larger_payload(manifest)) + PAGE
+        segment = self._open_slots(slot_bytes)
+        if on_gpu:
+            page_lock(segment)
+        return segment
+
+    def _larger_payload(self, manifest: Manifest) -> int:
+        """Of the share that is left to a rank when one node goes, bytes.
 
         Enlarging a segment costs the first touch of its pages, so it should not come on top of a loss.
         """
         world, node = self._spec.world_size, self._spec.spec.nproc_per_node
         fewer = max(world - node, node)
         more = -(-manifest.payload_bytes * world // fewer) if world > node else 0
-        payload = max(manifest.payload_bytes, min(more, _whole_bytes(manifest)))
-        slot_bytes = slot_bytes_for(2 * len(encode(manifest)), payload) + PAGE
-        segment = self._open_slots(slot_bytes)
-        if on_gpu:
-            page_lock(segment)
-        return segment
+        return max(manifest.payload_bytes, min(more, _whole_bytes(manifest)))
 
     def _open_slots(self, slot_bytes: int) -> MappedSegment:
         """With slots for pinned versions, where the node has the memory: without them these are let go too early."""
-        job, more = self._spec.job, self._spec.spec.pinned_slots
+        job, slots, more = self._spec.job, self._choices.slots, self._spec.spec.pinned_slots
         if more:
             try:
-                return self._vault.open_segment(job, self._member.local_rank, slot_bytes, SLOTS + more)
+                return self._vault.open_segment(job, self._member.local_rank, slot_bytes, slots + more)
             except OutOfSlotMemory as error:
                 log.warning("no memory to keep versions for parity or storage: %s", error, extra={"job": job})
-        return self._vault.open_segment(job, self._member.local_rank, slot_bytes)
+        return self._vault.open_segment(job, self._member.local_rank, slot_bytes, slots)
 
 
 def _whole_bytes(manifest: Manifest) -> int:

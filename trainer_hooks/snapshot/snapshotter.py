@@ -17,19 +17,20 @@ from functools import partial
 from torch._C._distributed_c10d import Store
 
 from everstep.clock import Clock
-from everstep.errors import EverstepError, OutOfSlotMemory
+from everstep.errors import EverstepError
 from everstep.ids import Version
-from everstep.slots import SLOTS, SegmentView, SlotHeader, SlotState, slot_to_fill
+from everstep.slots import SegmentView, SlotHeader
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.training import GenerationSpec, Member, Sealed
 from trainer_hooks.sdc.digest import unsigned
-from trainer_hooks.snapshot.choices import Choices
+from trainer_hooks.snapshot.choices import DEFAULT, Choices
 from trainer_hooks.snapshot.copy import Sources, write_blob
 from trainer_hooks.snapshot.cover import all_stored, store_with_covers
 from trainer_hooks.snapshot.exchange import Exchange
 from trainer_hooks.snapshot.layout import Layout, whole
 from trainer_hooks.snapshot.planned import Planned, Planner
 from trainer_hooks.snapshot.reports import Reports, SealedShare
+from trainer_hooks.snapshot.retention import Retention
 from trainer_hooks.state import TrackedState, TrackedTensor
 from trainer_hooks.vault_client import VaultClient
 
@@ -47,7 +48,6 @@ LONGEST_REST_S = 0.05
 """A copy on the CPU is hashed after as long a rest as it took, and this at most: ranks that share cores begin together,
 and the first to be done should not take them from those who still hold up their training."""
 START = "start"
-DEFAULT = Choices()
 
 
 class _Phase(enum.Enum):
@@ -122,14 +122,10 @@ class Snapshotter:
         self._last: _Job | None = None
         self._standing: _Job | None = None
         self._closing = False
-        self._restored = restored
-        self._committed = spec.restore.floor
-        self._pinned = frozenset(spec.restore.pinned)
-        self._candidate = 1 if restored is None else restored.step + 1
-        self._kept: Version | None = None
+        self._retention = Retention(spec.number, spec.restore, choices, restored)
         self._retry_at = self._warn_at = float("-inf")
         self._planner = Planner(
-            vault, spec, member, Exchange(store, member.rank, spec.world_size, clock, self._stop), PATIENCE_S
+            vault, spec, member, Exchange(store, member.rank, spec.world_size, clock, self._stop), PATIENCE_S, choices
         )
         self._planned: Planned | None = None
         self._sources: Sources | None = None
@@ -144,11 +140,14 @@ class Snapshotter:
     def begin(self, step: int) -> None:
         """The state after ``step`` stands still now, until ``wait`` returned.
 
-        Returns at once; but of state that is sharded, or that no other rank holds, when the share is copied, where the
-        job's choice is so: from then on the step outlives this process.
+        Nothing is done for a step that the job's choice leaves out. Else returns at once; but of state that is sharded,
+        or that no other rank holds, when the share is copied, where the job's choice is so: from then on the step
+        outlives this process.
 
         Raises TypeError for tracked state that cannot be stored: that is for the user to mend.
         """
+        if self._choices.lean and not self._retention.is_candidate(step):
+            return
         if self._last is not None:
             self._wanted.set()
             self._await(self._last, self._last.over)  # so that no rank is two sealed versions behind another
@@ -186,17 +185,8 @@ class Snapshotter:
                 break
 
     def note(self, committed: Version | None, candidate: int | None, pinned: Iterable[Version] = ()) -> None:
-        """What the controller says: the newest committed version, and the step whose version may be committed next.
-
-        Both are kept, and the candidate before until then; a candidate that is sealed already comes too late.
-        ``pinned`` are kept besides, as long as there is a slot to fill without them.
-        """
-        with self._changed:
-            self._pinned = frozenset(pinned)
-            if committed is not None and (self._committed is None or committed > self._committed):
-                self._committed = committed
-            if candidate is not None:
-                self._candidate = candidate
+        """What the controller says; see Retention."""
+        self._retention.note(committed, candidate, pinned)
 
     def close(self, finish: bool) -> None:
         """The generation is over for this rank.
@@ -310,7 +300,7 @@ class Snapshotter:
         write_blob(payload, manifest, job.blob)
         if not self._advance(job, _Phase.QUEUED, _Phase.COPYING):
             return
-        job.kept = self._is_candidate(job.version)
+        job.kept = self._retention.is_candidate(job.version.step)
         began = self._clock.monotonic()
         digests = job.sources.copy(planned.share, planned.targets(slot), digest=self._digest_due(job))
         if not self._advance(job, _Phase.COPYING, _Phase.COPIED):
@@ -324,7 +314,7 @@ class Snapshotter:
             self._wanted.wait(min(LONGEST_REST_S, self._clock.monotonic() - began))
         view.seal(slot)
         if job.kept:
-            self._kept = job.version
+            self._retention.keeps(job.version)
         share = SealedShare(
             version=job.version,
             slot=slot,
@@ -334,7 +324,7 @@ class Snapshotter:
             digests={group: f"{unsigned(digest):016x}" for group, digest in digests.items()},
             alike=planned.share.alike,
         )
-        copies_keep = self._needed(header for _, header in view.sealed()) | self._pins(view) if share.exclusive else ()
+        copies_keep = self._retention.copies_keep(_headers(view), self._is_regular) if share.exclusive else ()
         self._reports.sealed(share, copies_keep)
 
     def _cover(self, job: _Job) -> None:
@@ -347,38 +337,18 @@ class Snapshotter:
             slot = self._slot(planned)
             store_with_covers(planned.with_covers, slot, self._member.rank, version, job.blob, job.sources)
 
-    def _is_candidate(self, version: Version) -> bool:
-        with self._changed:
-            return version.step == self._candidate
-
     def _digest_due(self, job: _Job) -> bool:
         interval = self._spec.spec.digest_interval
         return interval > 0 and (job.kept or job.version.step % interval == 0)
 
     def _slot(self, planned: Planned) -> int:
-        """Where to write: over the oldest of those that are not kept."""
         self._reports.await_copies()
-        view = planned.segment.view
-        headers = [view.header(slot) for slot in range(view.slots)]
-        needed = self._needed(h for h in headers if h is not None and h.state is SlotState.SEALED)
-        try:
-            return slot_to_fill(headers, needed | self._pins(view))
-        except OutOfSlotMemory:  # training comes before whoever reads those
-            return slot_to_fill(headers, needed)
+        return self._retention.slot_to_fill(_headers(planned.segment.view), self._is_regular)
 
-    def _pins(self, view: SegmentView) -> frozenset[Version]:
-        """What is pinned, where the segment has slots for that."""
-        with self._changed:
-            return self._pinned if view.slots > SLOTS else frozenset()
+    @staticmethod
+    def _is_regular(step: int) -> bool:
+        return True
 
-    def _needed(self, sealed: Iterable[SlotHeader]) -> set[Version]:
-        """The two newest, the committed one and the one that is to be committed.
 
-        A version is let go when the third one after it is begun. Then every rank has taken part in that step, so it had
-        begun the second one after it, for which it had sealed the next one: that one all ranks have. What this
-        generation did not restore is no state of its own.
-        """
-        versions = {header.version for header in sealed}
-        own = sorted(v for v in versions if v.generation == self._spec.number or v == self._restored)
-        with self._changed:
-            return {*own[-2:], *(v for v in (self._committed, self._kept) if v is not None)}
+def _headers(view: SegmentView) -> list[SlotHeader | None]:
+    return [view.header(slot) for slot in range(view.slots)]

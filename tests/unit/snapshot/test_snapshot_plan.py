@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from everstep.slots import PAGE, slot_bytes_for
 from tests.support.generations import generation
 from trainer_hooks.restore.choose import covers, is_whole
-from trainer_hooks.snapshot.layout import Box, Layout, Part, Sharing, whole
+from trainer_hooks.snapshot.choices import Choices
+from trainer_hooks.snapshot.layout import Box, Layout, Part, Sharing, encode, whole
 from trainer_hooks.snapshot.plan import divide, manifest_for
-from trainer_hooks.snapshot.planned import Planner
+from trainer_hooks.snapshot.planned import SMALLEST_BLOB_BYTES, Planner
 
 
 def part(name: str, shape: tuple[int, ...], box: Box | None = None, **more: object) -> Part:
@@ -219,8 +221,8 @@ def test_a_slot_has_room_for_the_share_after_a_loss_and_never_for_more_than_ever
             return [mine] * 2
 
     class Vault:
-        def open_segment(self, _job: str, _local_rank: int, slot_bytes: int) -> None:
-            raise Asked(slot_bytes)
+        def open_segment(self, _job: str, _local_rank: int, slot_bytes: int, slots: int) -> None:
+            raise Asked(slot_bytes, slots)
 
     (layout, _) = replicated([1 << 16] * 4, 2)
     whole = sum(part.nbytes for part in layout.parts)
@@ -229,3 +231,27 @@ def test_a_slot_has_room_for_the_share_after_a_loss_and_never_for_more_than_ever
     with pytest.raises(Asked) as asked:
         planner.plan("start", layout, 0, on_gpu=False)
     assert whole < asked.value.args[0] < 1.05 * whole
+
+
+@pytest.mark.parametrize("nodes", [["n1", "n2"], ["n1", "n1"]])
+def test_a_job_that_is_short_of_memory_gets_two_slots_of_the_size_of_its_share(nodes: list[str]) -> None:
+    class Layouts:
+        def layouts(self, _tag: str, mine: Layout, _timeout_s: float) -> list[Layout]:
+            return [mine] * 2
+
+    class Vault:
+        def open_segment(self, _job: str, _local_rank: int, slot_bytes: int, slots: int) -> None:
+            raise Asked(slot_bytes, slots)
+
+    layouts = replicated([1 << 16] * 4, 2)
+    spec = generation(1, ranks=[(node, nodes[:rank].count(node)) for rank, node in enumerate(nodes)])
+    planner = Planner(Vault(), spec, spec.roster[0], Layouts(), 1.0, Choices(slots=2))  # type: ignore[arg-type]
+    with pytest.raises(Asked) as asked:
+        planner.plan("start", layouts[0], 0, on_gpu=False)
+    share = divide(layouts, nodes, spec.spec.replicas, spec.replica_nodes)[0]
+    manifest = manifest_for(0, layouts, share, SMALLEST_BLOB_BYTES)
+    stored = sum(piece.box.volume * layouts[0].parts[piece.part].itemsize for piece in share.pieces)
+    slot_bytes, slots = asked.value.args
+    assert slots == 2
+    assert slot_bytes == slot_bytes_for(len(encode(manifest)), manifest.payload_bytes)
+    assert stored < slot_bytes < stored + SMALLEST_BLOB_BYTES + 2 * PAGE

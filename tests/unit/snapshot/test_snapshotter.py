@@ -148,6 +148,48 @@ def test_five_slots_keep_the_two_newest_the_committed_and_the_next_to_be(rank: R
     assert {v.step for v in rank.sealed()} == {11, 20, 26, 27, 28}
 
 
+def test_two_slots_keep_the_committed_version_and_the_next_to_be_and_store_nothing_else(rank: Rank) -> None:
+    reports: list[Sealed] = []
+    snapshots = rank.snapshotter(1, reports.append, choices=Choices(slots=2))
+    for step in range(1, 6):
+        rank.step(snapshots, step)
+    until(lambda: rank.sealed() == {Version(1, 1)}, "the first version is stored, with no word from anybody")
+    snapshots.note(Version(1, 1), 7)
+    for step in range(6, 10):
+        rank.step(snapshots, step)
+    until(lambda: rank.sealed() == {Version(1, 1), Version(1, 7)}, "the candidate is stored")
+    snapshots.note(Version(1, 1), 11)  # some rank had heard of 7 too late: it never will be committed
+    for step in range(10, 13):
+        rank.step(snapshots, step)
+    until(lambda: rank.sealed() == {Version(1, 1), Version(1, 11)}, "the next one takes its place")
+    snapshots.note(Version(1, 11), 14)
+    for step in range(13, 16):
+        rank.step(snapshots, step)
+    snapshots.close(finish=True)
+    assert rank.sealed() == {Version(1, 11), Version(1, 14)}
+    assert [(r.version.step, r.kept) for r in reports] == [(step, True) for step in (1, 7, 11, 14)]
+    assert rank.view().slots == 2
+    assert rank.restore(2, RestoreRule(floor=Version(1, 11))).version == Version(1, 14)
+
+
+def test_with_two_slots_the_floor_stays_until_the_generation_has_its_own_commit(rank: Rank) -> None:
+    choices = Choices(slots=2)
+    first = rank.snapshotter(1, choices=choices)
+    rank.step(first, 1)
+    first.wait()
+    first.note(None, 2)
+    rank.step(first, 2)
+    first.close(finish=True)
+    rule = RestoreRule(floor=Version(1, 1))
+    second = rank.snapshotter(2, restored=Version(1, 2), rule=rule, choices=choices)
+    for step in (3, 4):
+        rank.step(second, step)
+    second.note(None, 5)
+    rank.step(second, 5)
+    second.close(finish=True)
+    assert rank.sealed() == {Version(1, 1), Version(2, 5)}
+
+
 def test_a_candidate_that_was_sealed_before_it_was_announced_is_not_told_as_kept(rank: Rank) -> None:
     reports: list[Sealed] = []
     snapshots = rank.snapshotter(1, reports.append)

@@ -1,0 +1,177 @@
+"""Ranks' slots against a controller that commits by decision 0008: what was committed is whole everywhere, always.
+
+Ranks go on in lock step, one step apart at most, fill and seal in pieces, and hear of each notice late, each by itself
+but in order. At every moment between two of these everything may end, and the next generation begins with what was
+committed and with the newest version that all have.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from everstep.ids import Version
+from everstep.slots import SlotHeader, SlotState
+from everstep.wire.v1.training import RestoreRule
+from trainer_hooks.snapshot.choices import Choices
+from trainer_hooks.snapshot.retention import Retention
+
+RANKS = 3
+rank_number = st.integers(0, RANKS - 1)
+
+
+class RankSlots:
+    """One rank: its slots, and where it is between the beginning of a fill and its seal."""
+
+    def __init__(self, slots: int) -> None:
+        self.headers: list[SlotHeader | None] = [None] * slots
+        self.finished = 0
+        self.filling: int | None = None
+        self.kept = False
+        self.notices: deque[tuple[Version | None, int]] = deque()
+
+    def sealed(self) -> set[Version]:
+        return {h.version for h in self.headers if h is not None and h.state is SlotState.SEALED}
+
+
+class Slots(RuleBasedStateMachine):
+    """``every``: how many steps apart snapshots are that nobody announced."""
+
+    slots, every = 5, 1
+
+    @initialize()
+    def begin(self) -> None:
+        self.choices = Choices(slots=self.slots)
+        self.ranks = [RankSlots(self.slots) for _ in range(RANKS)]
+        self.number = 0
+        self.committed: Version | None = None
+        self.form(None)
+
+    def form(self, restored: Version | None) -> None:
+        self.number += 1
+        self.candidate = 1 if restored is None else restored.step + 1
+        self.said: set[int] = set()
+        self.first = restored.step if restored is not None else 0
+        for rank in self.ranks:
+            rank.retention = Retention(self.number, RestoreRule(floor=self.committed), self.choices, restored)
+            rank.finished, rank.filling = self.first, None
+            rank.notices.clear()
+
+    def is_regular(self, step: int) -> bool:
+        return step % self.every == 0
+
+    # --- what happens
+
+    @rule(number=rank_number)
+    def step(self, number: int) -> None:
+        """A rank finishes a step, in which all take part, and begins to store it; what it stored before is sealed."""
+        rank = self.ranks[number]
+        if rank.finished > min(other.finished for other in self.ranks):
+            return
+        self.seal(number)
+        rank.finished += 1
+        announced = rank.retention.is_candidate(rank.finished)
+        if not announced and (self.choices.lean or not self.is_regular(rank.finished)):
+            return
+        slot = rank.retention.slot_to_fill(rank.headers, self.is_regular)
+        version = Version(self.number, rank.finished)
+        rank.headers[slot] = SlotHeader(SlotState.FILLING, number, version, 0, 0)
+        rank.filling, rank.kept = slot, announced
+
+    @rule(order=st.permutations(range(RANKS)), deaf=st.none() | rank_number)
+    def step_together(self, order: list[int], deaf: int | None) -> None:
+        """All ranks that are behind, and then all; who is not ``deaf`` has heard everything."""
+        for rank in self.ranks:
+            while rank.notices and rank is not (None if deaf is None else self.ranks[deaf]):
+                rank.retention.note(*rank.notices.popleft(), ())
+        first = min(rank.finished for rank in self.ranks)
+        for number in [n for n in order if self.ranks[n].finished == first] + order:
+            self.step(number)
+
+    @rule(number=rank_number)
+    def seal(self, number: int) -> None:
+        rank = self.ranks[number]
+        if rank.filling is None:
+            return
+        header = rank.headers[rank.filling]
+        assert header is not None
+        rank.headers[rank.filling] = SlotHeader(SlotState.SEALED, number, header.version, 0, 0)
+        rank.filling = None
+        if rank.kept:
+            rank.retention.keeps(header.version)
+            self.told(number, header.version.step)
+
+    def told(self, number: int, step: int) -> None:
+        if step != self.candidate:
+            return
+        self.said.add(number)
+        if len(self.said) == RANKS:
+            self.committed = Version(self.number, step)
+            self.announce(1)
+
+    @rule(ahead=st.integers(1, 3))
+    def announce(self, ahead: int) -> None:
+        """A candidate that no rank has finished; the one before is given up where it is not committed."""
+        self.candidate = max(rank.finished for rank in self.ranks) + ahead
+        self.said = set()
+        for rank in self.ranks:
+            rank.notices.append((self.committed, self.candidate))
+
+    @rule(number=rank_number)
+    def hear(self, number: int) -> None:
+        rank = self.ranks[number]
+        if rank.notices:
+            rank.retention.note(*rank.notices.popleft(), ())
+
+    @rule()
+    def lose_everything_but_the_slots(self) -> None:
+        whole = self.whole()
+        if whole:
+            self.form(max(whole))
+        elif self.committed is None:
+            self.form(None)
+
+    # --- what holds
+
+    def whole(self) -> set[Version]:
+        """Versions that may be restored: all ranks have them, and they are not before what was committed."""
+        common = set.intersection(*(rank.sealed() for rank in self.ranks))
+        return {v for v in common if self.committed is None or v >= self.committed}
+
+    @invariant()
+    def what_was_committed_is_whole(self) -> None:
+        if self.committed is not None:
+            assert self.committed in self.whole()
+
+    @invariant()
+    def with_all_slots_no_finished_step_is_far(self) -> None:
+        """The last but one of the steps that were to be stored is whole: of the last one some still are sealing."""
+        regular = [
+            step
+            for step in range(self.first + 1, min(rank.finished for rank in self.ranks) + 1)
+            if self.is_regular(step)
+        ]
+        if self.slots == 5 and len(regular) > 1:
+            assert max(self.whole()) >= Version(self.number, regular[-2])
+
+
+@pytest.mark.parametrize(("slots", "every"), [(5, 1), (5, 3), (2, 1)])
+def test_what_was_committed_is_whole_at_every_moment_in_five_slots_and_in_two(slots: int, every: int) -> None:
+    class These(Slots):
+        pass
+
+    These.slots, These.every = slots, every
+    run_state_machine_as_test(
+        These,
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=60,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
