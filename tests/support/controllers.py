@@ -58,6 +58,11 @@ def registration(node: str, incarnation: int = 1, **fields: Any) -> Register:
     return Register(node=node, incarnation=incarnation, **said)
 
 
+PATIENT = "suspect_after_s = 30.0\nsuspect_at_most_s = 60.0\ndead_after_s = 120.0\n"
+"""Lines of [policy] for tests whose nodes may be silent for long: they do not beat while a test speaks for them, and on
+a loaded machine an agent is not as quick as the lab has it."""
+
+
 def joined(job: str, at: float, *, nodes: int = 1, launcher: int = 1, **spec: Any) -> LauncherJoined:
     """A launcher's offer of its node."""
     wanted = JobSpec(job=job, min_nodes=1, max_nodes=nodes, join_wait_s=60.0, **spec)

@@ -27,6 +27,7 @@ from everstep.wire.v1.agent import Domain, Gpu, Heartbeat, Numbered, Reports
 from everstep.wire.v1.evidence import Evidence
 from everstep.wire.v1.training import AnyReport, FindingRaised, JobSpec, ProbeFinished, RankLost, RankProgress, Resumed
 from tests.support.controllers import (
+    PATIENT,
     SECRET,
     ControllerProcess,
     bearer,
@@ -78,7 +79,9 @@ class Fleet:
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with controller_process(tmp_path_factory.mktemp("cli")) as process:
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "settings.toml").write_text(f"[policy]\n{PATIENT}")
+    with controller_process(folder, arguments=("--settings", str(folder / "settings.toml"))) as process:
         yield Fleet(process)
 
 

@@ -21,7 +21,7 @@ from everstep.tokens import TokenRole, mint
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.agent import Heartbeat
 from tests.support.agents import agent_process
-from tests.support.controllers import SECRET, VIEWER, ControllerProcess, bearer, registration
+from tests.support.controllers import PATIENT, SECRET, VIEWER, ControllerProcess, bearer, registration
 from tests.support.report_stream import EVERY_FINDING, ReportStream, events, reporting
 
 BECAUSE = op.Because(reason="asked of the one asleep")
@@ -40,7 +40,7 @@ def wait_for(condition: Callable[[], object], what: str, deadline_s: float = 40.
 @pytest.fixture
 def controllers(tmp_path: Path, postgres: str) -> Iterator[list[ControllerProcess]]:
     settings = tmp_path / "settings.toml"
-    settings.write_text(SHORT_LEASE + EVERY_FINDING)
+    settings.write_text(SHORT_LEASE + EVERY_FINDING + PATIENT)
     made = []
     for name in "abc":
         (tmp_path / name).mkdir()
