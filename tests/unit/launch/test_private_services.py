@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ from everstep.clock import ManualClock
 from everstep.errors import ConfigurationError, Unavailable
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.tokens import TokenRole, verify
+from everstep.vault_note import LOCK_FILE
 from trainer_hooks.launch import private, run_directory
 from trainer_hooks.launch.private import PrivateServices, Service
 
@@ -223,6 +225,96 @@ def test_what_a_killed_launcher_left_is_swept_away_and_a_living_ones_is_not(
     asyncio.run(play())
     assert {path.name for path in state.glob("run-*")} == {"run-alive"}
     assert not segments.exists()
+
+
+class Left:
+    """What a killed launcher of job ``j`` left: a run directory with its secrets, and slots in shared memory."""
+
+    def __init__(self, short_path: Path, name: str = "run-left", job: str = "j") -> None:
+        self.run_dir = short_path / "state" / name
+        self.segments = short_path / "shm" / f"everstep-{os.getuid()}" / name
+        (self.run_dir / "agent").mkdir(parents=True)
+        (self.segments / job).mkdir(parents=True)
+        for file, text in (("job", job), ("secret", "old secret"), ("operator.token", "old"), ("lock", "")):
+            (self.run_dir / file).write_text(text)
+        (self.segments / job / "own-0").write_bytes(b"slots")
+
+
+def started_in(services: PrivateServices) -> Path:
+    """The run directory that the services were started in. They are ended again."""
+
+    async def play() -> Path:
+        try:
+            return (await services.start()).parents[1]
+        finally:
+            await services.end()
+
+    return asyncio.run(play())
+
+
+def test_what_a_killed_launcher_of_the_same_job_left_is_taken_over(services: PrivateServices, short_path: Path) -> None:
+    left = Left(short_path)
+
+    async def play() -> None:
+        try:
+            assert (await services.start()).parents[1] == left.run_dir
+            assert (left.run_dir / "secret").read_text() == "old secret"
+            assert (left.segments / "j" / "own-0").read_bytes() == b"slots"
+        finally:
+            await services.end()
+
+    asyncio.run(play())
+    assert not left.run_dir.exists()
+    assert not left.segments.exists()
+
+
+def test_what_is_of_another_job_or_not_in_memory_any_more_is_swept_away(
+    services: PrivateServices, short_path: Path
+) -> None:
+    other, booted = Left(short_path, "run-other", job="other"), Left(short_path, "run-booted")
+    (booted.segments / "j" / "own-0").unlink()
+    assert started_in(services) not in (other.run_dir, booted.run_dir)
+    assert not any(path.exists() for left in (other, booted) for path in (left.run_dir, left.segments))
+
+
+def test_what_a_vault_waits_with_for_another_launcher_stays(services: PrivateServices, short_path: Path) -> None:
+    other = Left(short_path, job="other")
+    with (other.segments / LOCK_FILE).open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        started_in(services)
+    assert (other.segments / "other" / "own-0").exists()
+    assert other.run_dir.exists()
+
+
+def test_a_service_of_the_launcher_before_that_does_not_end_is_killed_first(
+    services: PrivateServices, short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = Left(short_path)
+    monkeypatch.setattr(run_directory, "GONE_WAIT_S", 0.2)
+    stubborn = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()", str(left.run_dir)])
+    stranger = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+    try:
+        (left.run_dir / "controller.json").write_text(json.dumps({"pid": stubborn.pid}))
+        (left.run_dir / "agent" / "agent.json").write_text(json.dumps({"pid": stranger.pid}))
+        assert started_in(services) == left.run_dir
+        assert stubborn.wait(10) == -signal.SIGKILL
+        assert stranger.poll() is None, "its number is one that a service had once"
+    finally:
+        for process in (stubborn, stranger):
+            process.kill()
+            process.wait()
+
+
+def test_what_was_taken_over_stays_where_its_services_do_not_come_up(
+    services: PrivateServices, short_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = Left(short_path)
+    monkeypatch.setattr(private, "_controller_command", lambda run_dir, listen: [sys.executable, "-c", FAILING])
+    with pytest.raises(Unavailable, match="the disk is full"):
+        started_in(services)
+    assert (left.segments / "j" / "own-0").exists()
+    assert (left.run_dir / "secret").exists()
+    assert "everstep vault drop" in caplog.text
 
 
 def test_a_state_directory_too_deep_for_sockets_is_refused_with_the_mend(
