@@ -102,6 +102,8 @@ def test_virtual_gpus_come_without_the_machines_kernel_log() -> None:
         ({"retry_idle_s": 0.1}, "--retry-idle-s"),
         ({"spool_reports": 1}, "--spool-reports"),
         ({"spool_bytes": 1}, "--spool-bytes"),
+        ({"vault_linger_s": 0.0}, "--vault-linger-s"),
+        ({"leave_vault": True}, "--die-with-parent"),
         ({"max_connections": 1}, "--max-connections"),
     ],
 )

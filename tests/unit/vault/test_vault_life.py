@@ -307,6 +307,7 @@ def test_two_vaults_never_share_a_directory(fleet: Vaults) -> None:
         (["--memory-limit", "-1"], "--memory-limit must be more than 0"),
         (["--run-dir", "/tmp/" + "x" * 120], "give a shorter --run-dir"),
         (["--streams", "99"], "--streams must be 1 to 16"),
+        (["--linger", "0"], "--linger must be more than 0 s"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_with_what_to_do(tmp_path: Path, options: list[str], words: str) -> None:
