@@ -14,6 +14,7 @@ from everstep.wire.v1 import agent, enrolment
 from everstep.wire.v1 import history as past
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.evidence import Evidence
+from everstep.wire.v1.kept import JobCheckpoints
 
 
 class Access(StrEnum):
@@ -126,6 +127,12 @@ OPERATOR: dict[str, Route] = {
         "/v1/jobs/{job}/restorability",
         op.Restorability,
         "What the job would go back to now, and which loss it could not bear.",
+        access=Access.JOB,
+    ),
+    "kept": _read(
+        "/v1/jobs/{job}/checkpoints",
+        JobCheckpoints,
+        "What the job has to go back to: in memory, by parity, on storage.",
         access=Access.JOB,
     ),
     "probes": _tagged("/v1/probes", op.ProbeList, "The newest probes, in pages.", "node", "limit", "cursor"),
