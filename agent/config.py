@@ -108,12 +108,12 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         bool, _doc("at the end also end the vault and unlink its slots; without it the next agent takes the vault over")
     ] = False
     leave_vault: Annotated[
-        bool,
+        str,
         _doc(
-            "with --die-with-parent: leave the vault to the next agent over this run directory where the parent, or "
-            "the agent itself, was killed"
+            "with --die-with-parent: whose kill the vault outlives, for the next agent over this run directory: agent "
+            "(this process's), or parent (that too, of whoever started it)"
         ),
-    ] = False
+    ] = ""
     vault_linger_s: Annotated[
         float,
         _doc(

@@ -141,8 +141,9 @@ def _check_times(s: AgentSettings) -> None:
 
 
 def _check_sizes(s: AgentSettings) -> None:
+    refuse(s.leave_vault not in ("", "agent", "parent"), f"--leave-vault {s.leave_vault}: agent or parent")
     refuse(
-        s.leave_vault and not s.die_with_parent,
+        bool(s.leave_vault) and not s.die_with_parent,
         "--leave-vault belongs to --die-with-parent; without that a vault is left anyway, unless --stop-vault is given",
     )
     limit = s.vault_memory_limit_bytes

@@ -202,7 +202,7 @@ class Supervisor:
         """Whether somebody may come back for what the vault holds."""
         if not self._vault.has_segments():
             return False
-        if self._settings.leave_vault and self._orphaned.is_set():
+        if self._settings.leave_vault == "parent" and self._orphaned.is_set():
             return True
         return not (self._settings.die_with_parent or self._settings.stop_vault)
 

@@ -123,11 +123,12 @@ def test_a_launcher_that_comes_again_after_it_was_killed_restores_from_memory(sh
     assert not list((short_path / "state").glob("run-*"))
 
 
+@pytest.mark.parametrize("flags", [(), ("--job", "gone", "--vault-linger-s", "0.5")])
 def test_a_killed_launcher_takes_its_services_along_and_then_its_vaults_memory(
-    short_path: Path,
+    short_path: Path, flags: tuple[str, ...]
 ) -> None:
     (short_path / "train.py").write_text(TRAIN)
-    argv = ["--job", "gone", "--vault-linger-s", "0.5", "--state-dir", str(short_path / "state"), "train.py"]
+    argv = [*flags, "--state-dir", str(short_path / "state"), "train.py"]
     with launched(short_path, *argv) as launcher:
         run = Run(short_path, launcher)
         run.pid_at(rank=0, step=5)

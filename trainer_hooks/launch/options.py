@@ -26,8 +26,6 @@ AGENT_SOCKET_VARIABLE = "EVERSTEP_AGENT_SOCKET"
 DEFAULT_AGENT_SOCKET = "/run/everstep/agent.sock"
 NAMED_LINGER_S = 600.0
 """Long enough for a scheduler or a person to start a killed launcher again."""
-DRAWN_LINGER_S = 10.0
-"""Long enough for a launcher to start its killed agent again on a loaded machine, when all ranks died with it."""
 
 UNUSED = {
     "rdzv_backend": "Everstep's controller is the rendezvous; no backend is chosen",
@@ -54,7 +52,6 @@ _NOT_NEGATIVE = (
     "max_restarts",
     "standbys",
     "standby_delay_s",
-    "vault_linger_s",
     "digest_interval",
     "user_retries",
     "join_wait_s",
@@ -92,8 +89,7 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
         torch.distributed.checkpoint folder, or a folder of Everstep's own; a path or URL.
     state_dir: logs and the private services' files; None: $XDG_STATE_HOME/everstep.
     vault_linger_s: without an agent: how long checkpoints stay in memory for a launcher of the same job where this
-        one is killed (600 with a name given; 10 without, since nobody comes back to a name that was drawn, but the
-        private agent is started again where it is killed). 0: they go with the agent.
+        one is killed (600 where a name was given). None: not at all, since nobody comes back to a name that was drawn.
     log_dir: a directory for the workers' output; tee: also show it with a prefix.
     unused: torchrun flags that were given and change nothing.
     """
@@ -128,7 +124,7 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     die_with_parent: bool = False
     start_from: str | None = None
     state_dir: str | None = None
-    vault_linger_s: float = DRAWN_LINGER_S
+    vault_linger_s: float | None = None
     log_dir: str | None = None
     tee: bool = False
     unused: tuple[str, ...] = ()
@@ -146,6 +142,8 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
             )
         if isinstance(self.nproc_per_node, int) and not 1 <= self.nproc_per_node <= 64:
             raise ConfigurationError(f"--nproc-per-node {self.nproc_per_node}: a node runs 1 to 64 ranks")
+        if self.vault_linger_s is not None and self.vault_linger_s <= 0:
+            raise ConfigurationError(f"--vault-linger-s {self.vault_linger_s:g}: more than 0 seconds, or leave it out")
         for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"--{name.replace('_', '-')} cannot be negative")
@@ -343,7 +341,7 @@ def _own_flags(flag: _Flag) -> None:
         "vault-linger-s",
         type=float,
         default=None,
-        help="without an agent: seconds that checkpoints outlive a kill of this launcher (600 with --job, else 10)",
+        help="without an agent: seconds that checkpoints outlive a kill of this launcher (600 with --job)",
     )
 
 
@@ -375,8 +373,8 @@ def _nproc(text: str) -> int | str:
         raise ConfigurationError(f"--nproc-per-node {text}: expected a number, gpu, cpu or auto") from None
 
 
-def _linger_s(given: float | None, *, named: bool) -> float:
-    return given if given is not None else (NAMED_LINGER_S if named else DRAWN_LINGER_S)
+def _linger_s(given: float | None, *, named: bool) -> float | None:
+    return NAMED_LINGER_S if given is None and named else given
 
 
 def _job_name(given: str | None, script: str, *, several: bool) -> str:

@@ -39,6 +39,8 @@ RESTARTS = 5
 RESTART_WINDOW_S = 60.0
 """So many unexpected ends of one service within this time are cured by another start; one more is no coincidence."""
 POLL_S = 0.02
+AGENT_AWAY_S = 30.0
+"""How long the vault is without agent and ranks at most, where all of them were killed at once, on a loaded machine."""
 NEEDED = {
     "controller": ("controller.main", "fastapi", "uvicorn", "sqlalchemy", "alembic", "prometheus_client"),
     "agent": ("agent.main", "pynvml", "prometheus_client"),
@@ -52,10 +54,10 @@ class PrivateServices:
         state_dir: where logs stay, and the run directory is made.
         name: of the logs; the job's.
         clock: for the deadline of the start.
-        linger_s: how long the vault waits for another launcher where this one is killed; 0: not at all.
+        linger_s: how long the vault waits for another launcher where this one is killed; None: not at all.
     """
 
-    def __init__(self, state_dir: Path, name: str, clock: Clock, linger_s: float = 0.0) -> None:
+    def __init__(self, state_dir: Path, name: str, clock: Clock, linger_s: float | None = None) -> None:
         self._state_dir = state_dir
         self._name = name
         self._clock = clock
@@ -232,12 +234,14 @@ def _controller_command(run_dir: Path, listen: str) -> list[str]:
     return [*command, "--preset", "lab", "--ready-file", str(run_dir / "controller.json"), "--die-with-parent"]
 
 
-def _agent_command(run_dir: Path, controller: str, linger_s: float) -> list[str]:
+def _agent_command(run_dir: Path, controller: str, linger_s: float | None) -> list[str]:
     command = [sys.executable, "-P", "-m", "agent.main", "--node", NODE, "--controller", f"http://{controller}"]
     command += ["--token-file", str(run_dir / "agent.token"), "--run-dir", str(run_dir / "agent")]
     command += ["--segment-dir", str(segment_dir(run_dir)), "--vault-listen", "127.0.0.1:0"]
-    if linger_s:
-        command += ["--leave-vault", "--vault-linger-s", str(linger_s)]
+    if linger_s is None:
+        command += ["--leave-vault", "agent", "--vault-linger-s", str(AGENT_AWAY_S)]
+    else:
+        command += ["--leave-vault", "parent", "--vault-linger-s", str(linger_s)]
     return [*command, "--metrics-listen", "127.0.0.1:0", "--stop-vault", "--die-with-parent"]
 
 

@@ -103,7 +103,8 @@ def test_virtual_gpus_come_without_the_machines_kernel_log() -> None:
         ({"spool_reports": 1}, "--spool-reports"),
         ({"spool_bytes": 1}, "--spool-bytes"),
         ({"vault_linger_s": 0.0}, "--vault-linger-s"),
-        ({"leave_vault": True}, "--die-with-parent"),
+        ({"leave_vault": "agent"}, "--die-with-parent"),
+        ({"leave_vault": "me", "die_with_parent": True}, "agent or parent"),
         ({"max_connections": 1}, "--max-connections"),
     ],
 )

@@ -65,6 +65,14 @@ def test_a_job_without_a_name_is_named_after_its_script_and_told_apart(script: s
     assert first != second
 
 
+def test_checkpoints_wait_for_a_launcher_that_may_come_back_to_their_name(script: str) -> None:
+    assert parse([script], {}).vault_linger_s is None
+    assert parse(["--job", "again", script], {}).vault_linger_s == 600
+    assert parse(["--job", "again", "--vault-linger-s", "5", script], {}).vault_linger_s == 5
+    with pytest.raises(ConfigurationError, match="--vault-linger-s 0: more than 0 seconds, or leave it out"):
+        parse(["--job", "again", "--vault-linger-s", "0", script], {})
+
+
 def test_a_checkpoint_on_storage_is_for_the_workers_to_find(script: str) -> None:
     options = parse(["--start-from", "s3://bucket/llama", script], {})
     environment = worker_environment(options, agent_socket="/a.sock", nproc=2, local_rank=0)

@@ -174,7 +174,7 @@ def services(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Priv
     def controller(run_dir: Path, listen: str) -> list[str]:
         return [sys.executable, "-c", READY, str(run_dir / "controller.json"), listen]
 
-    def agent(run_dir: Path, address: str, linger_s: float) -> list[str]:
+    def agent(run_dir: Path, address: str, linger_s: float | None) -> list[str]:
         return [sys.executable, "-c", READY, str(run_dir / "agent" / "agent.json"), address]
 
     monkeypatch.setattr(private, "_controller_command", controller)
