@@ -280,7 +280,9 @@ class Run:
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)
         return bool(flag.item())
 
-    def track(self, *, overlap: bool | None = None, slots: int = SLOTS, **objects: object) -> None:
+    def track(
+        self, *, overlap: bool | None = None, slots: int = SLOTS, every: int | None = None, **objects: object
+    ) -> None:
         """Names what must survive, and restores it to the version that the generation agreed upon.
 
         Takes modules, optimizers and whatever has ``state_dict`` and ``load_state_dict``. Call it once, after all of
@@ -289,7 +291,9 @@ class Run:
 
         ``overlap``: state that no other rank holds (shards) on a CPU is copied before the next step begins, so that a
         lost rank costs no finished step; True copies it under the next step, as is done on a GPU where False is not
-        said. ``slots``: 5, or 2 for a job that is short of memory; see trainer_hooks.snapshot.choices.
+        said. ``slots``: 5, or 2 for a job that is short of memory. ``every``: a snapshot of so many steps one;
+        not said, of each, or of fewer where training would be blocked for over a tenth of its time. See
+        trainer_hooks.snapshot.choices. All three must be the same on all ranks.
 
         Raises TypeError for an object that cannot be tracked, NotRestorable where the objects are others than those
         that were stored, or a StatefulDataLoader meets another world size.
@@ -302,7 +306,7 @@ class Run:
             if "guard" in objects:
                 raise ValueError("the run's guard is tracked under the name guard: give what you track another one")
             kept["guard"] = self._guard
-        self._finished = self._keeper.track(kept, Choices(overlap=overlap, slots=slots))
+        self._finished = self._keeper.track(kept, Choices(overlap=overlap, slots=slots, every=every))
         if self._guard is not None:
             self._guard.watch({key: tracked for key, tracked in kept.items() if tracked is not self._guard})
         for tracked in objects.values():

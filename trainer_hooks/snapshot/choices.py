@@ -20,12 +20,20 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
     (SLOTS) each step is stored, and a loss costs none that is finished; with LEAN_SLOTS only versions that are to be
     committed are, about two a second, and a loss costs the steps since the last of those. Slots are just as large as a
     rank's share then: after the loss of a node larger ones have to be made.
+
+    ``every``: how many steps apart snapshots are, besides those of steps that are announced to be committed. None: as
+    many as it takes that training does not stand still for them for long (trainer_hooks.snapshot.pace), one as a rule.
     """
 
     overlap: bool | None = None
     slots: int = SLOTS
+    every: int | None = None
 
     def __post_init__(self) -> None:
+        if self.every is not None and self.every < 1:
+            raise ValueError(f"every={self.every}: take 1 for a snapshot of each step, or more")
+        if self.every is not None and self.lean:
+            raise ValueError(f"slots={LEAN_SLOTS} stores what is announced alone: leave out every={self.every}")
         if self.slots not in (LEAN_SLOTS, SLOTS):
             raise ValueError(
                 f"slots={self.slots}: take {SLOTS}, with which every step is stored, or {LEAN_SLOTS} for what is to be "

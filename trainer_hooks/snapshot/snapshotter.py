@@ -28,6 +28,7 @@ from trainer_hooks.snapshot.copy import Sources, write_blob
 from trainer_hooks.snapshot.cover import all_stored, store_with_covers
 from trainer_hooks.snapshot.exchange import Exchange
 from trainer_hooks.snapshot.layout import Layout, whole
+from trainer_hooks.snapshot.pace import Pace
 from trainer_hooks.snapshot.planned import Planned, Planner
 from trainer_hooks.snapshot.reports import Reports, SealedShare
 from trainer_hooks.snapshot.retention import Retention
@@ -123,6 +124,7 @@ class Snapshotter:
         self._standing: _Job | None = None
         self._closing = False
         self._retention = Retention(spec.number, spec.restore, choices, restored)
+        self._pace = Pace(store, member.rank, 1 if choices.lean else choices.every)
         self._retry_at = self._warn_at = float("-inf")
         self._planner = Planner(
             vault, spec, member, Exchange(store, member.rank, spec.world_size, clock, self._stop), PATIENCE_S, choices
@@ -146,8 +148,16 @@ class Snapshotter:
 
         Raises TypeError for tracked state that cannot be stored: that is for the user to mend.
         """
-        if self._choices.lean and not self._retention.is_candidate(step):
-            return
+        began = self._clock.monotonic()
+        self._pace.step_ends(step, began)
+        if self._is_stored(step):
+            self._begin(step)
+            self._pace.blocked(self._clock.monotonic() - began, anew=True)
+
+    def _is_stored(self, step: int) -> bool:
+        return self._retention.is_candidate(step) or (not self._choices.lean and self._pace.due(step))
+
+    def _begin(self, step: int) -> None:
         if self._last is not None:
             self._wanted.set()
             self._await(self._last, self._last.over)  # so that no rank is two sealed versions behind another
@@ -174,7 +184,9 @@ class Snapshotter:
         Returns without a copy when the generation ended meanwhile, or no plan could be made in PATIENCE_S.
         """
         if self._last is not None:
+            began = self._clock.monotonic()
             self._await(self._last, self._last.copied)
+            self._pace.blocked(self._clock.monotonic() - began, anew=False)
             self._last.sources.mover.order_before_step()
         self._standing = None
 
@@ -248,6 +260,7 @@ class Snapshotter:
             self._attempt(partial(self._plan, early, b"", on_gpu=False), "plan snapshots")
         while (job := self._next()) is not None:
             self._attempt(partial(self._snapshot, job), f"snapshot step {job.version.step}")
+            self._attempt(partial(self._pace.agree, job.version.step), "agree on how often to snapshot")
             with self._changed:
                 self._end(job)
 
@@ -324,7 +337,7 @@ class Snapshotter:
             digests={group: f"{unsigned(digest):016x}" for group, digest in digests.items()},
             alike=planned.share.alike,
         )
-        copies_keep = self._retention.copies_keep(_headers(view), self._is_regular) if share.exclusive else ()
+        copies_keep = self._retention.copies_keep(_headers(view), self._pace.due) if share.exclusive else ()
         self._reports.sealed(share, copies_keep)
 
     def _cover(self, job: _Job) -> None:
@@ -343,11 +356,7 @@ class Snapshotter:
 
     def _slot(self, planned: Planned) -> int:
         self._reports.await_copies()
-        return self._retention.slot_to_fill(_headers(planned.segment.view), self._is_regular)
-
-    @staticmethod
-    def _is_regular(step: int) -> bool:
-        return True
+        return self._retention.slot_to_fill(_headers(planned.segment.view), self._pace.due)
 
 
 def _headers(view: SegmentView) -> list[SlotHeader | None]:

@@ -190,6 +190,26 @@ def test_with_two_slots_the_floor_stays_until_the_generation_has_its_own_commit(
     assert rank.sealed() == {Version(1, 1), Version(2, 5)}
 
 
+def test_of_so_many_steps_one_is_stored_where_the_user_says_so_and_what_is_announced(rank: Rank) -> None:
+    snapshots = rank.snapshotter(1, choices=Choices(every=4))
+    for step in range(1, 15):
+        if step == 9:
+            snapshots.note(Version(1, 1), 10)
+        rank.step(snapshots, step)
+    snapshots.close(finish=True)
+    assert {v.step for v in rank.sealed()} == {1, 4, 8, 10, 12}
+    assert rank.restore(2, RestoreRule(floor=Version(1, 1))).version == Version(1, 12)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [({"every": 0}, "take 1"), ({"slots": 3}, "take 5"), ({"slots": 2, "every": 2}, "leave out every=2")],
+)
+def test_choices_that_are_none_say_what_to_take(wrong: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Choices(**wrong)  # type: ignore[arg-type]
+
+
 def test_a_candidate_that_was_sealed_before_it_was_announced_is_not_told_as_kept(rank: Rank) -> None:
     reports: list[Sealed] = []
     snapshots = rank.snapshotter(1, reports.append)
