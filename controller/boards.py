@@ -50,6 +50,11 @@ class Recoveries:
         for phase, seconds in report.phases_s.items():
             heard.phases_s[phase] = max(seconds, heard.phases_s.get(phase, 0.0))
 
+    def forget(self, job: str) -> None:
+        """The job is known no more."""
+        self._told.pop(job, None)
+        self._resuming = {key: heard for key, heard in self._resuming.items() if key[0] != job}
+
     def current(self, job: JobRecord) -> Recovery | None:
         """The newest generation's recovery, as far as it has come."""
         spec = job.generation

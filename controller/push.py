@@ -231,6 +231,13 @@ class Outbox:
             del self._queues[node]
         self._pruned[node] = through
 
+    def forget(self, node: str) -> None:
+        """Nothing waits for the node any more. Its numbers go on: its agent may be back under the same name."""
+        self._queues.pop(node, None)
+        self._later.pop(node, None)
+        self._pruned.pop(node, None)
+        self._dropped = [place for place in self._dropped if place[0] != node]
+
     def take_pruned(self) -> dict[str, int]:
         """What was acknowledged since the last call: node to number."""
         pruned, self._pruned = self._pruned, {}

@@ -37,6 +37,10 @@ class StandingFindings:
                 yield key, finding
         self._note(record)
 
+    def forget(self, node: NodeId) -> None:
+        """The database has nothing of the node any more."""
+        self._written.pop(node, None)
+
     def _note(self, record: NodeRecord) -> None:
         if record.findings:
             self._written[record.node] = dict(record.findings)

@@ -184,6 +184,16 @@ class Transaction:
             case fx.PutJob(job=job, doc=job_doc):
                 self._documents["jobs", job] = job_doc
                 self._job_changed(job_doc)
+            case fx.DropNode(node=node):
+                self._documents.pop(("nodes", node), None)
+                self.outgoing = [one for one in self.outgoing if one.node != node]
+                self._batch.forget_node(node)
+                self._standing.forget(node)
+                self._outbox.forget(node)
+            case fx.DropJob(job=job):
+                self._documents.pop(("jobs", job), None)
+                self._batch.forget_job(job)
+                self._boards.recoveries.forget(job)
             case fx.PutGeneration():
                 self._batch.generations.append(_generation_row(effect))
             case fx.PutVersion(doc=version):

@@ -37,6 +37,18 @@ class PutJob(msgspec.Struct, frozen=True, tag=True):
     doc: JobRecord
 
 
+class DropNode(msgspec.Struct, frozen=True, tag=True):
+    """Delete the node's document, and what is kept for it alone: standing findings, verdicts, directives, marks."""
+
+    node: NodeId
+
+
+class DropJob(msgspec.Struct, frozen=True, tag=True):
+    """Delete the job's document, with its generations, recoveries and versions."""
+
+    job: JobId
+
+
 class PutGeneration(msgspec.Struct, frozen=True, tag=True):
     """Append a generation; (job, number) is new, else the transaction must fail."""
 
@@ -142,6 +154,8 @@ Effect = (
     PutFleet
     | PutNode
     | PutJob
+    | DropNode
+    | DropJob
     | PutGeneration
     | PutVersion
     | PutVerdict

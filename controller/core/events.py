@@ -127,9 +127,10 @@ class OperatorAction(StrEnum):
     DRAIN: leave running jobs at a step boundary, then stay out. HOLD: no new roster takes the node; what runs there
     goes on until its job regroups. EVICT: out of every job at once, over any budget. READMIT: back, on probation
     unless the node was only held; it ends a maintenance window early. REPAIR: out for repair; only READMIT brings it
-    back. STOP_JOB: end the job. RESIZE_JOB: at most ``size`` nodes from the next boundary on. RESET_BREAKER: evictions
-    may happen again, by what stands then. MAINTENANCE: a node, or all nodes of ``rack``, leave their jobs at a boundary
-    and come back by probation at ``until``; nothing that happens to them before is held against them.
+    back. FORGET: drop a node that is not heard and that no job wants. STOP_JOB: end the job. RESIZE_JOB: at most
+    ``size`` nodes from the next boundary on. RESET_BREAKER: evictions may happen again, by what stands then.
+    MAINTENANCE: a node, or all nodes of ``rack``, leave their jobs at a boundary and come back by probation at
+    ``until``; nothing that happens to them before is held against them.
     """
 
     DRAIN = "drain"
@@ -137,6 +138,7 @@ class OperatorAction(StrEnum):
     EVICT = "evict"
     READMIT = "readmit"
     REPAIR = "repair"
+    FORGET = "forget"
     STOP_JOB = "stop_job"
     RESIZE_JOB = "resize_job"
     RESET_BREAKER = "reset_breaker"

@@ -10,6 +10,7 @@ from typing import Any
 from controller.core import (
     agents,
     corruption,
+    forgetting,
     hangs,
     holds,
     invariants,
@@ -77,7 +78,7 @@ from everstep.wire.v1.training import (
 __all__ = ["Heard", "can_wait", "check_invariants", "handle", "next_deadline", "restore", "take", "touch"]
 
 
-_OF_NO_ONE = ("probe", "case", "correlation", "reunion", "held")
+_OF_NO_ONE = ("probe", "case", "correlation", "reunion", "held", "retention")
 """Deadlines of neither a node nor a job."""
 NO_LAG_S = 0.01
 """Seconds; an observer that lags by less is on time."""
@@ -222,6 +223,8 @@ def _tick(turn: Turn, event: Tick) -> None:
 
 
 def _look(turn: Turn, kind: str, subject: str) -> None:
+    if kind not in _OF_NO_ONE and subject not in turn.state.nodes and subject not in turn.state.jobs:
+        return  # it is forgotten
     before = len(turn.reads)
     turn.reads.append(Looked(subject, kind))
     if kind == "silence" and liveness.check_silence(turn, subject):
@@ -244,6 +247,8 @@ def _look(turn: Turn, kind: str, subject: str) -> None:
         liveness.reunion_over(turn)
     elif kind == "held":
         check_held(turn, subject)
+    elif kind == "retention":
+        forgetting.look(turn)
 
 
 def _check_job(turn: Turn, job: JobRecord) -> None:

@@ -29,6 +29,7 @@ def check(state: FleetState) -> None:
     for job in state.jobs.values():
         _check_job(state, job)
     _check_owners(state)
+    _check_forgotten(state)
 
 
 def _check_tallies(state: FleetState) -> None:
@@ -41,6 +42,17 @@ def _check_tallies(state: FleetState) -> None:
             tally.silent += node in state.silent
     assert counted == state.tallies, "the tallies of silent nodes went astray"
     assert (state.episode is not None) == bool(state.crossed), "an episode is what was crossed"
+
+
+def _check_forgotten(state: FleetState) -> None:
+    """Nothing leads to a node or a job that is known no more."""
+    for name, seen in state.sightings.items():
+        assert seen.keys() <= state.nodes.keys(), f"{name} was seen on a node that is forgotten"
+    for node, live in state.live_nodes.items():
+        assert live.jobs.keys() <= state.jobs.keys(), f"{node} offers itself to a job that is forgotten"
+    for job in state.jobs.values():
+        for node in (*job.launchers, *job.former):
+            assert node in state.nodes, f"{job.job} counts on {node}, which is forgotten"
 
 
 def _check_budget(state: FleetState) -> None:

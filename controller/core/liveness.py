@@ -343,7 +343,7 @@ def lose(turn: Turn, node: str, sentence: str) -> None:
     it may come back by way of probation."""
     state = turn.state
     record = state.nodes[node]
-    record.reachable = False
+    record.reachable, record.lost_at = False, turn.now
     correlation.give_up(turn, node)
     state.unmet.discard(node)
     if record.state in (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION):

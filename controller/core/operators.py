@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from controller.core import holds, jobs
+from controller.core import forgetting, holds, jobs
 from controller.core.events import OperatorAction, OperatorCommand, ProbeRequested
 from controller.core.eviction import needed_by, release, reset_breaker
 from controller.core.generations import Cause
@@ -68,6 +68,8 @@ def _check_node(state: FleetState, command: OperatorCommand) -> None:
             )
         if record.state in (NodeState.HEALTHY, NodeState.SUSPECT) and not _excluded(state, record.node):
             raise Conflict(f"{record.node} is {record.state} and in service")
+    elif command.kind is OperatorAction.FORGET and (why := forgetting.why_kept(state, record.node)):
+        raise Conflict(why)
     elif command.kind in (OperatorAction.HOLD, OperatorAction.DRAIN) and record.state in _OUT:
         raise Conflict(f"{record.node} is out already ({record.state}): readmit it, or mark it for repair")
     if command.kind in (OperatorAction.DRAIN, OperatorAction.REPAIR) and (why := needed_by(state, record.node)):
@@ -193,4 +195,5 @@ _NODE_ORDERS: dict[OperatorAction, Callable[[Turn, str, str], None]] = {
     OperatorAction.REPAIR: _repair,
     OperatorAction.EVICT: _evict,
     OperatorAction.READMIT: _readmit,
+    OperatorAction.FORGET: forgetting.forget_node,
 }

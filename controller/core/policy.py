@@ -199,6 +199,14 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Score at which a node goes to repair instead of back: an eviction or a relapse on probation counts 1, a failed
     probe half of that."""
 
+    # what is forgotten
+    forget_nodes_after_s: float = 30 * 86400.0
+    """Seconds for which a node was not heard after which it is forgotten, where no person has a say in it (held, in
+    repair, computed wrongly). Longer knows again who was away for long, shorter keeps the list short. 0: never."""
+    forget_jobs_after_s: float = 30 * 86400.0
+    """Seconds after a job's end after which it is forgotten, with its rosters and versions. Generation numbers begin
+    anew for a job that is run under its name later. 0: never."""
+
     # versions
     version_window: int = 64
     """Versions of a job followed at once; older unfinished ones are given up."""

@@ -13,6 +13,8 @@ from controller.core import casebook
 from controller.core.effects import (
     Audit,
     AuditEntry,
+    DropJob,
+    DropNode,
     Effect,
     PutFleet,
     PutJob,
@@ -155,6 +157,16 @@ class Turn:
     def job_changed(self, job: str) -> None:
         self._jobs[job] = None
 
+    def node_forgotten(self, node: str) -> None:
+        """The state knows the node no more."""
+        self._nodes.pop(node, None)
+        self.emit(DropNode(node))
+
+    def job_forgotten(self, job: str) -> None:
+        """The state knows the job no more."""
+        self._jobs.pop(job, None)
+        self.emit(DropJob(job))
+
     def changed(self) -> tuple[list[NodeId], list[JobId]]:
         """Nodes and jobs whose records changed so far."""
         return list(self._nodes), list(self._jobs)
@@ -255,7 +267,7 @@ def _by_subject(reads: Iterable[Read]) -> dict[tuple[type, str], deque[Any]]:
 
 def push_deadline(state: FleetState, due: float, kind: str, subject: str) -> None:
     """Queues a hint to look at ``subject``: ``silence`` or ``node`` of a node, ``job``, ``probe``; or at what it says
-    itself: ``correlation``, ``reunion``, ``held``."""
+    itself: ``correlation``, ``reunion``, ``held``, ``retention``."""
     if (due, kind, subject) in state.queued:
         return
     state.queued.add((due, kind, subject))

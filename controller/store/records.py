@@ -158,6 +158,8 @@ class Batch(msgspec.Struct, kw_only=True):
     finding's document, or to nothing where it stands no more. ``pruned`` maps a node to the
     directive number up to which it has everything; ``dropped`` are nodes and numbers of directives that newer ones made
     pointless; ``marks`` maps (node, incarnation) to its newest report number.
+    ``forgotten_nodes`` and ``forgotten_jobs`` are deleted with all that is kept for them alone, before anything is
+    written: what is written of one of them came after.
     ``number`` is the store's: one more than that of the batch before, so that none is applied twice.
     """
 
@@ -180,12 +182,18 @@ class Batch(msgspec.Struct, kw_only=True):
     credentials: dict[str, CredentialRow] = msgspec.field(default_factory=dict)
     remedies: dict[str, RemedyRow] = msgspec.field(default_factory=dict)
     findings: list[FindingRow] = msgspec.field(default_factory=list)
+    forgotten_nodes: dict[str, None] = msgspec.field(default_factory=dict)
+    forgotten_jobs: dict[str, None] = msgspec.field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return self.fleet is not None or any(len(getattr(self, name)) > 0 for name in (*_KEYED, *_LISTED))
 
     def absorb(self, later: Batch) -> None:
         """Adds what came after, as if both had been one transaction from the start."""
+        for node in later.forgotten_nodes:
+            self.forget_node(node)
+        for job in later.forgotten_jobs:
+            self.forget_job(job)
         self.fleet = later.fleet if later.fleet is not None else self.fleet
         for name in _LISTED:
             getattr(self, name).extend(getattr(later, name))
@@ -201,6 +209,25 @@ class Batch(msgspec.Struct, kw_only=True):
             row for row in self.outbox if row.seq > self.pruned.get(row.node, -1) and (row.node, row.seq) not in dropped
         ]
 
+    def forget_node(self, node: str) -> None:
+        """The node is deleted, and nothing that was to be written of it is."""
+        self.forgotten_nodes[node] = None
+        self.nodes.pop(node, None)
+        self.pruned.pop(node, None)
+        self.standing = {place: doc for place, doc in self.standing.items() if place[0] != node}
+        self.marks = {place: through for place, through in self.marks.items() if place[0] != node}
+        self.verdicts = [row for row in self.verdicts if row.node != node]
+        self.outbox = [row for row in self.outbox if row.node != node]
+        self.dropped = [place for place in self.dropped if place[0] != node]
+
+    def forget_job(self, job: str) -> None:
+        """The same of a job."""
+        self.forgotten_jobs[job] = None
+        self.jobs.pop(job, None)
+        self.versions = {place: row for place, row in self.versions.items() if place[0] != job}
+        self.generations = [row for row in self.generations if row.job != job]
+        self.recoveries = [row for row in self.recoveries if row.job != job]
+
     def size(self) -> int:
         """About how many bytes of memory it holds."""
         texts = [self.fleet or "", *self.nodes.values(), *self.standing.values(), *self.jobs.values()]
@@ -212,7 +239,7 @@ class Batch(msgspec.Struct, kw_only=True):
 
 
 _REPLACED = ("nodes", "standing", "jobs", "pruned", "marks", "credentials", "remedies")
-_KEYED = (*_REPLACED, "versions")
+_KEYED = (*_REPLACED, "versions", "forgotten_nodes", "forgotten_jobs")
 _LISTED = ("generations", "recoveries", "verdicts", "audit", "outbox", "dropped", "poisoned", "findings")
 _ROW_BYTES = 400
 """Of an object's own in memory, beside its text."""

@@ -161,6 +161,7 @@ def _set_meta(connection: Connection, key: str, value: int) -> None:
 
 def _write(connection: Connection, batch: Batch, lives: dict[str, int]) -> None:
     """``lives``: which life each node's newest mark was of."""
+    _forget(connection, batch, lives)
     upsert(connection, tables.nodes, [{"node": node, "doc": doc} for node, doc in batch.nodes.items()])
     _write_standing(connection, batch.standing)
     upsert(connection, tables.jobs, [{"job": job, "doc": doc} for job, doc in batch.jobs.items()])
@@ -194,6 +195,18 @@ _DROP_OUTBOX = delete(tables.outbox).where(
 _PRUNE_MARKS = delete(tables.report_marks).where(
     and_(tables.report_marks.c.node == bindparam("of"), tables.report_marks.c.incarnation < bindparam("last"))
 )
+
+
+def _forget(connection: Connection, batch: Batch, lives: dict[str, int]) -> None:
+    """Deletes what is known no more. History by time (audit log, findings, remedies) goes by its age."""
+    nodes, jobs = list(batch.forgotten_nodes), list(batch.forgotten_jobs)
+    of_nodes = (tables.nodes, tables.standing_findings, tables.verdicts, tables.outbox, tables.report_marks)
+    for table in of_nodes if nodes else ():
+        connection.execute(delete(table).where(table.c.node.in_(nodes)))
+    for table in (tables.jobs, tables.generations, tables.recoveries, tables.versions) if jobs else ():
+        connection.execute(delete(table).where(table.c.job.in_(jobs)))
+    for node in nodes:
+        lives.pop(node, None)
 
 
 def _write_standing(connection: Connection, standing: dict[tuple[str, str], str]) -> None:

@@ -189,6 +189,12 @@ def repair(context: typer.Context, node: NodeName, reason: Reason) -> None:
     _order(context, f"/v1/nodes/{node}/repair", op.Because(reason=reason))
 
 
+@node_app.command()
+def forget(context: typer.Context, node: NodeName, reason: Reason) -> None:
+    """Drop a node that is gone for good, with all that is known of it."""
+    _order(context, f"/v1/nodes/{node}/forget", op.Because(reason=reason))
+
+
 @app.command()
 def jobs(context: typer.Context, as_json: Json = False) -> None:
     """All jobs and how far they are."""

@@ -29,7 +29,5 @@ def test_a_small_fleet_registers_trains_fails_and_storms_with_nothing_lost(tmp_p
     assert rows["100 of 300 nodes failing at once: decided, all"] is not None
     said = {kind: rows[f"100 of 300 nodes failing at once: first verdict {kind}"] for kind in JUDGEMENTS}
     assert sum(said.values()) == 100
-    assert min(said.values()) > 0, (
-        "some leave within the budget, some are held, some are too many"
-    )
+    assert min(said.values()) > 0, "some leave within the budget, some are held, some are too many"
     assert rows["resident memory"] > 0

@@ -120,6 +120,7 @@ class Database:
     def _apply(self, batch: Batch) -> None:
         if batch.fleet is not None:
             self._fleet = batch.fleet
+        self._forget(batch)
         self._nodes |= batch.nodes
         self._standing |= batch.standing
         self._jobs |= batch.jobs
@@ -146,6 +147,18 @@ class Database:
         for (node, life), through in batch.marks.items():
             self.marks = {k: v for k, v in self.marks.items() if k[0] != node or k[1] >= life}
             self.marks[node, life] = through
+
+    def _forget(self, batch: Batch) -> None:
+        for node in batch.forgotten_nodes:
+            self._nodes.pop(node, None)
+            self._outbox.pop(node, None)
+            self._standing = {place: doc for place, doc in self._standing.items() if place[0] != node}
+            self._verdicts = {name for name in self._verdicts if name.rpartition("-")[0] != node}
+            self.marks = {place: through for place, through in self.marks.items() if place[0] != node}
+        for job in batch.forgotten_jobs:
+            self._jobs.pop(job, None)
+            self.generations = {place: row for place, row in self.generations.items() if place[0] != job}
+            self._versions = {place: row for place, row in self._versions.items() if place[0] != job}
 
     def _audit(self, rows: list[AuditRow]) -> None:
         for row in rows:

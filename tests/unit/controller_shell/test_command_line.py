@@ -322,6 +322,11 @@ def test_maintenance_is_ordered_for_a_while(run: Any) -> None:
     assert run("node", "readmit", "n3", "--reason", "done early").exit_code == 0
 
 
+def test_a_node_that_is_there_is_not_forgotten(run: Any) -> None:
+    refused = run("node", "forget", "n3", "--reason", "gone")
+    assert (refused.exit_code, "end its agent first" in refused.stderr) == (1, True)
+
+
 def test_no_controller_there_is_said_with_status_2(tmp_path: Path) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from starlette.testclient import TestClient
 from controller import metrics
 from controller.api.routes import AGENT
 from controller.api.routes import OPERATOR as OPERATOR_ROUTES
+from controller.core.policy import CorePolicy
 from everstep.tokens import TokenRole
 from everstep.vocabulary import Decision, JobState, NodeState, Verdict
+from everstep.wire.v1 import history as past
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.training import FindingRaised, ProbeFinished, RankLost, UserError
 from tests.support.controllers import (
@@ -321,3 +324,33 @@ def test_every_metric_is_in_the_table_that_dashboards_are_written_from(client: T
     rows = (line.split() for line in (metrics.__doc__ or "").splitlines() if line.startswith("everstep_controller_"))
     written = {row[0].partition("{")[0]: row[1] for row in rows}
     assert exposed == written
+
+
+HASTY = msgspec.structs.replace(
+    CorePolicy.lab(), suspect_after_s=1.1, suspect_at_most_s=1.1, dead_after_s=1.2, disconnect_grace_s=1.0
+)
+
+
+def test_a_forgotten_node_is_gone_from_every_list_and_from_the_database_too(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'c.db'}"
+    with TestClient(InProcess(url, policy=HASTY)) as client:
+        gone, stays = fleet(client, "n1", "n2")
+        gone.report(FindingRaised(finding=FELL_OFF))
+        path = "/v1/nodes/n1/forget"
+        assert refusal(client, path, BECAUSE).status == 409
+        stale = client.get("/v1/nodes/n1", headers=VIEWER).headers["etag"]
+        deadline = time.perf_counter() + 30
+        while not get(client, "/v1/events?node=n1&kind=node.lost", op.EventList).events:
+            assert time.perf_counter() < deadline
+            stays.beat(findings=())
+        assert refusal(client, path, BECAUSE, OPERATOR | {"If-Match": stale}).status == 412
+        tag = client.get("/v1/nodes/n1", headers=VIEWER).headers["etag"]
+        changed = post(client, path, BECAUSE, op.Changed, OPERATOR | {"If-Match": tag})
+        assert "ordered to forget n1: a smell of smoke" in changed.sentence
+        assert [one.node for one in get(client, "/v1/nodes", op.NodeList).nodes] == ["n2"]
+        assert refusal(client, path, BECAUSE).status == 404
+    with TestClient(InProcess(url, policy=HASTY)) as client:
+        assert [one.node for one in get(client, "/v1/nodes", op.NodeList).nodes] == ["n2"]
+        assert get(client, "/v1/verdicts?node=n1", past.VerdictList).verdicts == ()
+        kinds = [event.kind for event in get(client, "/v1/audit?node=n1", op.EventList).events]
+        assert kinds == ["operator.forget"]

@@ -118,7 +118,7 @@ def test_what_a_crash_cut_off_does_not_hide_what_came_before(fleet: JournaledFle
 
 
 def test_old_segments_go_first_and_the_one_being_written_never(tmp_path: Path) -> None:
-    fleet = JournaledFleet(tmp_path / "journal", segment_bytes=1500, most_bytes=6000)
+    fleet = JournaledFleet(tmp_path / "journal", segment_bytes=1500, most_bytes=8000)
     fleet.start(4)
     for step in range(5, 80):
         fleet.seal(step)
@@ -126,7 +126,7 @@ def test_old_segments_go_first_and_the_one_being_written_never(tmp_path: Path) -
         fleet.advance(3.0, "n1", "n2", "n3", "n4")
     fleet.journal.close()
     found = segments(tmp_path / "journal")
-    assert sum(path.stat().st_size for path in found[:-1]) <= 6000
+    assert sum(path.stat().st_size for path in found[:-1]) <= 8000
     assert int(found[0].name[:15]) / 1000 > START
 
 
