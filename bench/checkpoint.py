@@ -50,7 +50,7 @@ def parts(crew: Crew, options: argparse.Namespace) -> list[tuple[str, Callable[[
     if not options.no_peers:
         found.append(("peers", lambda: peers.rows(crew, one, repeats, slow=not options.quick)))
     found += [(f"double kills, r = {r}", lambda r=r: losses.rows(options.kills, r)) for r in (2, 3)]  # type: ignore[misc]
-    found.append(("double kills, parity", parity))
+    found.append(("double kills, parity", lambda: losses.parity_rows(options.kills)))
     return [part for part in found if not options.only or options.only in part[0]]
 
 
@@ -61,11 +61,6 @@ def gpu() -> list[Row]:
         Row("GPU: blocked by a snapshot, against the step", None, "%", against=why),
         Row("GPU: copy against the PCIe limit", None, "%", against=why),
     ]
-
-
-def parity() -> list[Row]:
-    """What is not there."""
-    return [Row("double kills, parity groups: committed versions lost", None, "", 0, 0, "no parity groups yet")]
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -19,11 +19,13 @@ from types import TracebackType
 
 from torch.distributed import TCPStore
 
+from controller.core.parity_groups import form_groups
 from controller.core.placement import Site, place_replicas
 from everstep.framing import FrameDecoder, encode_frame
 from everstep.ids import Version
 from everstep.vocabulary import GenerationReason
 from everstep.wire.v1 import local
+from everstep.wire.v1.parity import Protection
 from everstep.wire.v1.training import GenerationSpec, Holder, JobSpec, RestoreRule
 
 JOB = "bench"
@@ -148,8 +150,16 @@ class Fleet:
             shutil.rmtree(folder, ignore_errors=True)
         atexit.unregister(self.end)
 
-    def generation(self, nodes: Sequence[str], replicas: int, floor: Version | None = None) -> GenerationSpec:
-        """The next generation, one rank on each of ``nodes``, told to all vaults. ``floor``: what was committed."""
+    def generation(
+        self,
+        nodes: Sequence[str],
+        replicas: int,
+        floor: Version | None = None,
+        parity: int = 0,
+        protection: Protection | None = None,
+    ) -> GenerationSpec:
+        """The next generation, one rank on each of ``nodes``, told to all vaults. ``floor``: what was committed;
+        ``protection``: what parity keeps."""
         self.number += 1
         holders = tuple(Holder(node=vault.node, vault=vault.address) for vault in self.vaults.values())
         sites = {node: Site(rack=node) for node in nodes}
@@ -162,17 +172,38 @@ class Fleet:
             seats=tuple(nodes),
             store=f"127.0.0.1:{self.store.port}",
             store_node=nodes[0],
-            restore=RestoreRule(scratch=floor is None, floor=floor),
+            restore=RestoreRule(scratch=floor is None, floor=floor, protection=protection),
             holders=holders,
             replica_nodes=place_replicas(nodes, sites, replicas),
             secret=SECRET,
-            spec=JobSpec(job=JOB, max_nodes=len(nodes), replicas=replicas, digest_interval=DIGEST_INTERVAL),
+            spec=JobSpec(
+                job=JOB, max_nodes=len(nodes), replicas=replicas, digest_interval=DIGEST_INTERVAL, parity=parity
+            ),
             issued_at=0.0,
         )
         for vault in self.vaults.values():
             said = local.Configure(request=1, job=JOB, generation=self.number, secret=SECRET, holders=holders)
             vault.ask(said)
         return spec
+
+    def protect(self, version: Version, nodes: Sequence[str], parity: int) -> Protection:
+        """Has P and Q of a version made, for groups as the controller forms them.
+
+        Raises RuntimeError where a vault refuses, or P and Q of a group are of different bytes.
+        """
+        grouping = form_groups(nodes, {node: Site(rack=node) for node in nodes}, parity)
+        protection = Protection(version=version, seats=tuple(nodes), nproc_per_node=1, groups=grouping.groups)
+        for group in protection.shards():
+            made = [
+                self.vaults[home].ask(
+                    local.Protect(request=1, job=JOB, generation=self.number, version=version, group=group)
+                )
+                for home in group.parity
+            ]
+            members = {one.members for one in made if isinstance(one, local.Protected)}
+            if len(members) != 1:
+                raise RuntimeError(f"P and Q of group {group.group} do not belong together: {made}")
+        return protection
 
     def sockets(self, nodes: Sequence[str]) -> list[str]:
         return [self.vaults[node].socket for node in nodes]

@@ -11,7 +11,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ from bench.checkpoint_rows.fleet import Fleet
 from bench.table import Row
 from everstep.errors import NotRestorable
 from everstep.ids import Version
+from everstep.wire.v1.parity import Protection
 from everstep.wire.v1.training import GenerationSpec, Sealed
 from trainer_hooks.restore import Restoration
 from trainer_hooks.snapshot.snapshotter import Snapshotter
@@ -31,7 +32,12 @@ from trainer_hooks.state import TrackedState
 from trainer_hooks.vault_client import VaultClient
 
 NODES = tuple(f"n{number}" for number in range(1, 7))
+EIGHT = tuple(f"n{number}" for number in range(1, 9))
+"""Two groups of four, each with its parity in the other."""
+PARITY = 4
 ELEMENTS = 16 << 10
+LARGE_ELEMENTS = 4 << 20
+"""16 MiB, so that the last of the stripes of 256 KiB, which parity has whole, weighs little."""
 COMMITTED, NEXT = 1, 2
 SEAL_S, RESTORE_S = 30.0, 90.0
 MOMENT_S = 0.02
@@ -51,11 +57,11 @@ class Outcome:
 class Held(nn.Module):
     """What one rank alone holds, and what it must be at a step."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, elements: int = ELEMENTS) -> None:
         super().__init__()
         self.rank = rank
         self.held: torch.Tensor
-        self.register_buffer("held", torch.zeros(ELEMENTS))
+        self.register_buffer("held", torch.zeros(elements))
 
     def become(self, generation: int, step: int) -> None:
         self.held.copy_(self._at(generation, step))
@@ -65,17 +71,19 @@ class Held(nn.Module):
         assert torch.equal(self.held, expected), f"rank {self.rank} restored other bytes as {version}"
 
     def _at(self, generation: int, step: int) -> torch.Tensor:
-        return torch.arange(ELEMENTS, dtype=torch.float32) + self.rank + 10 * step + 100 * generation
+        return torch.arange(self.held.numel(), dtype=torch.float32) + self.rank + 10 * step + 100 * generation
 
 
-def double_kills(kills: int, replicas: int, seed: int = 1) -> Outcome:
-    """Kills of two random nodes at random moments, with ``replicas`` copies of each byte."""
+def double_kills(kills: int, replicas: int, seed: int = 1, parity: int = 0) -> Outcome:
+    """Kills of two random nodes at random moments, with ``replicas`` copies of each byte, and where there are
+    ``parity`` members to a group also parity of what was committed."""
     chance, outcome = random.Random(seed), Outcome()
-    with _quiet(), Fleet(NODES) as fleet:
-        clients = {node: VaultClient(fleet.vaults[node].socket) for node in NODES}
+    nodes = EIGHT if parity else NODES
+    with _quiet(), Fleet(nodes) as fleet:
+        clients = {node: VaultClient(fleet.vaults[node].socket) for node in nodes}
         try:
             for _ in range(kills):
-                _kill_two(fleet, clients, replicas, chance, outcome)
+                _kill_two(fleet, clients, replicas, parity, chance, outcome)
         finally:
             for client in clients.values():
                 client.close()
@@ -95,17 +103,31 @@ def _quiet() -> Iterator[None]:
 
 
 def _kill_two(
-    fleet: Fleet, clients: dict[str, VaultClient], replicas: int, chance: random.Random, outcome: Outcome
+    fleet: Fleet,
+    clients: dict[str, VaultClient],
+    replicas: int,
+    parity: int,
+    chance: random.Random,
+    outcome: Outcome,
 ) -> None:
-    spec = fleet.generation(NODES, replicas)
-    victims = tuple(sorted(chance.sample(NODES, 2)))
-    _train(spec, clients, lambda: fleet.lose(*victims), victims, chance.uniform(0, MOMENT_S))
+    nodes = tuple(clients)
+    spec = fleet.generation(nodes, replicas, parity=parity)
+    victims = tuple(sorted(chance.sample(sorted(nodes), 2)))
+    committed = Version(spec.number, COMMITTED)
+    kept: list[Protection] = []
+
+    def safe(_: int) -> None:
+        if parity:
+            kept.append(fleet.protect(committed, nodes, parity))
+
+    _train(spec, clients, safe, lambda: fleet.lose(*victims), victims, chance.uniform(0, MOMENT_S))
     fleet.start(*victims)
     for node in victims:
-        clients.pop(node).close()
+        clients[node].close()
         clients[node] = VaultClient(fleet.vaults[node].socket)
-    committed = Version(spec.number, COMMITTED)
-    restored = _restore(fleet.generation(NODES, replicas, floor=committed), clients)
+    protection = kept[0] if kept else None
+    again = fleet.generation(nodes, replicas, floor=committed, parity=parity, protection=protection)
+    restored = _restore(again, clients)
     outcome.killed.append(victims)
     if restored is None:
         outcome.lost.append(victims)
@@ -115,18 +137,25 @@ def _kill_two(
 
 
 def _train(
-    spec: GenerationSpec, clients: dict[str, VaultClient], lose: Any, victims: tuple[str, ...], at_s: float
+    spec: GenerationSpec,
+    clients: dict[str, VaultClient],
+    committed: Callable[[int], None],
+    lose: Any,
+    victims: tuple[str, ...],
+    at_s: float,
+    elements: int = ELEMENTS,
 ) -> None:
-    """All ranks commit a version and begin the next; ``at_s`` later the victims are gone."""
-    store, changed, safe = dist.HashStore(), threading.Condition(), set[int]()
+    """All ranks commit a version, which ``committed`` is told of with its bytes, and begin the next; ``at_s`` later the
+    victims are gone."""
+    store, changed, safe = dist.HashStore(), threading.Condition(), dict[int, int]()
 
     def hear(report: Sealed) -> None:
         with changed:
             if report.version.step == COMMITTED and report.kept and report.safe:
-                safe.add(report.rank)
+                safe[report.rank] = report.bytes
             changed.notify_all()
 
-    models = [Held(member.rank) for member in spec.roster]
+    models = [Held(member.rank, elements) for member in spec.roster]
     snapshotters = []
     for member, model in zip(spec.roster, models, strict=True):
         state = TrackedState({"model": model})
@@ -135,7 +164,8 @@ def _train(
     try:
         _begin(snapshotters, COMMITTED)
         with changed:
-            assert changed.wait_for(lambda: len(safe) == len(NODES), SEAL_S), f"only {safe} of all ranks are safe"
+            assert changed.wait_for(lambda: len(safe) == len(models), SEAL_S), f"only {safe} of all ranks are safe"
+        committed(sum(safe.values()))
         for model in models:
             model.become(spec.number, NEXT)
         _begin(snapshotters, NEXT)
@@ -200,3 +230,36 @@ def rows(kills: int, replicas: int) -> list[Row]:
         Row(f"{name}: committed versions lost", len(outcome.lost), "", 0, 0, against),
         Row(f"{name}: restored the version on its way", outcome.newer, ""),
     ]
+
+
+def parity_rows(kills: int) -> list[Row]:
+    """The same without a copy of anything, but parity of what was committed; and what that takes."""
+    outcome = double_kills(kills, replicas=1, parity=PARITY)
+    name = f"{len(outcome.killed)} double kills, parity {PARITY} + 2 and no copies"
+    share = parity_share()
+    return [
+        Row(f"{name}: committed versions lost", len(outcome.lost), "", 0, 0, "real vaults, eight failure domains"),
+        Row(f"{name}: restored the version on its way", outcome.newer, ""),
+        Row(f"parity {PARITY} + 2: memory of P and Q, against the state", share, "x", 0.51, 0.5, "a copy: 1x"),
+    ]
+
+
+def parity_share() -> float:
+    """Bytes of P and Q of a version, against those of its shards, as vaults count what they made."""
+    sealed: list[int] = []
+    with _quiet(), Fleet(EIGHT) as fleet:
+        clients = {node: VaultClient(fleet.vaults[node].socket) for node in EIGHT}
+        spec = fleet.generation(EIGHT, 1, parity=PARITY)
+        version = Version(spec.number, COMMITTED)
+
+        def safe(nbytes: int) -> None:
+            fleet.protect(version, EIGHT, PARITY)
+            sealed.append(nbytes)
+
+        try:
+            _train(spec, clients, safe, lambda: None, (), 0.0, LARGE_ELEMENTS)
+        finally:
+            for client in clients.values():
+                client.close()
+        made = sum(vault.statistics().counters["parity_bytes"] for vault in fleet.vaults.values())
+    return made / sealed[0]
