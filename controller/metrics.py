@@ -43,6 +43,12 @@ everstep_controller_job_step_seconds{job}                gauge      slowest rank
 everstep_controller_job_loss{job}                        gauge      newest loss reported by the lowest rank
 everstep_controller_job_committed_step{job}              gauge      step of the newest committed version
 everstep_controller_job_verified_step{job}               gauge      step of the newest verified version
+everstep_controller_job_protected_step{job}              gauge      step of the version that parity keeps
+everstep_controller_job_protect_failures{job}            gauge      versions in a row whose parity was not made
+everstep_controller_job_stored_step{job}                 gauge      step of the newest checkpoint on storage
+everstep_controller_job_stored_seconds{job}              gauge      when that was whole, unix time
+everstep_controller_job_spilling{job}                    gauge      1 while a version is on its way to storage
+everstep_controller_job_spills_lost{job}                 gauge      versions that were to be written there, and given up
 everstep_controller_recoveries_total{job,reason}         counter    generations after the first that came to step
 everstep_controller_recovery_seconds{reason}             histogram  decision to the last rank's first step
 everstep_controller_user_errors_total{job}               counter    exceptions of a training function's own
@@ -197,6 +203,7 @@ class FleetCollector(Collector):
         yield from self._fleet(desk.state, desk.outbox)
         yield from self._evictions(desk.state)
         yield from _jobs(self._jobs_seen)
+        yield from _kept(desk.state)
 
     def _database(self) -> Iterator[Metric]:
         away = self._desk.away()
@@ -250,6 +257,46 @@ def _jobs(summaries: list[JobSummary]) -> Iterator[Metric]:
             "job_verified_step",
             "Step of the newest verified version.",
             {s.job: s.verified.step if s.verified else None for s in summaries},
+        ),
+    )
+    for name, text, values in columns:
+        yield _gauge_by(name, text, "job", values)
+
+
+def _kept(state: FleetState) -> Iterator[Metric]:
+    """What jobs keep beyond copies in memory: by parity, and on storage."""
+    jobs = {name: job for name, job in state.jobs.items() if job.spec.spill is not None or job.stored}
+    parity = {name: job for name, job in state.jobs.items() if job.spec.parity}
+    columns: tuple[tuple[str, str, dict[str, float | None]], ...] = (
+        (
+            "job_stored_step",
+            "Step of the newest checkpoint on storage.",
+            {name: job.stored[-1].version.step if job.stored else None for name, job in jobs.items()},
+        ),
+        (
+            "job_stored_seconds",
+            "When the newest checkpoint on storage was whole, unix time.",
+            {name: job.stored[-1].at if job.stored else None for name, job in jobs.items()},
+        ),
+        (
+            "job_spilling",
+            "1 while a version is on its way to storage.",
+            {name: float(job.spilling is not None) for name, job in jobs.items()},
+        ),
+        (
+            "job_spills_lost",
+            "Versions that were to be written to storage, and were given up.",
+            {name: float(job.spills_lost) for name, job in jobs.items()},
+        ),
+        (
+            "job_protected_step",
+            "Step of the version that parity keeps.",
+            {name: job.shielded.protection.version.step if job.shielded else None for name, job in parity.items()},
+        ),
+        (
+            "job_protect_failures",
+            "Versions in a row whose parity was not made.",
+            {name: float(job.protect_failures) for name, job in parity.items()},
         ),
     )
     for name, text, values in columns:

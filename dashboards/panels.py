@@ -145,6 +145,14 @@ JOB = (
         ),
     ),
     Panel(
+        "Beyond memory",
+        "Step of the version that parity keeps, and of the newest checkpoint on storage.",
+        (
+            (_job("job_protected_step"), "parity {{job}}"),
+            (_job("job_stored_step"), "storage {{job}}"),
+        ),
+    ),
+    Panel(
         "Recoveries",
         "Generations per hour, by reason.",
         ((f'sum by (reason) (increase({C}recoveries_total{{job=~"$job"}}[1h]))', "{{reason}}"),),

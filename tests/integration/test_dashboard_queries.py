@@ -34,8 +34,8 @@ pytestmark = [
 ]
 
 RULES = Path(__file__).parents[2] / "dashboards" / "prometheus" / "everstep.rules.yml"
-NOTHING_OF_THE_KIND = ("shed_total", "ignored_total", "xids_total")
-"""Counters by label that have no series before the first of their kind."""
+NOTHING_OF_THE_KIND = ("shed_total", "ignored_total", "xids_total", "job_protected_step", "job_stored_step")
+"""What has no series before the first of its kind: counters by label, and jobs that ask for parity or storage."""
 
 
 def configuration(folder: Path, controller: str, agent: str, viewer: Path, agents: Path) -> Path:
