@@ -1,0 +1,179 @@
+"""Every participant of the commit protocol dies at every point of it, alone and with another; what is restored then is
+whole, and one version of all ranks: each step leaves behind, to the last bit, what it leaves where nobody dies.
+
+Two nodes, whose vaults hold copies of each other's ranks. In the moment of each death both ranks are killed as well, so
+that everything comes from the vaults. Some of each are drawn: ``EVERSTEP_PROTOCOL_POINTS`` and
+``EVERSTEP_PROTOCOL_PAIRS`` say how many (``all`` of them), ``EVERSTEP_PROTOCOL_SEED`` draws others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import tempfile
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.demo.world import Node, World, wait_for
+from tests.support.dying import FOLDER, POINTS, Point, file_name
+from tests.support.exact_training import read_diaries
+from tests.support.torture import Progress
+
+ROOT = Path(__file__).resolve().parents[2]
+NODES = ["n1", "n2"]
+AHEAD, ON = 20, 3
+"""How many steps are allowed at a time, and how many have to follow upon a death."""
+SEED = int(os.environ.get("EVERSTEP_PROTOCOL_SEED", "7"))
+SINGLES = os.environ.get("EVERSTEP_PROTOCOL_POINTS", "3")
+PAIRS = os.environ.get("EVERSTEP_PROTOCOL_PAIRS", "1")
+Round = tuple[tuple[Point, str], ...]
+
+pytestmark = pytest.mark.slow
+
+
+def draw(seed: int, together: int, wanted: str) -> list[Round]:
+    """Rounds in which so many die ``together``, each at a node that is drawn."""
+    chance = random.Random(seed)
+    every = list(combinations(POINTS, together))
+    chosen = every if wanted == "all" else chance.sample(every, int(wanted))
+    return [tuple((point, chance.choice(NODES)) for point in points) for points in chosen]
+
+
+class Run:
+    """The two nodes and their controller; who dies is started again as a service manager would."""
+
+    def __init__(self, folder: Path, world: World) -> None:
+        self.folder = folder
+        self.world = world
+        self.allowed = 0
+        self.progress = Progress(folder, len(NODES))
+        self._allow(0)
+        world.start_controller()
+        for node in world.nodes.values():
+            node.boot(vault_outlives=True)
+        for node in world.nodes.values():
+            wait_for(lambda node=node: node.booted, f"the agent of {node.name} is up")
+            node.join(self._launch(node))
+
+    def _launch(self, node: Node) -> list[str]:
+        command = ["-m", "trainer_hooks.launch", "--nnodes", "2", "--job", "protocol", "--standby-delay-s", "0.1"]
+        command += ["--max-restarts", "1000", "--local-addr", "127.0.0.1", "--agent-socket", str(node.agent_socket)]
+        command += ["--hang-threshold-s", "60", "--die-with-parent"]
+        return [*command, "-m", "tests.support.shared_training", str(self.folder)]
+
+    def strike(self, victims: Round) -> None:
+        """All of them die, each at its point, and the ranks with the last; then the run goes on."""
+        files = [self.folder / file_name(point, node) for point, node in victims]
+        for file in files:
+            file.touch()
+        names = ", ".join(file.name for file in files)
+        self._until(lambda: not any(map(Path.exists, files)), f"the deaths of {names}")
+        self._kill_ranks()
+        self.reach(self.progress.finished() + ON, f"steps after the deaths of {names}")
+
+    def reach(self, step: int, what: str) -> None:
+        self._until(lambda: self.progress.finished() >= step, f"{what}, up to {step}")
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Ends the job after the step that nobody may go beyond yet."""
+        (self.folder / "last").write_text(str(self.allowed))
+        self._allow(self.allowed + 1)
+        launchers = [node.launcher for node in self.world.nodes.values()]
+        self._until(lambda: all(one is not None and one.poll() is not None for one in launchers), "the job's end")
+        assert [one.returncode for one in launchers if one is not None] == [0, 0], self.said()
+        return read_diaries(self.folder)
+
+    def _kill_ranks(self) -> None:
+        for node in self.world.nodes.values():
+            for pid in node.processes():
+                if _comm(pid).startswith("everstep-rank"):
+                    _kill(pid)
+
+    def _until(self, condition: Any, what: str) -> None:
+        def holds() -> bool:
+            self._start_again()
+            if not (self.folder / "last").exists():
+                self._allow(self.progress.finished() + AHEAD)
+            return bool(condition())
+
+        try:
+            wait_for(holds, what)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}\n{self.said()}") from error
+
+    def _start_again(self) -> None:
+        if self.world.controller is None or self.world.controller.poll() is not None:
+            self.world.spawn_controller()
+        for node in self.world.nodes.values():
+            if node.agent is None or node.agent.poll() is not None:
+                node.start_agent(vault_outlives=True)
+
+    def _allow(self, step: int) -> None:
+        self.allowed = max(step, self.allowed)
+        draft = self.folder / "draft"
+        draft.write_text(str(self.allowed))
+        draft.rename(self.folder / "gate")
+
+    def said(self) -> str:
+        logs = sorted(self.world.logs.glob("*.log"))
+        return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-5000:]}" for log in logs)
+
+
+def _comm(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes under test find the points; this one is none of them."""
+    for name in [name for name in os.environ if name.startswith(("EVERSTEP_", "PET_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tests' / 'support' / 'dying_processes'}:{ROOT}")
+
+
+def run_through(rounds: Sequence[Round], monkeypatch: pytest.MonkeyPatch, at_least: int = 0) -> list[dict[str, Any]]:
+    """What the ranks wrote down of a run of ``at_least`` so many steps."""
+    with tempfile.TemporaryDirectory(prefix="everstep-") as name, World(Path(name) / "out", NODES) as world:
+        monkeypatch.setenv(FOLDER, name)
+        run = Run(Path(name), world)
+        for victims in rounds:
+            run.strike(victims)
+        run.reach(at_least, "steps")
+        return run.finish()
+
+
+ROUNDS = draw(SEED, 1, SINGLES) + draw(SEED, 2, PAIRS)
+
+
+@pytest.mark.timeout(150 + 30 * len(ROUNDS))
+def test_whoever_dies_at_whichever_point_what_is_restored_is_one_whole_version(
+    undisturbed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = run_through(ROUNDS, monkeypatch)
+    steps = {row["step"] for row in rows}
+    assert steps == set(range(1, max(steps) + 1))
+    assert len({row["generation"] for row in rows}) > len(ROUNDS)
+    calm = {
+        (row["rank"], row["step"]): (row["state"], row["samples"]) for row in run_through([], monkeypatch, max(steps))
+    }
+    torn = [
+        (row["generation"], row["step"], row["rank"])
+        for row in rows
+        if (row["state"], row["samples"]) != calm[row["rank"], row["step"]]
+    ]
+    assert not torn

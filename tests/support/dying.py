@@ -1,0 +1,162 @@
+"""Processes that end by SIGKILL at a point of the commit protocol, each time a file asks for it.
+
+A process that has ``tests/support/dying_processes`` on its PYTHONPATH, and ``EVERSTEP_TEST_DYING`` (a folder) in its
+environment, looks for a file ``ROLE@NODE.POINT`` in that folder whenever it passes the point, and dies once for it. The
+programs know nothing of this: their functions are wrapped as their modules are imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import inspect
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+FOLDER = "EVERSTEP_TEST_DYING"
+NODE = "DEMO_NODE"
+_ROLES = {"agent.vault.main": "vault", "agent.main": "agent", "controller.main": "controller"}
+
+
+@dataclass(frozen=True)
+class Point:
+    """Before or after a call of ``function`` of ``module`` by a process that plays ``role``; with ``since`` only where
+    a function of that name was called since the last time."""
+
+    name: str
+    role: str
+    module: str
+    function: str
+    after: bool
+    since: str = ""
+
+
+_COMMIT = "_commit"
+POINTS = (
+    Point("filling", "rank", "everstep.slots", "SegmentView.begin", after=True),
+    Point("filled", "rank", "everstep.slots", "SegmentView.seal", after=False),
+    Point("sealed", "rank", "everstep.slots", "SegmentView.seal", after=True),
+    Point("vault-told", "rank", "trainer_hooks.snapshot.reports", "Reports.sealed", after=True),
+    Point("safe", "rank", "trainer_hooks.snapshot.reports", "Reports._report", after=False),
+    Point("agent-told", "rank", "trainer_hooks.snapshot.reports", "Reports._report", after=True),
+    Point("asked-to-copy", "vault", "agent.vault.replicate", "Replicator.replicate", after=False),
+    Point("offered-a-copy", "vault", "agent.vault.receive", "Receiver.begin", after=True),
+    Point("received-bytes", "vault", "agent.vault.receive", "Receiver.part", after=True),
+    Point("copy-whole", "vault", "agent.vault.receive", "Receiver.finish", after=False),
+    Point("copy-sealed", "vault", "agent.vault.receive", "Receiver.finish", after=True),
+    Point("copy-acknowledged", "vault", "agent.vault.send", "Sender.send", after=True),
+    Point("hears-a-seal", "agent", "agent.local_jobs", "LocalJobs._forward", after=False),
+    Point("passed-a-seal-on", "agent", "agent.local_jobs", "LocalJobs._forward", after=True),
+    Point("hears-of-a-commit", "agent", "agent.local_jobs", "LocalJobs._notice", after=False),
+    Point("told-of-a-commit", "agent", "agent.local_jobs", "LocalJobs._notice", after=True),
+    Point("counts-a-seal", "controller", "controller.core.checkpoints", "take_seal", after=False),
+    Point("commits", "controller", "controller.core.checkpoints", _COMMIT, after=True),
+    Point("stores-a-commit", "controller", "controller.store.writer", "Writer.commit", after=False, since=_COMMIT),
+    Point("stored-a-commit", "controller", "controller.store.writer", "Writer.commit", after=True, since=_COMMIT),
+)
+"""In the order of FILLING, SEALED, REPLICATED, COMMITTED; what all ranks agree on is VERIFIED with its commit."""
+
+_passed: set[str] = set()
+
+
+def file_name(point: Point, node: str) -> str:
+    """The file that asks ``node``'s process to die; the controller has no node."""
+    return f"{point.role}@{'' if point.role == 'controller' else node}.{point.name}"
+
+
+def install() -> None:
+    """From now on modules that hold points are wrapped as they are imported."""
+    if FOLDER in os.environ:
+        sys.meta_path.insert(0, _Finder())
+
+
+def _role() -> str:
+    return next((role for module, role in _ROLES.items() if module in sys.orig_argv), "rank")
+
+
+def _pass(point: Point) -> None:
+    if point.since and point.since not in _passed:
+        return
+    asked = os.path.join(os.environ[FOLDER], file_name(point, os.environ.get(NODE, "")))
+    try:
+        os.rename(asked, f"{asked}.struck")
+    except FileNotFoundError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _wrapped(function: Callable[..., Any], points: Sequence[Point]) -> Callable[..., Any]:
+    before, after = ([p for p in points if p.after is late] for late in (False, True))
+
+    def pass_all(some: list[Point]) -> None:
+        for point in some:
+            _pass(point)
+
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def waits(*args: Any, **kwargs: Any) -> Any:
+            pass_all(before)
+            result = await function(*args, **kwargs)
+            pass_all(after)
+            return result
+
+        return waits
+
+    @functools.wraps(function)
+    def calls(*args: Any, **kwargs: Any) -> Any:
+        pass_all(before)
+        result = function(*args, **kwargs)
+        _passed.add(function.__name__)
+        pass_all(after)
+        for point in after:
+            _passed.discard(point.since)
+        return result
+
+    return calls
+
+
+def _wrap(module: ModuleType) -> None:
+    here = [p for p in POINTS if p.module == module.__name__ and p.role == _role()]
+    for name in {p.function for p in here}:
+        owner: Any = module
+        *path, last = name.split(".")
+        for part in path:
+            owner = getattr(owner, part)
+        setattr(owner, last, _wrapped(getattr(owner, last), [p for p in here if p.function == name]))
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        made: ModuleType | None = self._inner.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._inner.exec_module(module)
+        _wrap(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    _wanted = frozenset(p.module for p in POINTS)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in self._wanted:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
