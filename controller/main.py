@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     serve = commands.add_parser("serve", help="run a controller", argument_default=argparse.SUPPRESS)
     serve.add_argument("--listen", metavar="HOST:PORT", help="default 127.0.0.1:7700; port 0 takes any")
+    serve.add_argument("--operators-listen", metavar="HOST:PORT", help="a second door, past the line of agents")
     serve.add_argument("--database", metavar="URL", help="sqlite:///PATH or postgresql://USER:PASSWORD@HOST/NAME")
     serve.add_argument("--database-password-file", metavar="FILE", help="PostgreSQL's password, readable by you only")
     serve.add_argument("--secret-file", metavar="FILE", help="the fleet's secret, readable by you only")
@@ -95,9 +96,12 @@ async def _serve(settings: ControllerSettings) -> int:
     check_certificate(settings)
     engine = await asyncio.to_thread(open_database, _database(settings), migrate=settings.migrate)
     engine.dispose()  # it was for the schema: each leadership has connections of its own
-    listener = listen(settings)
-    address = address_of(listener)
-    warn_of_plain_text(settings, address)
+    listeners = [listen(settings.address)]
+    if (second := settings.operators_address) is not None:
+        listeners.append(listen(second, "operators_listen"))
+    address, *operators = map(address_of, listeners)
+    for place in (address, *operators):
+        warn_of_plain_text(settings, place)
     settings = msgspec.structs.replace(settings, name=settings.name or _own_name(settings, address))
     member = Member(
         settings,
@@ -112,8 +116,8 @@ async def _serve(settings: ControllerSettings) -> int:
     server = Server(server_config(settings, member), member.release)
     member.on_change = server.hang_up
     running.add_done_callback(lambda _task: server.end())
-    announcing = asyncio.create_task(_announce(server, settings, address))
-    await server.serve(sockets=[listener])
+    announcing = asyncio.create_task(_announce(server, settings, address, *operators))
+    await server.serve(sockets=listeners)
     announcing.cancel()
     if settings.ready_file:
         Path(settings.ready_file).unlink(missing_ok=True)
@@ -157,12 +161,14 @@ def _advertised(settings: ControllerSettings, address: str) -> str:
     return f"{scheme}://{settings.advertise or address}"
 
 
-async def _announce(server: uvicorn.Server, settings: ControllerSettings, address: str) -> None:
+async def _announce(server: uvicorn.Server, settings: ControllerSettings, address: str, *operators: str) -> None:
     while not server.started:
         await asyncio.sleep(0.002)  # uvicorn offers no event for it
-    log.info("serving on %s, database %s", address, parse_url(settings.database).render_as_string(hide_password=True))
+    database = parse_url(settings.database).render_as_string(hide_password=True)
+    log.info("serving on %s, database %s", " and ".join((address, *operators)), database)
     if settings.ready_file:
-        write_atomically(Path(settings.ready_file), {"pid": os.getpid(), "address": address})
+        places = zip(("address", "operators_address"), (address, *operators), strict=False)
+        write_atomically(Path(settings.ready_file), {"pid": os.getpid(), **dict(places)})
 
 
 async def _end(running: asyncio.Task[None], settings: ControllerSettings) -> int:

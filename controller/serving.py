@@ -42,9 +42,9 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP
 """A node that lost its power closes nothing: after two minutes without a sign the kernel ends its connection."""
 
 
-def listen(settings: ControllerSettings) -> socket.socket:
-    """A listener where the settings say. Raises ConfigurationError."""
-    host, port = settings.address
+def listen(place: tuple[str, int], setting: str = "listen") -> socket.socket:
+    """A listener at a host and port; ``setting`` says which it is. Raises ConfigurationError."""
+    host, port = place
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -56,7 +56,7 @@ def listen(settings: ControllerSettings) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         raise ConfigurationError(
-            f"cannot listen on {settings.listen}: {error.strerror}; stop what listens there, or give another --listen"
+            f"cannot listen on {host}:{port}: {error.strerror}; stop what listens there, or give another {setting}"
         ) from error
     listener.setblocking(False)
     return listener

@@ -255,6 +255,13 @@ class Crowd:
         for _ in range(window):
             self._open_more()
 
+    def do_return(self) -> None:
+        """Every agent's connection breaks, and all come again at once, as after a controller's death."""
+        for agent in self.agents:
+            self._forget(agent)
+            agent.seq, agent.beat_sent_at, agent.shown = 0, 0.0, False
+        self.do_open(len(self.agents))
+
     def do_join(self, nodes_of_a_job: int) -> int:
         """Launchers of all nodes that have a job offer them. Returns how many."""
         joining = [agent for agent in self.agents if agent.job]

@@ -42,6 +42,7 @@ class Controller:
         self.secret_file.write_text(secrets.token_hex(32))
         file.write_text(settings)
         command = [sys.executable, "-m", "controller.main", "serve", "--listen", "127.0.0.1:0", "--settings", str(file)]
+        command += ["--operators-listen", "127.0.0.1:0"]
         command += ["--database", database or f"sqlite:///{directory / 'controller.db'}"]
         command += ["--secret-file", str(self.secret_file), "--ready-file", str(ready), "--die-with-parent"]
         with (directory / "controller.log").open("wb") as log:
@@ -50,7 +51,8 @@ class Controller:
             if self.process.poll() is not None:
                 raise SystemExit(self.log())
             time.sleep(0.01)
-        self.address = str(json.loads(ready.read_text())["address"])
+        told = json.loads(ready.read_text())
+        self.address, self.operators_address = str(told["address"]), str(told["operators_address"])
         token = mint(self.secret_file.read_bytes().strip(), TokenRole.OPERATOR, "bench")
         self.headers = {"Authorization": f"Bearer {token}"}
 

@@ -11,9 +11,13 @@ from bench.load import faults
 from bench.load.events import Follower
 from bench.load.fleet import POLL_S, Fleet
 from bench.load.statistics import Distribution
+from bench.load.visitors import Visitors
 from bench.table import Row
 
 MIB = 1 << 20
+VISIT_FLOOR_MS = 100.0
+"""What a person does not notice; a load balancer gives a health check a second or more."""
+VISITORS_START_S = 1.0
 FULL_NODES, FULL_INTERVAL_S = 12_500, 1.0
 """100,000 GPUs at the rate for which the fleet's figures are set."""
 
@@ -130,9 +134,7 @@ def storm(fleet: Fleet, nodes: int, per_s: float, seconds: float, calm: Distribu
     fleet.crowds[-1].tell({"do": "storm", "nodes": nodes, "per_s": per_s, "seconds": seconds})
     time.sleep(seconds)
     storming, others = fleet.sample_apart()
-    end = time.perf_counter() + 30
-    while (rest := fleet.crowds[-1].tell({"do": "calm"}))["open"] and time.perf_counter() < end:
-        time.sleep(POLL_S)
+    rest = _until_calm(fleet)
     taken = fleet.controller.metric("everstep_controller_reports_total") - before
     name = f"{nodes} node{'s' if nodes > 1 else ''} at {per_s:g} XIDs/s"
     ratio = others["beats"].quantile(0.99) / max(1e-9, calm.quantile(0.99))
@@ -145,6 +147,57 @@ def storm(fleet: Fleet, nodes: int, per_s: float, seconds: float, calm: Distribu
         Row(f"{name}: others' latency against unloaded", ratio, "x", 2.0, 1.1, against),
         Row(f"{name}: report to its acknowledgement, 99th percentile", _ms(storming["reports"], 0.99), "ms"),
     ]
+
+
+def visits(fleet: Fleet, nodes: int, seconds: float) -> list[Row]:
+    """What people wait at the door that is theirs, and at that of the agents, while nothing happens, while ``nodes``
+    agents report 20 XIDs a second each, and while the whole fleet comes again at once."""
+    controller = fleet.controller
+    own = Visitors(controller.operators_address, controller.secret_file)
+    agents = Visitors(controller.address, controller.secret_file)
+    try:
+        time.sleep(VISITORS_START_S)
+        _waits("", own, agents)
+        time.sleep(seconds)
+        rows = _waits("in calm", own, agents)
+        fleet.crowds[-1].tell({"do": "storm", "nodes": nodes, "per_s": 20.0, "seconds": seconds})
+        time.sleep(seconds)
+        rows += _waits(f"while {nodes} nodes report 20 XIDs/s each", own, agents)
+        _until_calm(fleet)
+        before = fleet.status()["phases"]["shown"]
+        _waits("", own, agents)
+        fleet.all("return")
+        fleet.until("coming again", lambda status: status["phases"]["shown"] >= before + fleet.nodes, 120.0)
+        rows += _waits(f"while {fleet.nodes} nodes come again at once", own, agents)
+    finally:
+        own.end()
+        agents.end()
+    return rows
+
+
+def _waits(when: str, own: Visitors, agents: Visitors) -> list[Row]:
+    return _waited(when, own, VISIT_FLOOR_MS) + _waited(f"{when}, at the agents' door", agents, None)
+
+
+def _waited(when: str, visitors: Visitors, floor: float | None) -> list[Row]:
+    rows = []
+    for path, visit in visitors.sample().items():
+        against = (
+            f"{visit.waits.count} requests, {visit.failed} not answered; longest {visit.waits.largest * 1e3:.0f} ms; "
+            f"the one who asks late by {_ms(visit.lateness, 0.99):.1f} ms"
+        )
+        aim = None if floor is None else floor / 4
+        rows.append(Row(f"GET {path} {when}, 99th percentile", _ms(visit.waits, 0.99), "ms", floor, aim, against))
+    return rows
+
+
+def _until_calm(fleet: Fleet) -> dict[str, int]:
+    """Waits until what the storms reported is acknowledged; their counts."""
+    end = time.perf_counter() + 30
+    while (rest := fleet.crowds[-1].tell({"do": "calm"}))["open"] and time.perf_counter() < end:
+        time.sleep(POLL_S)
+    counts: dict[str, int] = rest
+    return counts
 
 
 def calm(fleet: Fleet, seconds: float) -> Distribution:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 def test_a_small_fleet_registers_trains_fails_and_storms_with_nothing_lost(tmp_path: Path) -> None:
     written = tmp_path / "rows.json"
     command = [sys.executable, "-m", "bench.fleet_load", "--nodes", "300", "--seconds", "2", "--rounds", "2"]
-    command += ["--storm", "--storm-seconds", "2", "--fail", "100", "--json", str(written)]
+    command += ["--storm", "--visits", "--storm-seconds", "2", "--fail", "100", "--json", str(written)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=140)
     assert written.exists(), run.stdout + run.stderr
     rows = {row["name"]: row["value"] for row in json.loads(written.read_text())["rows"]}
@@ -26,6 +26,9 @@ def test_a_small_fleet_registers_trains_fails_and_storms_with_nothing_lost(tmp_p
     assert 0 < rows["ingest latency, median"] <= rows["ingest latency, 99th percentile"]
     assert rows["rank lost, to the push at all 300 nodes of its job, median of 2"] > 0
     assert [value for name, value in rows.items() if ": lost of " in name] == [0, 0]
+    waits = [value for name, value in rows.items() if name.startswith("GET /") and value is not None]
+    assert len(waits) == 12
+    assert min(waits) > 0
     assert rows["100 of 300 nodes failing at once: decided, all"] is not None
     said = {kind: rows[f"100 of 300 nodes failing at once: first verdict {kind}"] for kind in JUDGEMENTS}
     assert sum(said.values()) == 100
