@@ -44,6 +44,7 @@ class FindingKind(StrEnum):
     VAULT_LOST = "vault.lost"
     SLOT_CORRUPT = "vault.slot_corrupt"
     TRANSFER_CORRUPT = "vault.transfer_corrupt"
+    COPIES_MISSING = "vault.copies_missing"
     DIGEST_MISMATCH = "sdc.digest_mismatch"
     PROBE_FAILED = "probe.failed"
     COMPUTE_WRONG = "probe.compute_wrong"
@@ -136,6 +137,7 @@ class GenerationReason(StrEnum):
     STORE_LOST = "store_lost"
     GROWTH = "growth"
     STRAGGLER = "straggler"
+    PLACEMENT = "placement"
     PRIORITY = "priority"
     OPERATOR = "operator"
 

@@ -120,7 +120,20 @@ def _settle(turn: Turn, job: JobRecord, live: JobLive, version: Version, ballot:
     announced = live.candidate in (None, version.step)
     if ballot.safe == ballot.said and announced and job.leaving is None and not turn.state.store_away:
         _commit(turn, job, version, ballot, verified=verified)  # past a boundary, ranks keep what was committed before
+    elif announced and job.leaving is None and job.generation is not None:
+        _count_missing_copies(turn, job.generation, live, ballot)
     return None
+
+
+def _count_missing_copies(turn: Turn, spec: GenerationSpec, live: JobLive, ballot: Ballot) -> None:
+    """By home: versions in a row. A rank that did not keep the version at all says nothing of its homes."""
+    missing: set[str] = set()
+    for rank in ballot.said - ballot.safe:
+        node = spec.node_of(rank)
+        missing.update(home for home in spec.replica_nodes.get(node, ()) if home not in ballot.copies.get(node, ()))
+    live.missed = {home: live.missed.get(home, 0) + 1 for home in sorted(missing)}
+    if max(live.missed.values(), default=0) >= turn.policy.copy_misses:
+        turn.wake(turn.now, "job", spec.job)
 
 
 # --- commits -----------------------------------------------------------------------------------------------------
@@ -129,7 +142,7 @@ def _settle(turn: Turn, job: JobRecord, live: JobLive, version: Version, ballot:
 def _commit(turn: Turn, job: JobRecord, version: Version, ballot: Ballot, *, verified: bool) -> None:
     """Logs ``version`` as durable: every rank keeps it, and its bytes are in as many places as the job asks for."""
     live = turn.state.live_jobs[job.job]
-    live.committed, live.committed_at = version, turn.now
+    live.committed, live.committed_at, live.missed = version, turn.now, {}
     homes = _homes(version, ballot, seats_of(job.generation))
     if job.ceiling is not None or job.homes != homes:
         job.ceiling, job.homes = None, homes

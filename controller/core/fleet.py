@@ -44,6 +44,7 @@ from controller.core.eviction import check_held
 from controller.core.examinations import check_care, check_case, check_probe, probe_reported
 from controller.core.generations import check_boundary, heard_beyond_boundary
 from controller.core.hangs import settle
+from controller.core.homes import check_homes
 from controller.core.progress import is_beyond_boundary, left_in_order, take_progress
 from controller.core.protecting import check_protection, version_protected
 from controller.core.quarantine import PROBE_PASSED, PROBE_SKIPPED
@@ -260,6 +261,7 @@ def _check_job(turn: Turn, job: JobRecord) -> None:
             settle(turn, job)
         check_boundary(turn, job)
         check_candidate(turn, job)
+        check_homes(turn, job)
         check_spill(turn, job)
         check_protection(turn, job)
     jobs.check_job(turn, job)

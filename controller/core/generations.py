@@ -148,16 +148,23 @@ def _spec(turn: Turn, job: JobRecord, cause: Cause, seats: list[str], boundary: 
         store_node=leader,
         restore=checkpoints.restore_rule(turn, job),
         holders=tuple(Holder(node=node, vault=records[node].vault) for node in _holders(turn, job, seats)),
-        replica_nodes=place_replicas(
-            seats,
-            {node: Site.of(records[node]) for node in seats},
-            job.spec.replicas,
-            job.generation.replica_nodes if job.generation is not None else {},
-        ),
+        replica_nodes=placed(turn, job, seats),
         secret=job.secret,
         spec=job.spec,
         issued_at=turn.now,
         after_step=boundary,
+    )
+
+
+def placed(turn: Turn, job: JobRecord, seats: list[str]) -> dict[str, tuple[str, ...]]:
+    """Which nodes copy what each of ``seats`` alone holds."""
+    records, live = turn.state.nodes, turn.state.live_jobs[job.job]
+    return place_replicas(
+        seats,
+        {node: Site.of(records[node]) for node in seats},
+        job.spec.replicas,
+        job.generation.replica_nodes if job.generation is not None else {},
+        frozenset(home for home, until in live.passed_over.items() if until > turn.now),
     )
 
 

@@ -48,25 +48,31 @@ class Site(msgspec.Struct, frozen=True, order=True):
 
 
 def place_replicas(
-    seats: Sequence[str], sites: Mapping[str, Site], replicas: int, before: Mapping[str, tuple[str, ...]] | None = None
+    seats: Sequence[str],
+    sites: Mapping[str, Site],
+    replicas: int,
+    before: Mapping[str, tuple[str, ...]] | None = None,
+    passed_over: frozenset[str] = frozenset(),
 ) -> Targets:
     """For each node, the ``replicas - 1`` nodes that copy what it alone holds (fewer where the roster is small).
 
     Each node's copies share as few domains with it, and with one another, as the roster allows when they are chosen
     one after the other; among these the load is even as far as it can be, and after that driver versions differ. What
     ``before`` said stays where it is no worse, since a vault that is given other nodes' copies has to find memory for
-    them; until that made the load uneven.
+    them; until that made the load uneven. Nodes that are ``passed_over`` get no copies, where there are enough others.
     """
     copies = min(replicas, len(seats)) - 1
     if copies < 1:
         return dict.fromkeys(seats, ())
-    market = _Market(seats, sites, copies)
+    if len(seats) - len(passed_over.intersection(seats)) <= copies:
+        passed_over = frozenset()
+    market = _Market(seats, sites, copies, passed_over)
     kept = {node: chosen for node, chosen in (before or {}).items() if market.accepts(node, chosen)}
     if kept:
         placed = market.complete(kept)
         if max(market.load.values()) <= 2 * copies:
             return {node: placed[node] for node in seats}
-        market = _Market(seats, sites, copies)
+        market = _Market(seats, sites, copies, passed_over)
     groups = min((_groups(order, copies) for order in _orders(seats, sites)), key=market.price)
     placed = market.complete({node: chosen for node, chosen in groups.items() if market.accepts(node, chosen)})
     return {node: placed[node] for node in seats}
@@ -99,24 +105,27 @@ Offers = dict[Site, list[tuple[int, int, str]]]
 class _Market:
     """Who offers room for copies: nodes by site, the least loaded first."""
 
-    def __init__(self, seats: Sequence[str], sites: Mapping[str, Site], copies: int) -> None:
+    def __init__(
+        self, seats: Sequence[str], sites: Mapping[str, Site], copies: int, passed_over: frozenset[str]
+    ) -> None:
         self._sites = {node: sites[node] for node in seats}
         self._copies = copies
-        self._nearest: dict[tuple[Site, ...], tuple[int, list[Site]]] = {}
-        self._best: dict[Site, int] = {}
+        self._passed_over = passed_over
+        self._nearest: dict[tuple[bool, tuple[Site, ...]], tuple[int, list[Site]]] = {}
+        self._best: dict[tuple[bool, Site], int] = {}
         self.load = dict.fromkeys(seats, 0)
 
     @cached_property
     def _present(self) -> Counter[Site]:
-        return Counter(self._sites.values())
+        return Counter(site for node, site in self._sites.items() if node not in self._passed_over)
 
     def accepts(self, node: str, chosen: Sequence[str]) -> bool:
         if node not in self._sites or len(chosen) != self._copies:
             return False
-        if any(other not in self._sites for other in chosen):
+        if any(other not in self._sites or other in self._passed_over for other in chosen):
             return False
         shared = self._shared(node, chosen)
-        return shared == 0 or shared <= self._best_cost(self._sites[node])
+        return shared == 0 or shared <= self._best_cost(node)
 
     def price(self, targets: Targets) -> tuple[int, int]:
         """Of all nodes and their copies: shared domains, and pairs with one driver version."""
@@ -139,7 +148,8 @@ class _Market:
             return placed
         offers: Offers = defaultdict(list)
         for seat, (node, site) in enumerate(self._sites.items()):
-            offers[site].append((self.load[node], seat, node))
+            if node not in self._passed_over:
+                offers[site].append((self.load[node], seat, node))
         for heap in offers.values():
             heapq.heapify(heap)
         for node in self._sites:
@@ -154,7 +164,7 @@ class _Market:
     def _choose(self, node: str, offers: Offers) -> tuple[str, ...]:
         holders, names = [self._sites[node]], [node]
         for _ in range(self._copies):
-            _, near = self._near(tuple(holders))
+            _, near = self._near(tuple(holders), node not in self._passed_over)
             heads = ((self._head(offers[site], names), site.resembles(holders[0]), site) for site in near)
             (load, seat, other), _, site = min(heads, key=lambda head: (head[0][0], head[1], head[0][1]))
             offers[site].remove((load, seat, other))
@@ -169,27 +179,29 @@ class _Market:
     def _head(heap: list[tuple[int, int, str]], taken: Sequence[str]) -> tuple[int, int, str]:
         return heap[0] if heap[0][2] not in taken else min(offer for offer in heap if offer[2] not in taken)
 
-    def _near(self, holders: tuple[Site, ...]) -> tuple[int, list[Site]]:
-        """What the next copy costs at least beside ``holders``, and at which sites it costs that."""
-        known = self._nearest.get(holders)
+    def _near(self, holders: tuple[Site, ...], offers: bool) -> tuple[int, list[Site]]:
+        """What the next copy costs at least beside ``holders``, and at which sites it costs that. ``offers``: whether
+        the first of them, whose copies these are, has room for others' itself."""
+        known = self._nearest.get((offers, holders))
         if known is None:
-            taken = Counter(holders)
+            taken = Counter(holders if offers else holders[1:])
             costs = [
                 (sum(site.shared_with(holder) for holder in holders), site)
                 for site, count in self._present.items()
                 if count > taken[site]
             ]
             least = min(cost for cost, _ in costs)
-            known = self._nearest[holders] = least, [site for cost, site in costs if cost == least]
+            known = self._nearest[offers, holders] = least, [site for cost, site in costs if cost == least]
         return known
 
-    def _best_cost(self, site: Site) -> int:
+    def _best_cost(self, node: str) -> int:
         """What a node's copies cost when each is the best beside those before it."""
-        if site not in self._best:
+        key = offers, site = node not in self._passed_over, self._sites[node]
+        if key not in self._best:
             holders, total = [site], 0
             for _ in range(self._copies):
-                cost, near = self._near(tuple(holders))
+                cost, near = self._near(tuple(holders), offers)
                 total += cost
                 holders.append(near[0])
-            self._best[site] = total
-        return self._best[site]
+            self._best[key] = total
+        return self._best[key]

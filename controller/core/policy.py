@@ -111,6 +111,11 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     every rank. Where a step takes longer, every second or third step is committed."""
     candidate_patience_s: float = 2.0
     """Seconds beyond its due time after which a version that was to be committed is given up for a later one."""
+    copy_misses: int = 3
+    """Versions in a row that cannot be committed because the same node took no copies, until these go elsewhere. Each
+    takes about ``candidate_patience_s``; more bears longer troubles of a vault, fewer commits again sooner."""
+    passed_over_s: float = 600.0
+    """Seconds for which such a node is given no copies of that job, unless there is nobody else."""
 
     # eviction
     eviction_count: int = 4

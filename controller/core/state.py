@@ -120,7 +120,9 @@ class JobLive(msgspec.Struct):
     that come back are waited for before the job grows (0.0: nobody came yet). ``untold``: number of a generation that
     is not written, so that nobody may hear of it before the database is back (0: none). ``spill_due``: when vaults are
     asked again for what has not come to storage; ``protect_due`` the same for parity. ``protections``: versions that
-    parity kept. ``replaced``: by node and local rank, when another process took the place.
+    parity kept. ``replaced``: by node and local rank, when another process took the place. ``missed``:
+    homes of copies, and how many versions in a row could not be committed because one did not arrive there;
+    ``passed_over``: those that get none until then.
     """
 
     pace: Pace = msgspec.field(default_factory=Pace)
@@ -146,6 +148,8 @@ class JobLive(msgspec.Struct):
     spill_due: float = 0.0
     protect_due: float = 0.0
     protections: int = 0
+    missed: dict[NodeId, int] = {}
+    passed_over: dict[NodeId, float] = {}
     resume_attempts: int = 0
     inherited: bool = False
     first_step: int | None = None
