@@ -14,6 +14,7 @@ from operator import attrgetter
 import msgspec
 
 from controller.core.budget import budget, budget_left
+from controller.core.holds import planned_for
 from controller.core.membership import able_nodes, jobs_seated_on, seats_of, spares, why_not
 from controller.core.offenders import offender_score
 from controller.core.records import JobRecord, NodeRecord
@@ -154,6 +155,10 @@ def node_detail(desk: Desk, node: str) -> op.NodeDetail:
         hold=record.hold,
         cordoned_by=record.foreign,
         maintenance_until=record.maintenance_until,
+        planned=tuple(
+            op.PlannedWindow(starts_at=one.starts_at, until=one.until, sentence=one.sentence)
+            for one in planned_for(desk.state, record)
+        ),
         held_by=record.held_by,
     )
 

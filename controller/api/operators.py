@@ -51,7 +51,9 @@ class OperatorRoutes:
     async def node(self, request: Request, _who: Identity) -> endpoints.Tagged:
         node = request.path_params["node"]
         detail = views.node_detail(self._desk, node)
-        tag = tags.of_node(self._desk.node(node))  # of what is shown, not of what comes while the store is read
+        tag = tags.of_node(
+            self._desk, self._desk.node(node)
+        )  # of what is shown, not of what comes while the store is read
         docs = await self._store.read(lambda reader: reader.verdicts(node, limit=VERDICTS_SHOWN))
         verdicts = tuple(msgspec.json.decode(doc, type=Verdict) for doc in docs)
         return endpoints.Tagged(msgspec.structs.replace(detail, verdicts=verdicts), tag)
@@ -100,7 +102,14 @@ class OperatorRoutes:
             raise MalformedMessage("maintenance is of a node or of a rack: name one of them")
         kind = ev.OperatorAction.MAINTENANCE
         order = _order(kind, who, window.reason, node=window.node, rack=window.rack, until=window.until)
-        return await self._command(request, order)
+        return await self._command(request, msgspec.structs.replace(order, starts_at=window.starts_at))
+
+    async def cancel_maintenance(self, request: Request, who: Identity) -> op.Changed:
+        plan = await endpoints.body(request, past.CancelMaintenance)
+        if (plan.node is None) == (plan.rack is None):
+            raise MalformedMessage("what is planned is for a node or for a rack: name one of them")
+        kind = ev.OperatorAction.CANCEL_MAINTENANCE
+        return await self._command(request, _order(kind, who, plan.reason, node=plan.node, rack=plan.rack))
 
     async def stop(self, request: Request, who: Identity) -> op.Changed:
         because = await endpoints.body(request, op.Because)

@@ -149,6 +149,12 @@ OPERATOR: dict[str, Route] = {
         "A window for people to work on a node or a rack.",
         "/v1/nodes/{node}, or of /v1/nodes?rack=RACK",
     ),
+    "cancel_maintenance": _change(
+        "/v1/maintenance/cancel",
+        past.CancelMaintenance,
+        "What is planned for a node or a rack does not begin.",
+        "/v1/nodes/{node}, or of /v1/nodes?rack=RACK",
+    ),
     "order": _change(
         "/v1/nodes/{node}/{order}",
         op.Because,

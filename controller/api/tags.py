@@ -14,6 +14,7 @@ import xxhash
 from controller import policy_change, views
 from controller.api import asgi
 from controller.core import events as ev
+from controller.core.holds import planned_for
 from controller.core.policy import CorePolicy
 from controller.core.records import JobRecord, NodeRecord
 from everstep.wire.v1 import operator as op
@@ -24,8 +25,8 @@ def tag_of(document: Any) -> str:
     return f'"{xxhash.xxh3_64_hexdigest(asgi.encode(document))}"'
 
 
-def of_node(record: NodeRecord) -> str:
-    return tag_of(record)
+def of_node(desk: views.Desk, record: NodeRecord) -> str:
+    return tag_of((record, planned_for(desk.state, record)))
 
 
 def of_job(job: JobRecord) -> str:
@@ -48,6 +49,7 @@ def of_nodes(desk: views.Desk, page: op.NodeList) -> str:
             nodes[one.node].incarnation,
             list(nodes[one.node].findings),
             nodes[one.node].maintenance_until,
+            planned_for(desk.state, nodes[one.node]),
         )
         for one in page.nodes
     ]
@@ -81,5 +83,5 @@ def of_subject(desk: views.Desk, order: ev.OperatorCommand) -> str:
     if order.rack is not None:
         return of_rack(desk, order.rack)
     if order.node in state.nodes:
-        return of_node(state.nodes[order.node])
+        return of_node(desk, state.nodes[order.node])
     return of_job(state.jobs[order.job]) if order.job in state.jobs else ""

@@ -130,7 +130,8 @@ class OperatorAction(StrEnum):
     back. FORGET: drop a node that is not heard and that no job wants. STOP_JOB: end the job. RESIZE_JOB: at most
     ``size`` nodes from the next boundary on. RESET_BREAKER: evictions may happen again, by what stands then.
     MAINTENANCE: a node, or all nodes of ``rack``, leave their jobs at a boundary and come back by probation at
-    ``until``; nothing that happens to them before is held against them.
+    ``until``; nothing that happens to them before is held against them. CANCEL_MAINTENANCE: what is planned for the
+    node, or for ``rack``, does not begin.
     """
 
     DRAIN = "drain"
@@ -143,11 +144,12 @@ class OperatorAction(StrEnum):
     RESIZE_JOB = "resize_job"
     RESET_BREAKER = "reset_breaker"
     MAINTENANCE = "maintenance"
+    CANCEL_MAINTENANCE = "cancel_maintenance"
 
 
 class OperatorCommand(EventBase, frozen=True, kw_only=True, tag=True):
     """An order. ``node``, ``rack`` or ``job`` names its subject; ``actor`` is who gave it, ``reason`` why (shown for
-    ever). ``until``: wall seconds.
+    ever). ``until``: wall seconds. ``starts_at`` the same, of a window that is planned ahead; None: it begins now.
     """
 
     kind: OperatorAction
@@ -158,6 +160,7 @@ class OperatorCommand(EventBase, frozen=True, kw_only=True, tag=True):
     size: int | None = None
     rack: str | None = None
     until: float | None = None
+    starts_at: float | None = None
 
 
 class ProbeRequested(EventBase, frozen=True, kw_only=True, tag=True):

@@ -79,7 +79,7 @@ from everstep.wire.v1.training import (
 __all__ = ["Heard", "can_wait", "check_invariants", "handle", "next_deadline", "restore", "take", "touch"]
 
 
-_OF_NO_ONE = ("probe", "case", "correlation", "reunion", "held", "retention")
+_OF_NO_ONE = ("probe", "case", "correlation", "reunion", "held", "retention", "maintenance")
 """Deadlines of neither a node nor a job."""
 NO_LAG_S = 0.01
 """Seconds; an observer that lags by less is on time."""
@@ -248,6 +248,8 @@ def _look(turn: Turn, kind: str, subject: str) -> None:
         liveness.reunion_over(turn)
     elif kind == "held":
         check_held(turn, subject)
+    elif kind == "maintenance":
+        holds.check_begin(turn)
     elif kind == "retention":
         forgetting.look(turn)
 

@@ -19,6 +19,11 @@ from controller.core.turn import Turn
 from everstep.errors import Conflict, NotFound
 from everstep.vocabulary import GenerationReason, JobState, NodeState
 
+FLEET = "fleet"
+MOST_WINDOWS = 1000
+"""Windows that are planned, or not over, at once."""
+AGAIN_S = 1.0
+"""Seconds between looks whether a window that is due may begin."""
 IN_SERVICE = (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION)
 
 
@@ -70,6 +75,9 @@ def check_maintenance(state: FleetState, order: OperatorCommand, now: float) -> 
         raise NotFound(f"no node in rack {order.rack}: `everstep nodes` shows the racks")
     if order.until is None or order.until <= now:
         raise Conflict("a maintenance window needs an end in the future: give `until`, in seconds since the epoch")
+    if order.starts_at is not None and order.starts_at > now:
+        _check_plan(state, order.starts_at, order.until)
+        return
     leaving = {node for node in nodes if state.nodes[node].state is not NodeState.HELD}
     jobs = {job.job: job for node in leaving for job in jobs_seated_on(state, node) if job.state is JobState.RUNNING}
     for job in jobs.values():
@@ -81,30 +89,101 @@ def check_maintenance(state: FleetState, order: OperatorCommand, now: float) -> 
             )
 
 
+def _check_plan(state: FleetState, starts_at: float, until: float) -> None:
+    if until <= starts_at:
+        raise Conflict("a maintenance window ends after it begins: give an `until` later than `starts_at`")
+    if len(state.fleet.maintenance) >= MOST_WINDOWS:
+        raise Conflict(f"{MOST_WINDOWS} windows are planned already: cancel some, or plan whole racks")
+
+
+def check_cancel(state: FleetState, order: OperatorCommand) -> None:
+    """Raises Conflict where nothing is planned for the node or rack."""
+    if not any(_is_planned(one, order) for one in state.fleet.maintenance):
+        raise Conflict(
+            f"nothing is planned for {order.node or f'rack {order.rack}'}: a window that has begun ends by "
+            "`everstep node readmit`"
+        )
+
+
+def _is_planned(window: Window, order: OperatorCommand) -> bool:
+    same = window.node == order.node if order.node else bool(window.rack) and window.rack == order.rack
+    return bool(window.starts_at) and same
+
+
+def cancel(turn: Turn, order: OperatorCommand) -> None:
+    """What is planned for the node or rack does not begin. A rack's plan cannot be cancelled for one node."""
+    fleet = turn.state.fleet
+    fleet.maintenance = [one for one in fleet.maintenance if not _is_planned(one, order)]
+    turn.fleet_changed()
+
+
 def _meant(state: FleetState, order: OperatorCommand) -> list[str]:
     if order.node is not None:
         return [order.node]
     return [node for node, record in state.nodes.items() if order.rack and record.domain.rack == order.rack]
 
 
-def begin_maintenance(turn: Turn, order: OperatorCommand, sentence: str) -> None:
-    """Nodes leave their jobs at boundaries; until the end nothing that they say or do not say is held against them."""
+def order_maintenance(turn: Turn, order: OperatorCommand, sentence: str) -> None:
+    """Begins a window, or plans it."""
     fleet, until = turn.state.fleet, order.until or turn.now
     window = Window(until=until, sentence=sentence, node=order.node or "", rack="" if order.node else order.rack or "")
-    fleet.maintenance = [*(one for one in fleet.maintenance if one.until > turn.now), window]
+    fleet.maintenance = [one for one in fleet.maintenance if one.until > turn.now]
     turn.fleet_changed()
-    nodes = _meant(turn.state, order)
+    if order.starts_at is not None and order.starts_at > turn.now:
+        fleet.maintenance.append(msgspec.structs.replace(window, starts_at=order.starts_at))
+        turn.wake(order.starts_at, "maintenance", FLEET)
+        return
+    fleet.maintenance.append(window)
+    _begin(turn, window)
+
+
+def look_ahead(turn: Turn) -> None:
+    """This controller begins: asks for a look when planned windows do."""
+    for window in turn.state.fleet.maintenance:
+        if window.starts_at:
+            turn.wake(max(turn.now, window.starts_at), "maintenance", FLEET)
+
+
+def check_begin(turn: Turn) -> None:
+    """At a deadline: windows whose time has come begin, unless they are over. While the database is away they wait: who
+    follows would not know that they have begun."""
+    fleet = turn.state.fleet
+    due = [one for one in fleet.maintenance if 0.0 < one.starts_at <= turn.now]
+    if not due:
+        return
+    if turn.state.store_away:
+        turn.wake(turn.now + AGAIN_S, "maintenance", FLEET)
+        return
+    begun = [msgspec.structs.replace(one, starts_at=0.0) for one in due if one.until > turn.now]
+    fleet.maintenance = [*(one for one in fleet.maintenance if one not in due), *begun]
+    turn.fleet_changed()
+    for window in begun:
+        subject = window.node or f"rack {window.rack}"
+        turn.audit("maintenance.begun", f"maintenance of {subject} begins, as planned", node=window.node or None)
+        _begin(turn, window)
+
+
+def _begin(turn: Turn, window: Window) -> None:
+    """Nodes leave their jobs at boundaries; until the end nothing that they say or do not say is held against them."""
+    nodes = [node for node, record in turn.state.nodes.items() if _covers(window, record)]
     jobs = {job.job: job for node in nodes for job in jobs_seated_on(turn.state, node)}
     for node in nodes:
         enter_maintenance(turn, node, window)
     for job in jobs.values():
         if job.generation is not None and not job.generation.seated.isdisjoint(nodes):
-            _leave(turn, job, sentence)
+            _leave(turn, job, window.sentence)
+
+
+def planned_for(state: FleetState, record: NodeRecord) -> list[Window]:
+    """Windows that will begin for the node, the next one first."""
+    planned = (one for one in state.fleet.maintenance if one.starts_at and _covers(one, record))
+    return sorted(planned, key=lambda one: one.starts_at)
 
 
 def window_of(state: FleetState, record: NodeRecord, now: float) -> Window | None:
     """The longest maintenance window that the node is in."""
-    meant = (one for one in state.fleet.maintenance if one.until > now and _covers(one, record))
+    begun = (one for one in state.fleet.maintenance if one.starts_at <= now < one.until)
+    meant = (one for one in begun if _covers(one, record))
     return max(meant, key=lambda one: one.until, default=None)
 
 
@@ -137,24 +216,28 @@ def check_end(turn: Turn, node: str) -> None:
     record = turn.state.nodes[node]
     if not record.maintenance_until or turn.now < record.maintenance_until:
         return
+    if (window := window_of(turn.state, record, turn.now)) is not None:  # the next one begins as this one ends
+        enter_maintenance(turn, node, window)
+        return
     record.maintenance_until = 0.0
     turn.node_changed(node)
-    if turn.state.fleet.maintenance and all(one.until <= turn.now for one in turn.state.fleet.maintenance):
-        turn.state.fleet.maintenance = []
+    if any(one.until <= turn.now for one in turn.state.fleet.maintenance):
+        turn.state.fleet.maintenance = [one for one in turn.state.fleet.maintenance if one.until > turn.now]
         turn.fleet_changed()
     turn.audit("node.maintenance_over", f"the maintenance window of {node} is over", node=node)
     come_back(turn, node, f"the maintenance of {node} is over")
 
 
 def end_early(turn: Turn, node: str) -> None:
-    """Takes the node out of its windows before the end; a rack's goes on for the others."""
+    """Takes the node out of its windows before the end; a rack's goes on for the others, and what is planned stays."""
     record, fleet = turn.state.nodes[node], turn.state.fleet
     record.maintenance_until = 0.0
     turn.node_changed(node)
-    if any(_covers(window, record) for window in fleet.maintenance):
-        others = (window for window in fleet.maintenance if window.node != node)
+    begun = [window for window in fleet.maintenance if not window.starts_at and _covers(window, record)]
+    if begun:
+        kept = (window for window in fleet.maintenance if window not in begun or window.node != node)
         fleet.maintenance = [
-            msgspec.structs.replace(window, without=(*window.without, node)) if _covers(window, record) else window
-            for window in others
+            msgspec.structs.replace(window, without=(*window.without, node)) if window in begun else window
+            for window in kept
         ]
         turn.fleet_changed()

@@ -35,6 +35,8 @@ def check_command(state: FleetState, command: OperatorCommand, now: float) -> No
     elif command.kind is OperatorAction.RESET_BREAKER:
         if not state.fleet.breaker:
             raise Conflict("the breaker is not latched: evictions are allowed")
+    elif command.kind is OperatorAction.CANCEL_MAINTENANCE:
+        holds.check_cancel(state, command)
     elif command.kind is OperatorAction.MAINTENANCE and command.node is None:
         holds.check_maintenance(state, command, now)
     else:
@@ -109,7 +111,9 @@ def command(turn: Turn, order: OperatorCommand) -> None:
     elif order.job is not None and order.kind is OperatorAction.RESIZE_JOB and order.size is not None:
         jobs.resize(turn, turn.state.jobs[order.job], order.size, order.actor)
     elif order.kind is OperatorAction.MAINTENANCE:
-        holds.begin_maintenance(turn, order, sentence)
+        holds.order_maintenance(turn, order, sentence)
+    elif order.kind is OperatorAction.CANCEL_MAINTENANCE:
+        holds.cancel(turn, order)
     elif order.node is not None:
         _NODE_ORDERS[order.kind](turn, order.node, sentence)
 
@@ -120,7 +124,11 @@ def _what(order: OperatorCommand, now: float) -> str:
         return "a reset of the breaker"
     if order.kind is OperatorAction.MAINTENANCE:
         subject = order.node or f"rack {order.rack}"
-        return f"maintenance of {subject} for {(order.until or now) - now:.0f} s"
+        begins = max(now, order.starts_at or now)
+        ahead = f", {begins - now:.0f} s from now," if begins > now else ""
+        return f"maintenance of {subject}{ahead} for {(order.until or now) - begins:.0f} s"
+    if order.kind is OperatorAction.CANCEL_MAINTENANCE:
+        return f"to cancel the maintenance planned for {order.node or f'rack {order.rack}'}"
     if order.kind is OperatorAction.RESIZE_JOB:
         return f"to bound job {order.job} to {nodes(order.size or 0)}"
     if order.kind is OperatorAction.STOP_JOB:

@@ -17,9 +17,10 @@ from everstep.wire.v1.training import GenerationSpec, JobSpec
 
 class Window(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Maintenance until ``until`` (wall seconds) of a node, or of a rack's nodes but those in ``without``, which were
-    readmitted early; ``sentence`` says by whose order."""
+    readmitted early; ``sentence`` says by whose order. ``starts_at``: when it begins, 0.0 once it has."""
 
     until: float
+    starts_at: float = 0.0
     sentence: str
     node: NodeId = ""
     rack: str = ""
@@ -41,7 +42,7 @@ class FleetRecord(msgspec.Struct, kw_only=True):
     ``breaker``: the sentence of a latched eviction breaker, empty while evictions are allowed. ``evicted``: the
     evictions inside the budget's window, oldest first. ``probes`` counts probes ever asked for, so that ids are new;
     ``remedies`` the same. ``remedied``: wall seconds of automatic resets and reboots inside their window,
-    ``restarted`` of restarts of ranks. ``maintenance``: windows that are not over.
+    ``restarted`` of restarts of ranks. ``maintenance``: windows that are not over, planned ones too.
     """
 
     breaker: str = ""

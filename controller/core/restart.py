@@ -9,6 +9,7 @@ from controller.core.correlation import FLEET, expect, mind
 from controller.core.events import ControllerStarted
 from controller.core.eviction import look_again, rehold
 from controller.core.forgetting import look_later
+from controller.core.holds import look_ahead
 from controller.core.liveness import watch
 from controller.core.membership import seats_of
 from controller.core.policy import CorePolicy
@@ -91,6 +92,7 @@ def started(turn: Turn, event: ControllerStarted) -> None:
         if record.state is NodeState.PROBATION and record.probe not in (PROBE_PASSED, PROBE_SKIPPED):
             begin_probation(turn, node, record.sentence.partition(";")[0])
     look_later(turn)
+    look_ahead(turn)
     for name, job_live in state.live_jobs.items():
         job_live.resume_due = turn.now + turn.policy.resume_deadline_s
         job_live.inherited = state.jobs[name].generation is not None and state.jobs[name].resumed_at is None

@@ -267,7 +267,8 @@ def _by_subject(reads: Iterable[Read]) -> dict[tuple[type, str], deque[Any]]:
 
 def push_deadline(state: FleetState, due: float, kind: str, subject: str) -> None:
     """Queues a hint to look at ``subject``: ``silence`` or ``node`` of a node, ``job``, ``probe``; or at what it says
-    itself: ``correlation``, ``reunion``, ``held``, ``retention``."""
+    itself: ``correlation``, ``reunion``, ``held``, ``retention``,
+    ``maintenance``."""
     if (due, kind, subject) in state.queued:
         return
     state.queued.add((due, kind, subject))

@@ -173,14 +173,33 @@ def evict(context: typer.Context, node: NodeName, reason: Reason) -> None:
 def maintenance(
     context: typer.Context,
     reason: Reason,
-    hours: Annotated[float, typer.Option(min=0.01, help="How long from now.")],
+    hours: Annotated[float, typer.Option(min=0.01, help="How long.")],
     node: Annotated[str, typer.Argument(metavar="NODE")] = "",
     rack: Annotated[str, typer.Option(help="All nodes of this rack instead.")] = "",
+    in_hours: Annotated[float, typer.Option(min=0.0, help="When it begins: so many hours from now.")] = 0.0,
 ) -> None:
     """Leave jobs at a boundary for so long, and come back by probation; nothing that happens meanwhile counts."""
-    until = SYSTEM_CLOCK.wall() + hours * 3600
-    window = history.Maintenance(until=until, reason=reason, node=node or None, rack=rack or None)
+    begins = SYSTEM_CLOCK.wall() + in_hours * 3600
+    window = history.Maintenance(
+        starts_at=begins if in_hours else None,
+        until=begins + hours * 3600,
+        reason=reason,
+        node=node or None,
+        rack=rack or None,
+    )
     _order(context, "/v1/maintenance", window)
+
+
+@node_app.command("cancel-maintenance")
+def cancel_maintenance(
+    context: typer.Context,
+    reason: Reason,
+    node: Annotated[str, typer.Argument(metavar="NODE")] = "",
+    rack: Annotated[str, typer.Option(help="What is planned for this rack instead.")] = "",
+) -> None:
+    """Maintenance that is planned does not begin; a window that has begun ends by readmit."""
+    plan = history.CancelMaintenance(reason=reason, node=node or None, rack=rack or None)
+    _order(context, "/v1/maintenance/cancel", plan)
 
 
 @node_app.command()

@@ -141,6 +141,7 @@ def node(detail: op.NodeDetail, now: float) -> RenderableType:
             ("vault", detail.vault or "-"),
             ("domain", " ".join(filter(None, (one.domain.rack, one.domain.switch, one.domain.power))) or "-"),
             ("evictions", str(detail.evictions)),
+            ("maintenance", _maintenance(detail, now)),
         )
     )
     parts: list[RenderableType] = [head]
@@ -157,6 +158,17 @@ def node(detail: op.NodeDetail, now: float) -> RenderableType:
             made.add_row(verdict.id, state(verdict.decision), age(now - verdict.at), verdict.sentence)
         parts.append(made)
     return Group(*parts)
+
+
+def _maintenance(detail: op.NodeDetail, now: float) -> str:
+    """The window that the node is in, and those that are planned."""
+    until = detail.maintenance_until
+    lines = [f"for another {age(until - now)}"] if until > now else []
+    lines += [
+        f"planned in {age(one.starts_at - now)} for {age(one.until - one.starts_at)}: {one.sentence}"
+        for one in detail.planned
+    ]
+    return "\n".join(lines) or "-"
 
 
 def findings(found: Iterable[Finding], now: float) -> RenderableType:

@@ -191,12 +191,15 @@ def _stall(fleet: CoreFleet, words: Words, options: Options) -> None:
 
 
 def _order(fleet: CoreFleet, words: Words, options: Options) -> None:
-    """``operator drain n1``, ``operator stop_job train``, ``operator maintenance rack=A seconds=60``."""
+    """``operator drain n1``, ``operator stop_job train``, ``operator maintenance rack=A in=30 seconds=60``."""
     subject: dict[str, object] = {}
     if len(words) > 1:
         subject = {"node": words[1]} if words[1] in fleet.state.nodes or words[1][1:].isdigit() else {"job": words[1]}
+    begins = fleet.now + float(options.pop("in", "0"))
+    if begins > fleet.now:
+        subject["starts_at"] = begins
     if "seconds" in options:
-        subject["until"] = fleet.now + float(options.pop("seconds"))
+        subject["until"] = begins + float(options.pop("seconds"))
     fleet.order(OperatorAction(words[0]), **subject, **_numbers(options))
 
 

@@ -147,11 +147,21 @@ class Tried(Message, frozen=True, kw_only=True):
     sentence: ShortText = ""
 
 
+class CancelMaintenance(Message, frozen=True, kw_only=True):
+    """What is planned for a node, or for a rack, is not to begin."""
+
+    reason: Reason
+    node: NodeId | None = None
+    rack: Annotated[str, msgspec.Meta(min_length=1, max_length=64)] | None = None
+
+
 class Maintenance(Message, frozen=True, kw_only=True):
     """A window for people to work on a node, or on all nodes of a rack.
 
-    They leave their jobs at a boundary and come back by probation at ``until`` (wall seconds)."""
+    They leave their jobs at a boundary at ``starts_at`` (wall seconds; None: now), and come back by probation at
+    ``until``."""
 
+    starts_at: Annotated[float, msgspec.Meta(gt=0)] | None = None
     until: Annotated[float, msgspec.Meta(gt=0)]
     reason: Reason
     node: NodeId | None = None

@@ -58,12 +58,20 @@ class NodeSummary(Message, frozen=True, kw_only=True):
     labels: dict[str, str] = {}
 
 
+class PlannedWindow(Message, frozen=True, kw_only=True):
+    """Maintenance that will begin; ``sentence`` says by whose order, and why."""
+
+    starts_at: float
+    until: float
+    sentence: str
+
+
 class NodeDetail(Message, frozen=True, kw_only=True):
     """Everything known about a node. ``verdicts`` are its newest first. ``registered_at``: when its agent last did.
 
     ``offences``: its score of repeated faults, which time halves. ``hold``: a person's order that keeps it out;
-    ``cordoned_by``: who else keeps it out; ``maintenance_until``: the end of its window. ``held_by``: what holds an
-    eviction that it is convicted to.
+    ``cordoned_by``: who else keeps it out; ``maintenance_until``: the end of its window; ``planned``: those to come.
+    ``held_by``: what holds an eviction that it is convicted to.
     """
 
     summary: NodeSummary
@@ -82,6 +90,7 @@ class NodeDetail(Message, frozen=True, kw_only=True):
     hold: str = ""
     cordoned_by: str = ""
     maintenance_until: float = 0.0
+    planned: tuple[PlannedWindow, ...] = ()
     held_by: str = ""
 
 

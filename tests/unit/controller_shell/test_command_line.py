@@ -322,6 +322,14 @@ def test_maintenance_is_ordered_for_a_while(run: Any) -> None:
     assert run("node", "readmit", "n3", "--reason", "done early").exit_code == 0
 
 
+def test_maintenance_is_planned_shown_and_cancelled(run: Any) -> None:
+    plan = run("node", "maintenance", "n3", "--in-hours", "48", "--hours", "2", "--reason", "a new board")
+    assert plan.exit_code == 0, plan.output
+    assert re.search(r"planned in 1 d 23 h for 2 h.*a new board", run("node", "show", "n3").output, re.DOTALL)
+    assert run("node", "cancel-maintenance", "n3", "--reason", "no board came").exit_code == 0
+    assert "planned" not in run("node", "show", "n3").output.replace("no board came", "")
+
+
 def test_a_node_that_is_there_is_not_forgotten(run: Any) -> None:
     refused = run("node", "forget", "n3", "--reason", "gone")
     assert (refused.exit_code, "end its agent first" in refused.stderr) == (1, True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from starlette.testclient import TestClient
 
@@ -83,6 +84,26 @@ def test_an_order_on_what_has_changed_since_is_refused(client: TestClient) -> No
     job = client.get("/v1/jobs/j", headers=VIEWER).headers["etag"]
     post(client, "/v1/jobs/j/stop", BECAUSE, op.Changed, OPERATOR | {"If-Match": job})
     assert client.get("/v1/jobs/j", headers=VIEWER).headers["etag"] != job
+
+
+def test_maintenance_that_is_planned_is_shown_and_can_be_cancelled(client: TestClient) -> None:
+    Speaker(client, "n1").register(domain=Domain(rack="r1"))
+    now = get(client, "/v1/status", op.FleetStatus).now
+    plan = past.Maintenance(starts_at=now + 3600, until=now + 7200, reason="new switch", rack="r1")
+    assert "from now, for 3600 s: new switch" in post(client, "/v1/maintenance", plan, op.Changed).sentence
+    detail = get(client, "/v1/nodes/n1", op.NodeDetail)
+    assert (detail.summary.state, detail.maintenance_until) == ("healthy", 0.0)
+    assert [(one.starts_at, one.until) for one in detail.planned] == [(now + 3600, now + 7200)]
+    backwards = msgspec.structs.replace(plan, until=now + 1800)
+    with pytest.raises(Refused, match="later than `starts_at`"):
+        post(client, "/v1/maintenance", backwards, op.Changed)
+    cancelled = past.CancelMaintenance(rack="r1", reason="it has to wait")
+    post(client, "/v1/maintenance/cancel", cancelled, op.Changed)
+    assert get(client, "/v1/nodes/n1", op.NodeDetail).planned == ()
+    with pytest.raises(Refused, match="nothing is planned for rack r1"):
+        post(client, "/v1/maintenance/cancel", cancelled, op.Changed)
+    with pytest.raises(Refused, match="for a node or for a rack"):
+        post(client, "/v1/maintenance/cancel", past.CancelMaintenance(reason="x"), op.Changed)
 
 
 def test_a_rack_is_taken_out_for_maintenance_in_one_order(client: TestClient) -> None:

@@ -93,6 +93,7 @@ def change(name: str, credential: str, until: float) -> tuple[str, Any]:
         "stop": ("/v1/jobs/j/stop", BECAUSE),
         "resize": ("/v1/jobs/j/resize", op.Resize(size=1, reason="x")),
         "maintenance": ("/v1/maintenance", past.Maintenance(until=until, reason="x", node="n1")),
+        "cancel_maintenance": ("/v1/maintenance/cancel", past.CancelMaintenance(reason="x", node="n1")),
         "order": ("/v1/nodes/n1/hold", BECAUSE),
         "check_policy": ("/v1/policy/check", past.PolicyChange(knobs={"eviction_count": 2})),
         "try_policy": ("/v1/policy/try", past.TryPolicy(change=past.PolicyChange(knobs={"eviction_count": 2}))),
@@ -112,7 +113,11 @@ def test_an_order_is_carried_out_once_for_one_look(client: TestClient, name: str
     running_job(client, "n1", "n2")
     out_of_budget(client)
     credential = issue(client, "grafana").id
-    path, body = change(name, credential, get(client, "/v1/status", op.FleetStatus).now + 3600)
+    until = get(client, "/v1/status", op.FleetStatus).now + 3600
+    path, body = change(name, credential, until)
+    if name == "cancel_maintenance":
+        plan = past.Maintenance(starts_at=until - 1800, until=until, reason="x", node="n1")
+        post(client, "/v1/maintenance", plan, op.Changed)
     before = get(client, "/v1/events?limit=1000", op.EventList)
     with pytest.raises(Refused, match="412 outdated"):
         post(client, path, body, Any, seen('"0123456789abcdef"'))

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from controller.core.effects import Effect, PutVerdict, RemedyKind, RequestRemedy
-from controller.core.events import NodeObserved, OperatorAction
+from controller.core.events import NodeObserved, OperatorAction, StoreChanged
 from controller.core.policy import CorePolicy
 from everstep.errors import Conflict, NotFound
-from everstep.vocabulary import Action, Mode, NodeState
+from everstep.vocabulary import Action, JobState, Mode, NodeState
 from everstep.wire.v1.agent import Domain
 from tests.support.core_fleet import CoreFleet, audits, decisions, generations, xid
 
@@ -281,3 +281,95 @@ def test_no_remedy_is_asked_for_in_a_window() -> None:
     assert "in maintenance" in fleet.state.nodes["n2"].course.hindered  # type: ignore[union-attr]
     fleet.advance(15.0, *EVERYONE)
     assert RemedyKind.RESET_GPU in _kinds(fleet.effects[before:])
+
+
+# --- planned ahead -----------------------------------------------------------------------------------------------
+
+
+def _planned(fleet: CoreFleet, starts_in_s: float, lasts_s: float, **subject: str) -> None:
+    starts_at = fleet.now + starts_in_s
+    fleet.order(OperatorAction.MAINTENANCE, starts_at=starts_at, until=starts_at + lasts_s, **subject)
+
+
+def _everybody(fleet: CoreFleet, seconds: float) -> None:
+    fleet.advance(seconds, *fleet.state.nodes)
+
+
+def test_a_planned_window_changes_nothing_until_its_time() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    _planned(fleet, 30.0, 10.0, node="n2")
+    _everybody(fleet, 29.0)
+    assert (fleet.node_state("n2"), fleet.seats()) == (NodeState.HEALTHY, ["n1", "n2", "n3"])
+    _everybody(fleet, 2.0)
+    assert (fleet.node_state("n2"), fleet.seats()) == (NodeState.HELD, ["n1", "n3"])
+    _everybody(fleet, 10.0)
+    assert fleet.node_state("n2") is NodeState.PROBATION
+
+
+def test_windows_that_follow_one_another_are_one_absence() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.order(OperatorAction.MAINTENANCE, node="n2", until=fleet.now + 20.0)
+    _planned(fleet, 20.0, 20.0, node="n2")
+    _planned(fleet, 35.0, 20.0, node="n2")
+    before = len(fleet.effects)
+    _everybody(fleet, 54.0)
+    assert fleet.node_state("n2") is NodeState.HELD
+    assert audits(fleet.effects[before:], "node.probation") == []
+    _everybody(fleet, 2.0)
+    assert fleet.node_state("n2") is NodeState.PROBATION
+    assert fleet.state.fleet.maintenance == []
+
+
+def test_a_node_that_joins_its_rack_meanwhile_is_in_the_racks_window_too() -> None:
+    fleet = CoreFleet()
+    fleet.register("n1", domain=Domain(rack="A"))
+    _planned(fleet, 30.0, 60.0, rack="A")
+    fleet.register("n2", domain=Domain(rack="A"))
+    _everybody(fleet, 31.0)
+    fleet.register("n3", domain=Domain(rack="A"))
+    assert {fleet.node_state(node) for node in ("n1", "n2", "n3")} == {NodeState.HELD}
+
+
+def test_a_window_that_began_while_no_controller_was_there_begins_late_and_one_that_ended_never() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    _planned(fleet, 10.0, 100.0, node="n2")
+    _planned(fleet, 10.0, 20.0, node="n3")
+    fleet.now += 60.0
+    fleet.restart()
+    _everybody(fleet, 1.0)
+    assert (fleet.node_state("n2"), fleet.node_state("n3")) == (NodeState.HELD, NodeState.HEALTHY)
+    assert [window.node for window in fleet.state.fleet.maintenance] == ["n2"]
+
+
+def test_while_the_database_is_away_a_planned_window_waits() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    _planned(fleet, 10.0, 100.0, node="n2")
+    fleet.feed(StoreChanged(away=True, reason="disk full"))
+    _everybody(fleet, 20.0)
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+    fleet.feed(StoreChanged(away=False))
+    _everybody(fleet, 2.0)
+    assert fleet.node_state("n2") is NodeState.HELD
+
+
+def test_who_is_readmitted_early_still_has_what_is_planned_for_later() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.order(OperatorAction.MAINTENANCE, node="n2", until=fleet.now + 20.0)
+    _planned(fleet, 60.0, 20.0, node="n2")
+    fleet.order(OperatorAction.READMIT, node="n2")
+    assert fleet.node_state("n2") is NodeState.PROBATION
+    _everybody(fleet, 61.0)
+    assert fleet.node_state("n2") is NodeState.HELD
+
+
+def test_a_job_that_needs_its_nodes_pauses_when_a_planned_window_begins() -> None:
+    fleet = CoreFleet()
+    fleet.start(3, min_nodes=3)
+    _planned(fleet, 10.0, 20.0, node="n2")
+    _everybody(fleet, 11.0)
+    assert fleet.job_state() is JobState.PAUSED
