@@ -275,12 +275,12 @@ def _leave_jobs(turn: Turn, node: str, sentence: str) -> None:
 def check_probation(turn: Turn, node: str) -> None:
     """Whether the node is healthy: its diagnostics passed, and enough clean beats since it was let out.
 
-    Not while a reset or reboot of it may still be carried out.
+    Not while a reset or reboot of it may still be carried out: each is reported when it has ended, however late.
     """
     record = turn.state.nodes[node]
     if record.state is not NodeState.PROBATION or record.probe not in (PROBE_PASSED, PROBE_SKIPPED):
         return
-    if record.course is not None and record.course.remedy and turn.now < record.course.remedy_due:
+    if record.course is not None and record.course.remedy:
         return
     beats = turn.pulse(node).beats
     if beats < turn.policy.probation_beats or not record.reachable:

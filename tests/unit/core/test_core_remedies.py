@@ -145,7 +145,7 @@ def test_a_node_that_got_well_by_itself_waits_for_the_cure_that_may_still_come()
     fleet.advance(2.5, *EVERYONE)
     for node in next(iter(fleet.state.probes.values())).nodes:
         fleet.probe_result(node)
-    fleet.advance(5.0, *EVERYONE)
+    fleet.advance(CorePolicy.lab().remedy_timeout_s + 5.0, *EVERYONE)
     assert fleet.node_state("n2") is NodeState.PROBATION
     _report(fleet, RemedyKind.RESET_GPU)
     assert fleet.node_state("n2") is NodeState.HEALTHY
