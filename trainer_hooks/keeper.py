@@ -125,7 +125,7 @@ class GenerationKeeper:
         if self._snapshotter is not None:
             raise ValueError("run.track was called before in this generation: name everything in one call")
         self._phase_ends("build")
-        group, vault, state = self._group, self._vault(), TrackedState(objects)
+        group, vault, state = self._group, self._vault(), TrackedState(objects, choices.exclude)
         restoration = self._restoration = self._restoration or self._new_restoration()
         result = restoration.fill(state)
         self._restored, step = result.version, result.step

@@ -281,7 +281,13 @@ class Run:
         return bool(flag.item())
 
     def track(
-        self, *, overlap: bool | None = None, slots: int = SLOTS, every: int | None = None, **objects: object
+        self,
+        *,
+        exclude: Sequence[str] = (),
+        overlap: bool | None = None,
+        slots: int = SLOTS,
+        every: int | None = None,
+        **objects: object,
     ) -> None:
         """Names what must survive, and restores it to the version that the generation agreed upon.
 
@@ -289,15 +295,21 @@ class Run:
         it was built and before ``steps``. From then on the state is kept after every step; an optimizer's ``step``
         waits for the copy to be complete.
 
+        ``exclude``: patterns, as of fnmatch, of full names such as ``model.teacher.*``: these tensors are neither
+        stored nor restored. Each must match something.
+
         ``overlap``: state that no other rank holds (shards) on a CPU is copied before the next step begins, so that a
         lost rank costs no finished step; True copies it under the next step, as is done on a GPU where False is not
         said. ``slots``: 5, or 2 for a job that is short of memory. ``every``: a snapshot of so many steps one;
         not said, of each, or of fewer where training would be blocked for over a tenth of its time. See
-        trainer_hooks.snapshot.choices. All three must be the same on all ranks.
+        trainer_hooks.snapshot.choices. All four must be the same on all ranks.
 
         Raises TypeError for an object that cannot be tracked, NotRestorable where the objects are others than those
         that were stored, or a StatefulDataLoader meets another world size.
         """
+        if isinstance(exclude, str):
+            raise TypeError(f"exclude takes a list of patterns: exclude=[{exclude!r}]")
+        choices = Choices(exclude=tuple(exclude), overlap=overlap, slots=slots, every=every)
         kept = {
             key: OfOneRank(tracked, self.rank, self.world_size) if is_stateful_loader(tracked) else tracked
             for key, tracked in objects.items()
@@ -306,7 +318,7 @@ class Run:
             if "guard" in objects:
                 raise ValueError("the run's guard is tracked under the name guard: give what you track another one")
             kept["guard"] = self._guard
-        self._finished = self._keeper.track(kept, Choices(overlap=overlap, slots=slots, every=every))
+        self._finished = self._keeper.track(kept, choices)
         if self._guard is not None:
             self._guard.watch({key: tracked for key, tracked in kept.items() if tracked is not self._guard})
         for tracked in objects.values():

@@ -9,7 +9,7 @@ training changes. Everything that is not a tensor of a module or an optimizer go
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,14 +17,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from everstep.errors import NotRestorable
 from trainer_hooks.python_state import Group, Merged, Name, PythonState, encode, group_options, pack_names, put_options
-from trainer_hooks.snapshot.blob import dtype_name, dtype_of
+from trainer_hooks.snapshot.blob import dtype_of
+from trainer_hooks.snapshot.changes import refuse_other_model
+from trainer_hooks.snapshot.exclude import Exclusions
 from trainer_hooks.snapshot.identity import Identity
 from trainer_hooks.snapshot.layout import Layout, Sharing, Tensor
 from trainer_hooks.snapshot.live import Still, TrackedTensor, local_parts
 
 __all__ = ["TrackedState", "TrackedTensor"]
+
+_Named = tuple[str, Mapping[Any, Any], Any, torch.Tensor]
 
 _WRAPPERS = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)(?=\.|$)")
 
@@ -37,9 +40,12 @@ class TrackedState:
             ``load_state_dict``; under one key also a list of modules or of optimizers, such as a rank's stages of a
             pipeline, whose names are taken to be those of one model. Raises TypeError for what is none of these, or was
             sharded by FSDP1.
+        exclude: patterns of names of tensors that are neither stored nor restored. Raises ValueError for one that
+            matches nothing, here or, of optimizer state, when that is there.
     """
 
-    def __init__(self, objects: Mapping[str, object]) -> None:
+    def __init__(self, objects: Mapping[str, object], exclude: Iterable[str] = ()) -> None:
+        self._exclude = Exclusions(exclude)
         self._modules: list[tuple[str, torch.nn.Module]] = []
         self._broadcast: set[str] = set()
         self._optimizers: list[tuple[str, torch.optim.Optimizer]] = []
@@ -56,6 +62,8 @@ class TrackedState:
         self._looked = False
         self._changing: set[str] = set()
         self.settle()
+        if exclude:
+            self.tensors()
 
     def _sort_in(self, key: str, tracked: object) -> None:
         if isinstance(tracked, DistributedDataParallel):
@@ -95,21 +103,22 @@ class TrackedState:
         for _, _, module in self._all_modules():
             self._identity.module(module)
         found: dict[Any, TrackedTensor] = {}
-        for name, place, key, parameter in self._parameters():
+        for name, place, key, parameter in self._wanted(self._parameters()):
             self._add(found, name, place, key, parameter, Sharing.EQUAL, parameter=True)
-        for name, place, key, buffer in self._buffers():
+        for name, place, key, buffer in self._wanted(self._buffers()):
             self._add(found, name, place, key, buffer, self._sharing_of(name, buffer), parameter=False)
-        for name, place, key, moment in self._moments():
+        for name, place, key, moment in self._wanted(self._moments()):
             self._add(found, name, place, key, moment, Sharing.EQUAL, parameter=False, shaped=False)
+        to_come = [top for top, optimizer in self._optimizers if not _is_complete(optimizer)]
+        self._exclude.require_used([tensor.name for tensor in found.values()], to_come)
         return list(found.values())
+
+    def _wanted(self, tensors: Iterable[_Named]) -> Iterator[_Named]:
+        return (each for each in tensors if not self._exclude.covers(each[0]))
 
     def complete(self) -> bool:
         """Whether every optimizer has state for every parameter it trains, as it has after a step or a restore."""
-        return all(
-            optimizer.state
-            and all(p in optimizer.state for g in optimizer.param_groups for p in g["params"] if p.requires_grad)
-            for _, optimizer in self._optimizers
-        )
+        return all(_is_complete(optimizer) for _, optimizer in self._optimizers)
 
     def unchanged(self) -> bool:
         """Whether the tensors are still those that ``tensors`` found, in the same memory. Fast: every step asks."""
@@ -188,10 +197,11 @@ class TrackedState:
                 if state is None:
                     continue
                 self._identity.state(state)
+                self._exclude.require_whole(f"{top}.{fqn}", state)
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor):
                         yield f"{top}.{fqn}.{key}", state, key, value
-                    else:
+                    elif not self._exclude.covers(f"{top}.{fqn}.{key}"):
                         self._scalars.append((top, fqn, state, key))
 
     def _trained(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
@@ -240,12 +250,12 @@ class TrackedState:
         self._changing.update(tensor.name for tensor in catalog if tensor.own)
         self._create_moments(catalog)
         live = self.tensors()
-        _refuse_other_model(live, index_of, catalog)
+        refuse_other_model(live, index_of, catalog)
         return [(index_of[t.name], t) for t in live]
 
     def _create_moments(self, catalog: tuple[Tensor, ...]) -> None:
         wanted: dict[str, list[tuple[str, Tensor]]] = {}
-        for tensor in catalog:
+        for tensor in (tensor for tensor in catalog if not self._exclude.covers(tensor.name)):
             prefix, _, key = tensor.name.rpartition(".")
             wanted.setdefault(prefix, []).append((key, tensor))
         for top, optimizer in self._optimizers:
@@ -330,26 +340,14 @@ def _several(tracked: object) -> Sequence[object]:
     return (tracked,)
 
 
+def _is_complete(optimizer: torch.optim.Optimizer) -> bool:
+    trained = (p for g in optimizer.param_groups for p in g["params"] if p.requires_grad)
+    return bool(optimizer.state) and all(p in optimizer.state for p in trained)
+
+
 def _refuse_fsdp1(top: str, parameter: torch.Tensor) -> None:
     if type(parameter).__name__ == "FlatParameter" or hasattr(parameter, "_is_flat_param"):
         raise TypeError(f"{top} is sharded by FSDP1, whose parameters have no boxes: use fully_shard (FSDP2)")
-
-
-def _refuse_other_model(live: list[TrackedTensor], index_of: dict[str, int], catalog: tuple[Tensor, ...]) -> None:
-    missing = list(dict.fromkeys(t.name for t in live if t.name not in index_of))
-    if missing:
-        raise NotRestorable(
-            f"the tracked state is not what was stored: {len(missing)} tensors are new ({', '.join(missing[:3])}); "
-            "restore with the objects that were tracked"
-        )
-    for tensor in live:
-        stored = catalog[index_of[tensor.name]]
-        shape = stored.shape[1:] if stored.own else stored.shape
-        dtype = dtype_name(tensor.local.dtype)
-        if (dtype, tensor.shape) != (stored.dtype, shape):
-            raise NotRestorable(
-                f"{tensor.name} is {dtype} {list(tensor.shape)} now, and was stored as {stored.dtype} {list(shape)}"
-            )
 
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -64,6 +64,7 @@ _KINDS: dict[int, Any] = {
     8: lambda name: Global("torch", name),
     9: lambda name: Call(Global("torch", "device"), (name,)),
     10: lambda parts: complex(*parts),
+    11: dict,
 }
 
 

@@ -20,7 +20,8 @@ MAX_BLOB_BYTES = 8 << 20
 MAX_DEPTH = 32
 """Nesting beyond this is taken for a cycle."""
 
-_TUPLE, _SET, _FROZENSET, _INTEGER, _TENSOR, _ARRAY, _SCALAR, _DTYPE, _DEVICE, _COMPLEX = range(1, 11)
+_TUPLE, _SET, _FROZENSET, _INTEGER, _TENSOR, _ARRAY, _SCALAR, _DTYPE, _DEVICE, _COMPLEX, _MAPPING = range(1, 12)
+_PLAIN_KEYS = (str, float, bool, bytes, type(None))
 _ARRAY_KINDS = frozenset("biufc")
 
 _encoder = msgspec.msgpack.Encoder()
@@ -90,18 +91,31 @@ def _pack(value: Any, path: str, depth: int) -> Any:
     if kind is int:
         return value if -(1 << 63) <= value < 1 << 63 else _ext(_INTEGER, hex(value))
     if isinstance(value, Mapping):
-        return {_pack_key(k, path): _pack(v, f"{path}[{k!r}]", depth + 1) for k, v in value.items()}
+        return _pack_mapping(value, path, depth)
     if kind is list:
         return [_pack(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]
     return _pack_rest(value, path, depth)
 
 
+def _pack_mapping(value: Mapping[Any, Any], path: str, depth: int) -> Any:
+    """A map of MessagePack where its keys can be; else a list of pairs, since an extension cannot be hashed."""
+    pairs = [(_pack_key(k, path), _pack(v, f"{path}[{k!r}]", depth + 1)) for k, v in value.items()]
+    if any(isinstance(key, msgspec.msgpack.Ext) for key, _ in pairs):
+        return _ext(_MAPPING, pairs)
+    return dict(pairs)
+
+
 def _pack_key(key: Any, path: str) -> Any:
-    if type(key) in (str, int, float, bool, bytes, type(None)):
+    if type(key) in _PLAIN_KEYS:
         return key
+    if type(key) is int:
+        return _pack(key, path, 0)
     if type(key) is tuple:
         return _ext(_TUPLE, [_pack_key(k, path) for k in key])
-    raise TypeError(f"{path} has a key of type {type(key).__qualname__}, which cannot be stored without pickle")
+    raise TypeError(
+        f"{path} has a key of type {type(key).__qualname__}, which cannot be stored without pickle: take strings, "
+        "numbers or tuples of them for keys in state_dict(), or leave it out"
+    )
 
 
 def _pack_rest(value: Any, path: str, depth: int) -> Any:
@@ -136,7 +150,10 @@ def _plain(value: Any) -> Any:
 
 def _pack_numpy(value: Any, path: str) -> msgspec.msgpack.Ext:
     if value.dtype.kind not in _ARRAY_KINDS:
-        raise TypeError(f"{path} is a numpy array of {value.dtype}, which cannot be stored without pickle")
+        raise TypeError(
+            f"{path} is a numpy array of {value.dtype}, which cannot be stored without pickle: "
+            "store numbers, or lists of strings"
+        )
     code = _ARRAY if isinstance(value, np.ndarray) else _SCALAR
     return _ext(code, [value.dtype.str, list(value.shape), value.tobytes()])
 
@@ -155,6 +172,7 @@ def _unpack(code: int, data: memoryview) -> Any:
         _DTYPE: dtype_of,
         _DEVICE: torch.device,
         _COMPLEX: lambda v: complex(*v),
+        _MAPPING: dict,
     }
     if code not in simple:
         raise ValueError(f"extension {code} is not known here")

@@ -23,11 +23,14 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
 
     ``every``: how many steps apart snapshots are, besides those of steps that are announced to be committed. None: as
     many as it takes that training does not stand still for them for long (trainer_hooks.snapshot.pace), one as a rule.
+
+    ``exclude``: patterns of names of tensors that are neither stored nor restored (trainer_hooks.snapshot.exclude).
     """
 
     overlap: bool | None = None
     slots: int = SLOTS
     every: int | None = None
+    exclude: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.every is not None and self.every < 1:

@@ -23,6 +23,7 @@ from everstep.slots import SegmentView, SlotHeader
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.training import GenerationSpec, Member, Sealed
 from trainer_hooks.sdc.digest import unsigned
+from trainer_hooks.snapshot.changes import difference
 from trainer_hooks.snapshot.choices import DEFAULT, Choices
 from trainer_hooks.snapshot.copy import Sources, write_blob
 from trainer_hooks.snapshot.cover import all_stored, store_with_covers
@@ -59,12 +60,14 @@ class _Phase(enum.Enum):
 
 
 class _Look:
-    """The tensors as they were found, and the name under which the ranks exchange this layout."""
+    """The tensors as they were found, and the name under which the ranks exchange this layout. ``change``: what is not
+    as it was before, in words."""
 
-    def __init__(self, tensors: list[TrackedTensor], layout: Layout, tag: str) -> None:
+    def __init__(self, tensors: list[TrackedTensor], layout: Layout, tag: str, change: str = "") -> None:
         self.tensors = tensors
         self.layout = layout
         self.tag = tag
+        self.change = change
         self.sharded = any(part.box != whole(part.shape) for part in layout.parts)
 
 
@@ -230,9 +233,13 @@ class Snapshotter:
         layout = self._state.layout(tensors, self._member.rank, self._spec.world_size)
         known = self._look
         self._sources = None
-        return (
-            _Look(tensors, known.layout, known.tag) if known and known.layout == layout else _Look(tensors, layout, tag)
-        )
+        if known is None:
+            return _Look(tensors, layout, tag)
+        if known.layout == layout:
+            return _Look(tensors, known.layout, known.tag, known.change)
+        change = difference(known.layout, layout)
+        log.info("planned anew from step %s on, since tracked tensors changed: %s", tag, change, extra=self._where)
+        return _Look(tensors, layout, tag, change)
 
     def _fitting_sources(self, look: _Look) -> Sources:
         """Views for what is planned; before it is planned, of everything that must be staged."""
@@ -249,7 +256,9 @@ class Snapshotter:
                 return False
             self._end(job)
             self._retry_at = self._clock.monotonic() + RETRY_S
-        log.warning("no snapshot of step %d: it could not be planned in time", job.version.step, extra=self._where)
+        why = f" (tracked tensors changed here, and must on all ranks: {job.look.change})" if job.look.change else ""
+        step = job.version.step
+        log.warning("no snapshot of step %d: it could not be planned in time%s", step, why, extra=self._where)
         return True
 
     # --- the copier thread

@@ -27,6 +27,7 @@ EVERY_KIND: dict[str, Any] = {
     "sets": [{1, 2}, frozenset({"a"})],
     "nested": OrderedDict(a={"b": (1, (2, 3))}),
     "keys": {1: 2, "a": 3},
+    "tuples for keys": {(1, ("a", None)): 2, 1 << 70: {(): 3}, "a": 4},
     "dtype": torch.bfloat16,
     "device": torch.device("cuda", 1),
 }
