@@ -151,6 +151,7 @@ def server_config(settings: ControllerSettings, member: Member) -> uvicorn.Confi
         access_log=False,
         log_config=None,
         server_header=False,
+        backlog=BACKLOG,  # uvicorn listens once more, with its own otherwise
         timeout_keep_alive=75,  # longer than a beat, so that whoever beats by HTTP keeps its connection
         timeout_graceful_shutdown=max(1, round(settings.stop_grace_s)),
         ssl_certfile=settings.tls_certificate or None,

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
 import struct
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+from starlette.types import Receive, Scope, Send
+
+from controller.config import ControllerSettings
+from controller.serving import BACKLOG, Server, listen, server_config
 from everstep.tokens import TokenRole
 from tests.support.controllers import VIEWER, bearer, controller_process
 from tests.support.sessions import upgrade
@@ -57,3 +63,31 @@ def test_requests_that_come_after_a_whole_fleet_are_answered_before_most_of_it(t
         came = [answered_at(agent, b"101") for agent in agents]
         later = [sum(at > mine for at in came) for mine in waited]
     assert min(later) > AGENTS / 2
+
+
+def backlog_of(listener: socket.socket) -> int:
+    """How many connections may wait to be accepted (``tcpi_sacked`` of a listener; linux/tcp.h)."""
+    told = struct.unpack("8B6I", listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32))
+    return int(told[-1])
+
+
+def test_a_fleet_may_wait_at_every_door_though_the_server_listens_once_more() -> None:
+    async def nobody(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("nobody asks")
+
+    async def served() -> list[int]:
+        member: Any = nobody
+        member.leading = lambda: None
+        listeners = [listen(("127.0.0.1", 0)) for _ in range(2)]
+        server = Server(server_config(ControllerSettings(secret_file="unused"), member), lambda: None)
+        serving = asyncio.create_task(server.serve(sockets=listeners))
+        while not server.started:
+            await asyncio.sleep(0.002)
+        try:
+            return [backlog_of(listener) for listener in listeners]
+        finally:
+            server.end()
+            await serving
+
+    somaxconn = int(Path("/proc/sys/net/core/somaxconn").read_text())
+    assert asyncio.run(served()) == [min(BACKLOG, somaxconn)] * 2
