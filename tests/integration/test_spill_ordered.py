@@ -10,6 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from everstep.cli.client import Client
+from everstep.errors import NotFound
+from everstep.wire.v1 import operator as op
+from everstep.wire.v1.kept import JobCheckpoints, KeptVersion
+from examples.demo.world import World, wait_for
 from tests.support.launched import Launched, launched
 
 pytestmark = pytest.mark.slow
@@ -121,3 +126,36 @@ def test_a_write_goes_on_when_who_asked_for_it_is_killed(tmp_path: Path, victim:
         os.kill(_named(launcher, victim), signal.SIGKILL)
         launcher.eventually(lambda: name in stored.whole(), f"{name} whole after the death of {victim}")
         _load_elsewhere(tmp_path, stored.folder / name, 1024)
+
+
+def test_a_job_that_was_stopped_goes_on_from_storage_by_itself(tmp_path: Path) -> None:
+    script = _script(tmp_path, 64)
+    with World(tmp_path / "out", ["n1"]) as world:
+        world.start_controller()
+        node = world.nodes["n1"]
+        node.boot()
+        wait_for(lambda: node.booted, "the agent is up")
+        client = Client(world.url, world.operator_token)
+
+        def launch() -> None:
+            command = ["-m", "trainer_hooks.launch", "--job", "spilled", "--agent-socket", str(node.agent_socket)]
+            command += ["--spill-to", str(tmp_path / "stored"), "--spill-every", "20", script]
+            node.join(command, {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+
+        def stored() -> list[KeptVersion]:
+            try:
+                told = client.get("/v1/jobs/spilled/checkpoints", JobCheckpoints)
+            except NotFound:  # its launcher is not there yet
+                return []
+            return [one for one in told.versions if one.place == "storage" and one.restorable]
+
+        launch()
+        wait_for(lambda: bool(stored()), "a checkpoint on storage")
+        client.post("/v1/jobs/spilled/stop", op.Because(reason="to go on later"), op.Changed)
+        assert node.launcher is not None
+        node.launcher.wait(60)
+        steps, newest = tmp_path / "steps-0", stored()[0]
+        steps.unlink()
+        launch()
+        wait_for(lambda: steps.exists() and bool(steps.read_text()), "the first step of the second run")
+        assert int(steps.read_text().split()[0]) == newest.version.step + 1

@@ -159,3 +159,29 @@ def test_blocks_and_priority_are_asked_of_the_controller(script: str) -> None:
     assert (spec.block_nodes, spec.block_within, spec.priority) == (4, "rack", 7)
     with pytest.raises(ConfigurationError, match="rack or switch"):
         parse([script], {"PET_BLOCK_WITHIN": "row"})
+
+
+def test_what_is_kept_beyond_copies_is_asked_of_the_controller(script: str, tmp_path: Path) -> None:
+    argv = ["--nnodes=4:8", "--job=j", "--agent-socket=/a.sock", "--parity=4", "--spill-to=stored", "--spill-every=50"]
+    spec = parse([*argv, "--spill-keep=0", script], {}).job_spec(2)
+    assert spec.spill is not None
+    assert (spec.parity, spec.spill.every, spec.spill.keep) == (4, 50, 0)
+    assert spec.spill.to == str(Path.cwd() / "stored")
+    assert parse([*argv, "--spill-to=s3://bucket/runs", script], {}).spill_to == "s3://bucket/runs"
+    assert parse([script], {}).job_spec(2).spill is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--parity=4"], "a group takes 4 nodes at least"),
+        (["--nnodes=8", "--job=j", "--agent-socket=/a.sock", "--parity=1"], "2 to 64 members"),
+        (["--spill-to=s3://key:hunter2@bucket"], "credentials"),
+        (["--spill-to=s3://bucket/x?token=hunter2"], "credentials"),
+        (["--spill-to=/x", "--spill-every=0"], "at least 1 step"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_without_telling_secrets(script: str, argv: list[str], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words) as refused:
+        parse([*argv, script], {})
+    assert "hunter2" not in str(refused.value)

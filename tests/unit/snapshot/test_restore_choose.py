@@ -9,6 +9,7 @@ import pytest
 from everstep.errors import MalformedMessage, NotRestorable
 from everstep.ids import Version
 from everstep.wire.v1.local import SlotInfo
+from everstep.wire.v1.parity import NodeGroup, Protection
 from everstep.wire.v1.training import RestoreRule
 from trainer_hooks.restore.choose import choose
 from trainer_hooks.snapshot.layout import LAYOUT_FORMAT, Box, Manifest, Stored, Tensor
@@ -98,3 +99,34 @@ def test_a_damaged_manifest_does_not_count() -> None:
 def test_the_choice_does_not_depend_on_the_order_of_the_answers() -> None:
     slots = [*both(OLD, MIDDLE), slot(0, NEW)]
     assert choose(RestoreRule(), slots, manifest_of) == choose(RestoreRule(), slots[::-1], manifest_of)
+
+
+def _kept_by_parity(version: Version) -> Protection:
+    group = NodeGroup(members=("n0", "n1"), parity=("n2", "n3"))
+    return Protection(version=version, seats=("n0", "n1"), nproc_per_node=1, groups=(group,))
+
+
+def test_what_parity_keeps_is_taken_where_nothing_newer_is_whole_and_the_sentence_says_what_was_lost() -> None:
+    rule = RestoreRule(floor=MIDDLE, protection=_kept_by_parity(OLD))
+    assert chosen(rule, both(OLD, MIDDLE)) == MIDDLE
+    choice = choose(rule, [*both(OLD), slot(0, MIDDLE)], manifest_of)
+    assert choice.version == OLD
+    assert "1:10 was committed and is lost, and 1:9, which parity keeps, is whole" in choice.sentence
+
+
+def test_parity_lets_no_other_version_below_the_floor_in_nor_one_above_the_ceiling() -> None:
+    rule = RestoreRule(floor=NEW, protection=_kept_by_parity(MIDDLE))
+    with pytest.raises(NotRestorable):
+        chosen(rule, both(OLD))
+    capped = RestoreRule(floor=NEW, ceiling=OLD, protection=_kept_by_parity(MIDDLE))
+    with pytest.raises(NotRestorable):
+        chosen(capped, both(MIDDLE))
+
+
+def test_the_checkpoint_on_storage_is_gone_back_to_only_where_nothing_in_memory_is_whole() -> None:
+    rule = RestoreRule(floor=MIDDLE, storage="/stored/job/step-00000005-g1")
+    assert chosen(rule, both(MIDDLE)) == MIDDLE
+    choice = choose(rule, [slot(0, MIDDLE)], manifest_of)
+    assert choice.version is None
+    assert "version 1:10 was committed" in choice.sentence
+    assert choice.sentence.endswith("the job goes back to /stored/job/step-00000005-g1")
