@@ -17,7 +17,6 @@ from trainer_hooks.snapshot.gather import Gather
 from trainer_hooks.snapshot.layout import BLOB_PREFIX, Box, Manifest
 from trainer_hooks.snapshot.plan import Share
 from trainer_hooks.state import TrackedTensor
-from trainer_hooks.vault_client import MappedSegment
 
 MOST_GATHERS = 16
 """One for each slot of a segment, and some for segments before it."""
@@ -163,21 +162,3 @@ class DeviceMover(HostMover):
 
     def finish(self) -> None:
         self._copied.synchronize()
-
-
-def page_lock(segment: MappedSegment) -> None:
-    """Page-locks a segment's mapping for the GPU, once in its life.
-
-    Raises RuntimeError with CUDA's reason where the system does not let us lock that much (``ulimit -l``).
-    """
-    if segment.page_locked:
-        return
-    mapped = torch.frombuffer(segment.buffer, dtype=torch.uint8)
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    code = int(cudart.cudaHostRegister(mapped.data_ptr(), mapped.numel(), 0))
-    if code != 0:
-        raise RuntimeError(
-            f"cannot page-lock {mapped.numel()} bytes of slot memory for the GPU: CUDA error {code}; "
-            "raise the limit on locked memory (ulimit -l)"
-        )
-    segment.page_locked = True

@@ -11,9 +11,10 @@ from everstep.errors import OutOfSlotMemory
 from everstep.slots import PAGE, slot_bytes_for
 from everstep.wire.v1.training import GenerationSpec, Member
 from trainer_hooks.snapshot.choices import DEFAULT, Choices
-from trainer_hooks.snapshot.copy import page_lock, slot_view
+from trainer_hooks.snapshot.copy import slot_view
 from trainer_hooks.snapshot.exchange import Exchange
 from trainer_hooks.snapshot.layout import ALIGN, Layout, Manifest, encode
+from trainer_hooks.snapshot.locked import page_lock
 from trainer_hooks.snapshot.plan import Share, divide, manifest_for
 from trainer_hooks.vault_client import MappedSegment, VaultClient
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from everstep.ids import Version
+from everstep.segment_header import segment_bytes
+from everstep.slots import format_segment
 from everstep.wire.v1.training import RestoreRule
 from tests.support.generations import generation
 from tests.support.vaults import vaults
 from trainer_hooks.restore import Restoration
 from trainer_hooks.sdc.digest import WeightedDigest
+from trainer_hooks.snapshot.locked import page_lock
 from trainer_hooks.snapshot.snapshotter import Snapshotter
 from trainer_hooks.state import TrackedState
-from trainer_hooks.vault_client import VaultClient
+from trainer_hooks.vault_client import MappedSegment, VaultClient
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,3 +67,19 @@ def test_the_digest_of_a_tensor_is_the_same_on_the_gpu_and_on_the_host() -> None
     tensors = [torch.randn(n) for n in (5, 40_000, 3_000_000)]
     on_gpu = [t.cuda() for t in tensors]
     assert WeightedDigest(on_gpu).value() == WeightedDigest(tensors).value()
+
+
+def test_slot_memory_is_registered_while_it_is_held_and_can_be_registered_again_after_that(tmp_path: Path) -> None:
+    path, length = tmp_path / "own-0", segment_bytes(2, 1 << 20)
+    path.write_bytes(bytes(length))
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping, memoryview(mapping) as whole:
+        format_segment(whole, 2, 1 << 20)
+    segment = MappedSegment(str(path), 1 << 20)
+    buffer, cudart = segment.buffer, torch.cuda.cudart()
+    address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
+    page_lock(segment)
+    assert int(cudart.cudaHostRegister(address, length, 0)) != 0, "it is registered"
+    del segment
+    gc.collect()
+    assert int(cudart.cudaHostRegister(address, length, 0)) == 0, "it was given back"
+    assert int(cudart.cudaHostUnregister(address)) == 0
