@@ -195,10 +195,16 @@ class RemedyDesk:
     async def _write(self, row: RemedyRow, report: ActionReported | None = None) -> None:
         """Makes a remedy's new state durable, with what the core makes of it; waits while the database is away."""
 
+        taken = False
+
         def stimulus(tx: Transaction, now: float) -> None:
+            nonlocal taken
+            if taken:  # by a transaction that waits for the database, and is written before this one
+                return
             tx.remedy(row)
             if report is not None:
                 tx.handle(report, now)
+            taken = True
 
         attempt = 0
         while True:

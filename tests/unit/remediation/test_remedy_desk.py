@@ -52,12 +52,14 @@ class Machine:
 
 
 class Book:
-    """Stands for the loop's transactions: keeps what was written, in order, and what the core was told."""
+    """Stands for the loop's transactions: keeps what was written, in order, and what the core was told. ``away``: how
+    often nothing is taken at first; ``unsure``: how often after that what was taken is not promised."""
 
-    def __init__(self, away: int = 0) -> None:
+    def __init__(self, away: int = 0, unsure: int = 0) -> None:
         self.written: list[RemedyRow] = []
         self.told: list[ActionReported] = []
         self.away = away
+        self.unsure = unsure
         self.now = 1000.0
 
     async def submit(self, stimulus: Callable[[Any, float], None]) -> None:
@@ -65,6 +67,9 @@ class Book:
             self.away -= 1
             raise Unavailable("the database is away", 0.0)
         stimulus(self, self.now)
+        if self.unsure > 0:
+            self.unsure -= 1
+            raise Unavailable("the database is away, so this is kept in memory only", 0.0)
 
     def remedy(self, row: RemedyRow) -> None:
         self.written.append(row)
@@ -221,6 +226,14 @@ def test_nothing_is_begun_while_the_database_is_away() -> None:
     run(machine, book, wanted(1))
     assert machine.applied == ["n1-a1"]
     assert book.states("n1-a1") == ["begun", "confirmed"]
+
+
+def test_an_end_that_is_kept_in_memory_for_an_absent_database_is_told_to_the_core_once() -> None:
+    machine, book = Machine(), Book(unsure=7)
+    run(machine, book, wanted(1, RemedyKind.REBOOT))
+    assert machine.applied == ["n1-a1"]
+    assert book.states("n1-a1") == ["begun", "confirmed"]
+    assert [told.id for told in book.told] == ["n1-a1"]
 
 
 def test_a_cordon_stands_beside_the_cure_that_was_decided_with_it() -> None:
