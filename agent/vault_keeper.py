@@ -17,7 +17,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,10 +26,12 @@ from agent.config import AgentSettings
 from agent.lifecycle import clear_segments
 from agent.local_seats import LocalJob
 from agent.settings_checks import listen_address
+from agent.vault_command import vault_command
 from everstep.backoff import Backoff
 from everstep.clock import Clock
 from everstep.errors import EverstepError, MalformedMessage, Unavailable
 from everstep.framing import FrameDecoder, encode_frame
+from everstep.vault_note import is_held
 from everstep.wire.v1.local import (
     MAX_FRAME_BYTES,
     Configure,
@@ -163,9 +164,22 @@ class VaultKeeper:
     # --- its life ------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Takes over a running vault, or starts one. Raises Unavailable where none comes up."""
-        if not await self._adopt():
-            await self._spawn()
+        """Takes over a running vault, or starts one. Raises Unavailable where none comes up.
+
+        Waits for one that is about to begin or to end: an agent that was killed may have just started it.
+        """
+        end = self._clock.monotonic() + READY_WITHIN_S
+        while not await self._adopt():
+            try:
+                if not is_held(self._settings.run_dir):
+                    await self._spawn()
+                    break
+            except Unavailable:
+                if not is_held(self._settings.run_dir):
+                    raise
+            if self._clock.monotonic() > end:
+                raise Unavailable(f"another vault holds {self._settings.run_dir} and does not serve: end it")
+            await asyncio.sleep(0.05)
         self.lost = ""
 
     async def run(self) -> None:
@@ -249,20 +263,14 @@ class VaultKeeper:
         if self.address and listen_address(listen)[1] == 0 and not self.lost.count(";"):
             listen = self.address  # peers know this address; they need not learn another
         self._ready_file.unlink(missing_ok=True)
-        command = [sys.executable, "-P", "-m", "agent.vault.main", "--node", self._settings.node]
-        command += ["--run-dir", str(self._settings.run_dir), "--segment-dir", str(self._settings.segments)]
-        command += ["--listen", listen]
-        command += ["--log-format", self._settings.log_format, "--log-level", self._settings.log_level]
-        if self._settings.vault_memory_limit_bytes is not None:
-            command += ["--memory-limit", str(self._settings.vault_memory_limit_bytes)]
-        if self._settings.vault_send_bytes_per_s is not None:
-            command += ["--send-rate", str(self._settings.vault_send_bytes_per_s)]
-        if self._settings.die_with_parent and not self._settings.leave_vault:
-            command.append("--die-with-parent")
-        else:
-            command += ["--linger", str(self._settings.vault_linger_s)]
-        self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-        await self._connect(await self._wait_for(self._child))
+        command = vault_command(self._settings, listen)
+        child = self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        try:
+            await self._connect(await self._wait_for(child))
+        except BaseException:  # also where we end meanwhile: nobody would know of it
+            child.kill()
+            child.wait()
+            raise
 
     async def _wait_for(self, child: subprocess.Popen[bytes]) -> _Ready:
         """The new vault's ready file. Raises Unavailable where it ends or takes too long."""

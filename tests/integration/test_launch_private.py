@@ -100,15 +100,22 @@ def test_ctrl_c_leaves_no_process_no_socket_and_no_segment(run: Run) -> None:
     assert not list((run.directory / "state").glob("run-*"))
 
 
-def test_a_launcher_that_comes_again_after_it_was_killed_restores_from_memory(short_path: Path) -> None:
+@pytest.mark.parametrize("vault_too", [False, True])
+def test_a_launcher_that_comes_again_after_it_was_killed_restores_from_memory(
+    short_path: Path, vault_too: bool
+) -> None:
+    """Also where the whole control group was killed: another vault is started over the slots."""
     (short_path / "train.py").write_text(TRAIN)
-    argv = ["--nproc-per-node", "2", "--job", "again", "--state-dir", str(short_path / "state"), "train.py"]
+    argv = ["--nproc-per-node", "2", "--job", "again", "--vault-linger-s", "60"]
+    argv += ["--state-dir", str(short_path / "state"), "train.py"]
     with launched(short_path, *argv) as first:
         before = Run(short_path, first)
         before.pid_at(rank=0, step=20)
         below = first.descendants()
         (vault,) = [pid for pid in below if b"agent.vault.main" in cmdline(pid)]
         first.process.kill()
+        if vault_too:
+            os.kill(vault, signal.SIGKILL)
         first.eventually(lambda: not any(alive(pid) for pid in below if pid != vault), "the end of all but the vault")
     with launched(short_path, *argv) as second:
         after = Run(short_path, second)
@@ -118,7 +125,7 @@ def test_a_launcher_that_comes_again_after_it_was_killed_restores_from_memory(sh
     made = [step for rank, _, step, _ in after.lines() if rank == 0]
     assert sorted(set(made)) == list(range(1, 61))
     assert len(made) <= 61, "no step that was finished was made again, but for the one in which it was killed"
-    after.launcher.eventually(lambda: not alive(vault), "the end of the vault")
+    second.eventually(lambda: not alive(vault), "the end of the vault")
     assert not segments.exists()
     assert not list((short_path / "state").glob("run-*"))
 

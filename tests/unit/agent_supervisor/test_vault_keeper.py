@@ -15,11 +15,14 @@ from typing import Any
 
 import pytest
 
+from agent import vault_keeper
 from agent.config import AgentSettings
+from agent.lifecycle import hold
 from agent.vault_keeper import VaultKeeper
 from everstep.errors import Unavailable
 from everstep.slots import SLOTS
 from everstep.system_clock import SYSTEM_CLOCK
+from everstep.vault_note import LOCK_FILE
 from everstep.wire.v1 import local
 from everstep.wire.v1.training import FindingRaised, PeerLost
 from tests.support.agents import is_running, until
@@ -82,6 +85,50 @@ def test_a_started_vault_is_left_and_taken_over_and_ended(place: Place) -> None:
         await second.stop()
         until(lambda: not is_running(pid), "the vault is gone")
         assert not (place.base / "segments").exists() or not list((place.base / "segments").rglob("*"))
+
+    play(story())
+
+
+def test_a_vault_that_is_still_beginning_or_ending_is_waited_for(place: Place) -> None:
+    """That of an agent that was killed while it started one, say."""
+
+    async def story() -> None:
+        other = hold(place.run_dir / LOCK_FILE, "held")
+        keeper = place.keeper()
+        starting = asyncio.create_task(keeper.start())
+        await asyncio.wait([starting], timeout=1.0)
+        assert not starting.done()
+        os.close(other)
+        await starting
+        place.pids.add(keeper.pid)
+        assert is_running(keeper.pid)
+        await keeper.stop()
+
+    play(story())
+
+
+def test_a_vault_that_never_comes_to_serve_is_told_of(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vault_keeper, "READY_WITHIN_S", 0.5)
+
+    async def story() -> None:
+        other = hold(place.run_dir / LOCK_FILE, "held")
+        with pytest.raises(Unavailable, match=r"another vault holds .* and does not serve"):
+            await place.keeper().start()
+        os.close(other)
+
+    play(story())
+
+
+def test_who_stops_starting_a_vault_leaves_none_behind(place: Place) -> None:
+    async def story() -> None:
+        keeper = place.keeper()
+        starting = asyncio.create_task(keeper.start())
+        while keeper._child is None:
+            await asyncio.sleep(0)
+        pid = keeper._child.pid
+        starting.cancel()
+        await asyncio.wait([starting])
+        assert not is_running(pid)
 
     play(story())
 
