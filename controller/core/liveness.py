@@ -256,7 +256,8 @@ def _judge_silence(turn: Turn, node: str) -> tuple[Answer, float]:
     correlation.fall_silent(turn, node)
     if correlation.is_doubted(turn, node, pulse.since):
         return answer, correlation.look_again_at(turn, pulse.since)
-    lose(turn, node, _unheard(turn, node))
+    gone_at = turn.state.live_nodes[node].gone_at
+    lose(turn, node, _unheard(turn, node) if gone_at is None else _not_back(turn, node, gone_at))
     return answer, turn.now
 
 
@@ -302,7 +303,11 @@ def _check_gone(turn: Turn, node: str, gone_at: float) -> None:
         _ask_witnesses(turn, node)
         turn.wake(correlation.look_again_at(turn, gone_at), "node", node)
     else:
-        lose(turn, node, f"{node} did not come back within {turn.now - gone_at:.1f} s after its connection closed")
+        lose(turn, node, _not_back(turn, node, gone_at))
+
+
+def _not_back(turn: Turn, node: str, gone_at: float) -> str:
+    return f"{node} did not come back within {turn.now - gone_at:.1f} s after its connection closed"
 
 
 def expect_launchers(turn: Turn, node: str) -> None:
