@@ -15,7 +15,7 @@ from everstep.wire.v1.kept import JobCheckpoints, KeptVersion
 
 def kept_of(state: FleetState, job: JobRecord) -> JobCheckpoints:
     """In the order in which the job would go back to it: memory, parity, storage, the newest of each first."""
-    versions = (*_in_memory(state, job), *_by_parity(state, job), *_on_storage(job))
+    versions = (*_in_memory(state, job), *_by_parity(state, job), *_on_storage(state, job))
     first = next((one for one in versions if one.restorable), None)
     if first is None:
         sentence = f"nothing of job {job.job} is kept that it could go back to"
@@ -74,13 +74,13 @@ def _by_parity(state: FleetState, job: JobRecord) -> Iterator[KeptVersion]:
             place="parity",
             state="way",
             restorable=False,
-            sentence=f"{len(job.protecting.made)} of {len(homes)} homes have made their parity",
+            sentence=f"{len(state.live_jobs[job.job].protect_made)} of {len(homes)} homes have made their parity",
             at=job.protecting.begun_at,
         )
 
 
-def _on_storage(job: JobRecord) -> Iterator[KeptVersion]:
-    spilling = job.spilling
+def _on_storage(state: FleetState, job: JobRecord) -> Iterator[KeptVersion]:
+    spilling, done = job.spilling, state.live_jobs[job.job].spill_done
     if spilling is not None:
         trouble = f"; {spilling.trouble}" if spilling.trouble else ""
         yield KeptVersion(
@@ -88,7 +88,7 @@ def _on_storage(job: JobRecord) -> Iterator[KeptVersion]:
             place="storage",
             state="way",
             restorable=False,
-            sentence=f"{len(spilling.done)} of {len(spilling.writers)} nodes have written their part{trouble}"[:4096],
+            sentence=f"{len(done)} of {len(spilling.writers)} nodes have written their part{trouble}"[:4096],
             at=spilling.begun_at,
             bytes=spilling.bytes,
             url=spilling.url,

@@ -50,6 +50,7 @@ def consider_protection(turn: Turn, job: JobRecord, version: Version) -> None:
         turn.job_changed(job.job)
     if not grouping.groups:
         return
+    turn.state.live_jobs[job.job].protect_made = {}
     shares = job.homes.shares if job.homes is not None else {}
     job.protecting = Protecting(
         protection=Protection(
@@ -79,8 +80,9 @@ def _order(turn: Turn, job: JobRecord, protecting: Protecting) -> None:
     """Tells the homes that have not answered, and looks again later."""
     if job.generation is None:
         return
+    live = turn.state.live_jobs[job.job]
     for node, groups in groups_of_homes(protecting.protection).items():
-        if node not in protecting.made and node in turn.state.reachable:
+        if node not in live.protect_made and node in turn.state.reachable:
             body = ProtectVersion(
                 job=job.job,
                 generation=job.generation.number,
@@ -89,7 +91,6 @@ def _order(turn: Turn, job: JobRecord, protecting: Protecting) -> None:
                 keep=(job.shielded.protection.version,) if job.shielded is not None else (),
             )
             turn.send(node, body)
-    live = turn.state.live_jobs[job.job]
     live.protect_due = turn.now + turn.policy.order_again_s
     turn.wake(live.protect_due, "job", job.job)
 
@@ -107,6 +108,9 @@ def check_protection(turn: Turn, job: JobRecord) -> None:
 def reconsider_protection(turn: Turn, job: JobRecord) -> None:
     """Nodes may have gone: parity of which a member or a home is missing will not be made; another version's will."""
     protecting = job.protecting
+    if not job.spec.parity and (protecting or job.shielded) is not None:
+        forget_protection(turn, job)
+        return
     if protecting is None:
         return
     gone = [n for group in protecting.protection.groups for n in group.nodes if not holds(turn.state, n, 0.0)]
@@ -143,9 +147,9 @@ def version_protected(turn: Turn, job: JobRecord, node: str, report: VersionProt
     elif report.code:
         _failed(turn, job, protecting, node, report)
     else:
-        protecting.made[node] = dict(report.made)
-        turn.job_changed(job.job)
-        if len(protecting.made) == len(groups_of_homes(protecting.protection)):
+        made = turn.state.live_jobs[job.job].protect_made
+        made[node] = dict(report.made)
+        if len(made) == len(groups_of_homes(protecting.protection)):
             _compare(turn, job, protecting)
 
 
@@ -153,14 +157,16 @@ def _failed(turn: Turn, job: JobRecord, protecting: Protecting, node: str, repor
     if report.code == StaleGeneration.code:
         return  # it is repeated in the newer generation's name
     protecting.failures += 1
+    turn.job_changed(job.job)
     if report.code != Unavailable.code or protecting.failures >= turn.policy.order_failures:
         give_up_protection(turn, job, f"{node}: {report.message}")
 
 
 def _compare(turn: Turn, job: JobRecord, protecting: Protecting) -> None:
     """P and Q are of use together only where they were made of the same bytes."""
+    live = turn.state.live_jobs[job.job]
     for group in protecting.protection.shards():
-        p, q = (protecting.made[home].get(group.group) for home in group.parity)
+        p, q = (live.protect_made[home].get(group.group) for home in group.parity)
         if p is None or p != q:
             give_up_protection(turn, job, f"P and Q of group {group.group} were made of different shards")
             return
@@ -169,7 +175,6 @@ def _compare(turn: Turn, job: JobRecord, protecting: Protecting) -> None:
     job.shielded = Shielded(protection=protecting.protection, on_copies=protecting.on_copies, at=turn.now)
     job.protecting, job.protect_failures, job.protect_trouble = None, 0, ""
     job.protect_not_before = protecting.begun_at + turn.policy.protect_interval_s
-    turn.state.live_jobs[job.job].protections += 1
     turn.job_changed(job.job)
     if first:  # every later one would be a line every few seconds
         sentence = f"version {version} is kept by parity after {took_s:.1f} s: {job.parity_sentence}"

@@ -195,7 +195,7 @@ class Homes(msgspec.Struct, frozen=True):
 
 class Spilling(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A version on its way to storage: under ``url``, from the slots of ``writers``, each of which writes the shares of
-    these ranks. ``done``: those that have. ``attempt``: number of the order; an answer to another one is void.
+    these ranks. ``attempt``: number of the order; an answer to another one is void.
     ``failures``: answers that said that it could not be done now, with the last one's ``trouble``."""
 
     version: Version
@@ -203,7 +203,6 @@ class Spilling(msgspec.Struct, kw_only=True, omit_defaults=True):
     writers: dict[NodeId, tuple[Rank, ...]]
     begun_at: float
     bytes: int = 0
-    done: list[NodeId] = []
     attempt: int = 0
     failures: int = 0
     trouble: str = ""
@@ -222,14 +221,12 @@ class StoredCheckpoint(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Protecting(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A version whose parity is being made. ``on_copies``: where else the shares are that no group takes. ``made``: by
-    home, and there by group, as what the members were sealed of which P or Q was made. ``failures`` as in
-    ``Spilling``."""
+    """A version whose parity is being made. ``on_copies``: where else the shares are that no group takes. ``failures``
+    as in ``Spilling``."""
 
     protection: Protection
     begun_at: float
     on_copies: dict[NodeId, Share] = {}
-    made: dict[NodeId, dict[Rank, str]] = {}
     failures: int = 0
     trace: TraceId = ""
 

@@ -37,6 +37,7 @@ def consider_spill(turn: Turn, job: JobRecord, version: Version, nbytes: int) ->
         return
     if abs(version.step - job.spilled_step) < plan.every:
         return
+    turn.state.live_jobs[job.job].spill_done = set()
     job.spilling = Spilling(
         version=version,
         url=folder_of_job(job),
@@ -63,10 +64,10 @@ def _order(turn: Turn, job: JobRecord, spilling: Spilling) -> None:
         keep=plan.keep,
         attempt=spilling.attempt,
     )
-    for node in spilling.writers:
-        if node not in spilling.done and node in turn.state.reachable:
-            turn.send(node, body)
     live = turn.state.live_jobs[job.job]
+    for node in spilling.writers:
+        if node not in live.spill_done and node in turn.state.reachable:
+            turn.send(node, body)
     live.spill_due = turn.now + turn.policy.order_again_s
     turn.wake(live.spill_due, "job", job.job)
 
@@ -83,10 +84,13 @@ def check_spill(turn: Turn, job: JobRecord) -> None:
 
 def reconsider_spill(turn: Turn, job: JobRecord) -> None:
     """Nodes may have gone. A share that no other node has a copy of goes with its node, and the version with it."""
-    spilling = job.spilling
+    spilling, done = job.spilling, turn.state.live_jobs[job.job].spill_done
     if spilling is None:
         return
-    for node in [node for node in spilling.writers if node not in spilling.done and not _has_slots(turn.state, node)]:
+    if job.spec.spill is None:
+        give_up_spill(turn, job, "the job asks for none any more")
+        return
+    for node in [node for node in spilling.writers if node not in done and not _has_slots(turn.state, node)]:
         copies = job.homes.shares[node].copies if job.homes is not None and node in job.homes.shares else ()
         heir = next((copy for copy in copies if _has_slots(turn.state, copy)), None)
         if heir is None or job.homes is None or job.homes.generation != spilling.version.generation:
@@ -94,8 +98,7 @@ def reconsider_spill(turn: Turn, job: JobRecord) -> None:
             return
         ranks = spilling.writers.pop(node)
         spilling.writers[heir] = (*spilling.writers.get(heir, ()), *ranks)
-        if heir in spilling.done:
-            spilling.done.remove(heir)
+        done.discard(heir)
         spilling.attempt += 1
         turn.state.live_jobs[job.job].spill_due = 0.0
         turn.job_changed(job.job)
@@ -147,18 +150,18 @@ def _failed(turn: Turn, job: JobRecord, spilling: Spilling, node: str, report: V
 
 
 def _written(turn: Turn, job: JobRecord, spilling: Spilling, node: str, report: VersionSpilled) -> None:
-    if node not in spilling.done:
-        spilling.done.append(node)
-        turn.job_changed(job.job)
+    live = turn.state.live_jobs[job.job]
+    live.spill_done.add(node)
     if report.whole:
         _complete(turn, job, spilling, report)
-    elif len(spilling.done) == len(spilling.writers):  # each wrote its part, and somebody's was not found by the last
-        spilling.done, spilling.attempt = [], spilling.attempt + 1
+    elif len(live.spill_done) == len(spilling.writers):  # each wrote its part, and the last did not find somebody's
+        live.spill_done, spilling.attempt = set(), spilling.attempt + 1
         spilling.failures += 1
+        turn.job_changed(job.job)
         if spilling.failures >= turn.policy.order_failures:
             give_up_spill(turn, job, "all parts are written, and the storage does not show them all")
         else:
-            turn.state.live_jobs[job.job].spill_due = turn.now + turn.policy.order_again_s
+            live.spill_due = turn.now + turn.policy.order_again_s
 
 
 def _complete(turn: Turn, job: JobRecord, spilling: Spilling, report: VersionSpilled) -> None:
@@ -184,7 +187,10 @@ def _complete(turn: Turn, job: JobRecord, spilling: Spilling, report: VersionSpi
 def end_spills(turn: Turn, job: JobRecord) -> None:
     """The job is over, and its slots with it. What is on storage stays, for a job of the same name that goes on there
     if this one did not reach its end; one that did begins anew."""
-    give_up_spill(turn, job, "the job is over")
+    if job.spilling is not None:
+        sentence = f"version {job.spilling.version} is not written to storage: the job is over"
+        turn.audit("spill.given_up", sentence, job=job.job, trace=job.spilling.trace)
+        job.spilling = None
     if job.state is JobState.FINISHED:
         job.stored, job.spilled_step = [], 0
     job.spill_failures, job.spill_not_before = 0, 0.0
@@ -194,11 +200,11 @@ def end_spills(turn: Turn, job: JobRecord) -> None:
 
 
 def doubt_stored(turn: Turn, job: JobRecord, clean: Version | None) -> None:
-    """After corruption: nothing newer than ``clean`` is restored from storage by itself either."""
+    """After corruption: nothing newer than ``clean`` that this run wrote is restored from storage by itself either."""
     if job.spilling is not None and (clean is None or job.spilling.version > clean):
         give_up_spill(turn, job, "it may be corrupt")
     for at, one in enumerate(job.stored):
-        if (clean is None or one.version > clean) and not one.suspect:
+        if (clean is None or one.version > clean) and one.begun_at >= job.created_at and not one.suspect:
             job.stored[at] = StoredCheckpoint(one.version, one.url, one.bytes, one.begun_at, one.at, suspect=True)
             turn.job_changed(job.job)
 

@@ -119,8 +119,9 @@ class JobLive(msgspec.Struct):
     ``first_step`` is the furthest step then. ``gather_due``: until when others
     that come back are waited for before the job grows (0.0: nobody came yet). ``untold``: number of a generation that
     is not written, so that nobody may hear of it before the database is back (0: none). ``spill_due``: when vaults are
-    asked again for what has not come to storage; ``protect_due`` the same for parity. ``protections``: versions that
-    parity kept. ``replaced``: by node and local rank, when another process took the place. ``missed``:
+    asked again for what has not come to storage, ``spill_done`` the nodes that have written; ``protect_due`` the same
+    for parity, and ``protect_made`` by home, and there by group, as what the members were sealed of which P or Q was
+    made. ``replaced``: by node and local rank, when another process took the place. ``missed``:
     homes of copies, and how many versions in a row could not be committed because one did not arrive there;
     ``passed_over``: those that get none until then.
     """
@@ -146,8 +147,9 @@ class JobLive(msgspec.Struct):
     gather_due: float = 0.0
     untold: GenerationNumber = 0
     spill_due: float = 0.0
+    spill_done: set[NodeId] = set()
     protect_due: float = 0.0
-    protections: int = 0
+    protect_made: dict[NodeId, dict[Rank, str]] = {}
     missed: dict[NodeId, int] = {}
     passed_over: dict[NodeId, float] = {}
     resume_attempts: int = 0

@@ -103,8 +103,7 @@ def test_a_controller_that_begins_anew_goes_on_where_it_was() -> None:
     fleet.beat("n1")
     fleet.beat("n2")
     again = sent(fleet.advance(2 * fleet.policy.order_again_s, "n1", "n2"), SpillVersion)
-    assert again["n2"].version == Version(1, 100)
-    assert "n1" not in again
+    assert again["n2"].version == again["n1"].version == Version(1, 100)
     _answer(fleet, "n2", again["n2"], whole=True)
     assert [one.version for one in fleet.job().stored] == [Version(1, 100)]
 
@@ -177,7 +176,7 @@ def test_a_lost_nodes_shares_are_written_by_who_has_copies_of_them() -> None:
     assert spilling is not None
     assert "n4" not in spilling.writers
     assert 3 in spilling.writers[heir]
-    assert heir not in spilling.done
+    assert heir not in fleet.state.live_jobs["job"].spill_done
 
 
 def test_a_version_goes_with_the_only_node_that_had_a_share_of_it() -> None:
@@ -198,7 +197,7 @@ def test_what_may_be_corrupt_is_neither_written_nor_gone_back_to() -> None:
     fleet.lose_rank(0)
     assert fleet.spec().restore.storage == "/store/job/a"
     fleet.resume(step=101)
-    fleet.job().stored[0] = type(fleet.job().stored[0])(Version(2, 500), "/store/job/a", 1, 0.0, 0.0)
+    fleet.job().stored[0] = type(fleet.job().stored[0])(Version(2, 500), "/store/job/a", 1, fleet.now, fleet.now)
     fleet.seal(102, kept=False, digests={0: "d0", 1: "d0", 2: "liar"})
     assert fleet.job().stored[0].suspect
     assert fleet.spec().restore.storage == ""
@@ -222,6 +221,30 @@ def test_a_job_of_the_same_name_goes_on_from_storage_unless_the_last_one_reached
         rule = fleet.spec().restore
         assert rule.scratch
         assert rule.storage == ("" if ends_well else "/store/job/a")
+
+
+def test_what_the_run_before_wrote_is_not_doubted() -> None:
+    fleet = _fleet(3)
+    order = sent(_commit(fleet, 100), SpillVersion)["n1"]
+    for node in ("n1", "n2", "n3"):
+        _answer(fleet, node, order, whole=node == "n3", url="/store/job/a")
+    fleet.raise_user_error(0)
+    fleet.advance(1.0, "n1", "n2", "n3")
+    fleet.launchers = {key: int(fleet.now * 1000) + 5 for key in fleet.launchers}
+    fleet.join("n1", "n2", "n3")
+    fleet.resume(step=101)
+    fleet.seal(102, kept=False, digests={0: "d0", 1: "d0", 2: "liar"})
+    assert not fleet.job().stored[0].suspect
+    assert fleet.spec().restore.storage == "/store/job/a"
+
+
+def test_a_job_that_asks_for_no_storage_any_more_pins_nothing() -> None:
+    fleet = _fleet(1)
+    _commit(fleet, 100)
+    fleet.launchers = {key: life + 1 for key, life in fleet.launchers.items()}
+    fleet.join("n1", spill=None, nproc_per_node=1)
+    assert fleet.job().spilling is None
+    assert fleet.spec().restore.pinned == ()
 
 
 def test_credentials_in_a_url_are_refused_and_not_repeated() -> None:
