@@ -29,7 +29,7 @@ ENDLESS = "/v1/events/stream"
 REFUSALS = ["400", "401", "403", "404", "405", "409", "412", "413", "415", "422", "426", "429"]
 # 426: a registration that offers only versions that are not spoken is well formed, and refused; 412: no tag fits
 ACCEPTED = ["2xx", "304", "401", "403", "404", "409", "412", "426"]
-CONTRADICTABLE = ("POST /v1/maintenance", "POST /v1/policy/check", "POST /v1/policy/try")
+CONTRADICTABLE = ("POST /v1/maintenance", "POST /v1/maintenance/cancel", "POST /v1/policy/check", "POST /v1/policy/try")
 """Routes whose messages can be well formed and contradict themselves: a window for nothing, a knob out of bounds."""
 CONFIG = SchemathesisConfig.from_dict(
     {
