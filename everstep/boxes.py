@@ -13,7 +13,7 @@ Range = tuple[int, int]
 """Bytes: offset and length."""
 
 
-class Box(msgspec.Struct, frozen=True, order=True, array_like=True):
+class Box(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """Offset and size in each dimension. A scalar's box has no dimensions and volume 1."""
 
     offset: Extent

@@ -15,7 +15,7 @@ BLOB_PREFIX = 8
 """Bytes of the little-endian length that stands before the Python state."""
 
 
-class Tensor(msgspec.Struct, frozen=True, array_like=True):
+class Tensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A tensor of the job, as every manifest lists it.
 
     ``own``: each rank has its own values, and ``shape`` begins with the number of ranks; ``ranks`` are those that have
@@ -43,7 +43,7 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True):
         return rank if rank in self.rows else self.rows[rank % len(self.rows)]
 
 
-class Stored(msgspec.Struct, frozen=True, array_like=True):
+class Stored(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A box in a slot: of tensor ``catalog[tensor]``, contiguous in row-major order from byte ``at`` of the payload."""
 
     tensor: int

@@ -78,15 +78,15 @@ def _error_of(answer: Failed) -> errors.EverstepError:
 class MappedSegment:
     """A segment file mapped writable into this process. The mapping lives as long as this object or a view of it."""
 
-    def __init__(self, path: str, slot_bytes: int) -> None:
+    def __init__(self, path: str) -> None:
         self.path = path
-        self.slot_bytes = slot_bytes
         with open(path, "r+b") as file:
             status = os.fstat(file.fileno())
             self._map = mmap.mmap(file.fileno(), 0)
         self.identity = (status.st_dev, status.st_ino)
         self.buffer = memoryview(self._map)
         self.view = SegmentView(self.buffer)
+        self.slot_bytes = self.view.slot_bytes
         self.page_locked = False
 
     @property
@@ -139,7 +139,17 @@ class VaultClient:
         ).result()
         known = self._segments.get(answer.path)
         if known is None or known.slot_bytes != answer.slot_bytes or not _same_file(known):
-            known = self._segments[answer.path] = MappedSegment(answer.path, answer.slot_bytes)
+            known = self._segments[answer.path] = MappedSegment(answer.path)
+        return known
+
+    def mapped(self, path: str) -> MappedSegment:
+        """The rank's segment at ``path`` in the mapping that is there already, or in a new one that is kept as well.
+
+        Raises OSError where there is none, DigestMismatch where it is no segment.
+        """
+        known = self._segments.get(path)
+        if known is None or not _same_file(known):
+            known = self._segments[path] = MappedSegment(path)
         return known
 
     def sealed(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, wait
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 
@@ -19,6 +20,33 @@ from everstep.errors import DigestMismatch, MalformedMessage, NotFound
 from everstep.slots import CHUNK_BYTES
 from everstep.wire.v1.local import Fetch
 from everstep.wire.v1.transfer import MAX_RANGES, MAX_TRANSFER_FRAME_BYTES, Data, DataEnd, Get
+
+KEPT_BUFFERS = 4
+"""Of CHUNK_BYTES each: as many batches as a rank asks for at once (trainer_hooks/restore/landing.py)."""
+
+
+class Buffers:
+    """Memory to receive into, kept for the next transfer: to make its pages takes longer than to fill them. Safe to use
+    from any thread."""
+
+    def __init__(self) -> None:
+        self._idle: list[bytearray] = []
+
+    @contextmanager
+    def one(self, length: int) -> Iterator[memoryview]:
+        """``length`` bytes, at most CHUNK_BYTES, with anything in them."""
+        if length < CHUNK_BYTES // 8:
+            yield memoryview(bytearray(length))
+            return
+        try:
+            buffer = self._idle.pop()
+        except IndexError:
+            buffer = bytearray(CHUNK_BYTES)
+        try:
+            yield memoryview(buffer)[:length]
+        finally:
+            if len(self._idle) < KEPT_BUFFERS:
+                self._idle.append(buffer)
 
 
 class Fetcher:
@@ -41,6 +69,7 @@ class Fetcher:
         self._findings = findings
         self._tally = tally
         self._streams = streams
+        self._buffers = Buffers()
 
     def fetch(self, ask: Fetch) -> int:
         """Bytes landed in ``ask.into``.
@@ -123,7 +152,7 @@ class Fetcher:
         self._peers.call(ask.job, ask.node, action)
 
     def _ask(self, channel: Channel, ask: Fetch, ranges: tuple[Range, ...]) -> int:
-        """How many bytes will come. The peer hashes before it answers, which may take a while."""
+        """How many bytes will come. The peer looks for the slot before it answers, and hashes the first piece."""
         channel.send(Get(rank=ask.rank, version=ask.version, ranges=ranges))
         channel.patience(self._settings.settle_timeout_s)
         length = channel.answer(Data).bytes
@@ -138,15 +167,15 @@ class Fetcher:
         Landing by write costs one copy; landing in a fresh mapping costs a page fault for each page, which is more.
         """
         hasher, total = RangeHasher(lengths), sum(lengths)
-        buffer = memoryview(bytearray(min(CHUNK_BYTES, total)))
-        for start in range(0, total, CHUNK_BYTES):
-            piece = buffer[: min(CHUNK_BYTES, total - start)]
-            channel.receive_into(piece)
-            if not channel.status():
-                channel.answer(DataEnd)  # raises what the peer refuses for
-                raise MalformedMessage(f"{ask.node} said that the slot moved on, and then that it did not")
-            hasher.update(piece)
-            land(piece, start)
+        with self._buffers.one(min(CHUNK_BYTES, total)) as buffer:
+            for start in range(0, total, CHUNK_BYTES):
+                piece = buffer[: min(CHUNK_BYTES, total - start)]
+                channel.receive_into(piece)
+                hasher.update(piece)  # while the peer looks at the next one
+                if not channel.status():
+                    channel.answer(DataEnd)  # raises what the peer refuses for
+                    raise MalformedMessage(f"{ask.node} said that the slot cannot be read on, and then that it can")
+                land(piece, start)
         sealed = channel.answer(DataEnd).digests
         if sealed != hasher.digests():
             detail = "what arrived did not hash right"

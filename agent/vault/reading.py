@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import xxhash
 
@@ -42,36 +42,43 @@ class Reading:
         if not self.still():
             raise Conflict(f"slot {self.slot} of {self.segment.path.name} was filled anew while it was read")
 
-    def check(self, ranges: Sequence[Range]) -> None:
-        """Hashes every chunk that the ranges touch, each once.
+    def check(self, ranges: Sequence[Range], done: Container[int] = ()) -> set[int]:
+        """Hashes every chunk that the ranges touch, each once, but for those ``done``; returns them.
 
         Raises MalformedMessage for a range outside the payload, DigestMismatch for a bad chunk, Conflict where the
         slot moved on.
         """
+        touched = set()
         for first, last in _chunk_runs(ranges, len(self.payload)):
-            start = first * CHUNK_BYTES
-            end = min((last + 1) * CHUNK_BYTES, len(self.payload))
+            touched |= {index for index in range(first, last + 1) if index not in done}
+        for index in sorted(touched):
+            start = index * CHUNK_BYTES
             try:
-                self.segment.view.check_chunks(self.slot, start, end - start)
+                self.segment.view.check_chunks(self.slot, start, min(CHUNK_BYTES, len(self.payload) - start))
             except (DigestMismatch, IndexError):
                 self.require_still()
                 raise
         self.require_still()
+        return touched
+
+    def views(self, ranges: Sequence[Range]) -> list[memoryview]:
+        """The ranges' bytes."""
+        return [self.payload[offset : offset + length] for offset, length in ranges]
 
     def pieces(self, ranges: Sequence[Range]) -> Iterator[list[memoryview]]:
         """The ranges' bytes, gathered into pieces of CHUNK_BYTES (the last may be shorter) as lists of views."""
-        return gather(self.payload, ranges)
+        return (self.views(piece) for piece in cut(ranges))
 
 
-def gather(payload: memoryview, ranges: Sequence[Range]) -> Iterator[list[memoryview]]:
-    """Cuts ranges of ``payload``, one after another, into pieces of exactly CHUNK_BYTES; the last is what is left."""
-    piece: list[memoryview] = []
+def cut(ranges: Sequence[Range]) -> Iterator[list[Range]]:
+    """Ranges, one after another, in pieces of exactly CHUNK_BYTES; the last is what is left."""
+    piece: list[Range] = []
     room = CHUNK_BYTES
     for offset, length in ranges:
         at, end = offset, offset + length
         while at < end:
             taken = min(room, end - at)
-            piece.append(payload[at : at + taken])
+            piece.append((at, taken))
             at += taken
             room -= taken
             if not room:
@@ -125,6 +132,41 @@ def _chunk_runs(ranges: Sequence[Range], length: int) -> list[Range]:
     return runs
 
 
+class _Search:
+    """Goes through the slots that say they hold a shard, and gives up those that do not."""
+
+    def __init__(
+        self, store: SegmentStore, findings: Findings, job: str, rank: int, version: Version, parity: bool
+    ) -> None:
+        self._findings = findings
+        self._found = store.find(job, rank, version, parity=parity)
+        whose = "the parity of group" if parity else "rank"
+        self._lacking = f"no sealed slot here holds version {version} of {whose} {rank} of job {job}"
+        self._bad: DigestMismatch | None = None
+
+    def next(self, ranges: Sequence[Range], table: bytes | None = None) -> tuple[Reading, set[int]]:
+        """The next one of which the ranges hash right, with the chunks that were hashed.
+
+        ``table``: it must have been sealed as that. Raises NotFound where there is none, DigestMismatch where one was
+        bad.
+        """
+        for segment, slot, header in self._found:
+            if table not in (None, header.table):
+                continue
+            try:
+                reading = Reading(segment, slot, header)
+                return reading, reading.check(ranges)
+            except Conflict:
+                continue
+            except DigestMismatch as error:
+                self.give_up(segment, slot, header, error)
+        raise NotFound(self._lacking) if self._bad is None else self._bad
+
+    def give_up(self, segment: Segment, slot: int, header: SlotHeader, error: DigestMismatch) -> None:
+        self._findings.slot_corrupt(segment, slot, header, error, seen_by="reader")
+        self._bad = error
+
+
 class Library:
     """Finds a slot that can be believed."""
 
@@ -140,19 +182,27 @@ class Library:
         A slot that does not is given up, and the next one tried. Raises NotFound where no slot holds it,
         DigestMismatch where all that did were bad, MalformedMessage for ranges outside the payload.
         """
-        bad: DigestMismatch | None = None
-        for segment, slot, header in self._store.find(job, rank, version, parity=parity):
+        return _Search(self._store, self._findings, job, rank, version, parity).next(ranges)[0]
+
+    def pieces(
+        self, job: str, rank: int, version: Version, ranges: Sequence[Range], *, parity: bool = False
+    ) -> Iterator[tuple[Reading, list[memoryview]]]:
+        """The ranges' bytes in pieces of CHUNK_BYTES, each hashed when it is asked for, with the slot it is from.
+
+        Where a slot proves bad on the way, another that was sealed as the same bytes takes its place. Raises what
+        ``open`` does, before the first piece or at the one that is bad; NotFound also where the slot was filled anew on
+        the way.
+        """
+        search = _Search(self._store, self._findings, job, rank, version, parity)
+        pieces = list(cut(ranges))
+        reading, done = search.next(pieces[0] if pieces else ())
+        _chunk_runs(ranges, len(reading.payload))
+        for piece in pieces:
             try:
-                reading = Reading(segment, slot, header)
-                reading.check(ranges)
-            except Conflict:
-                continue
+                done |= reading.check(piece, done)
+            except Conflict as error:
+                raise NotFound(str(error)) from error
             except DigestMismatch as error:
-                self._findings.slot_corrupt(segment, slot, header, error, seen_by="reader")
-                bad = error
-            else:
-                return reading
-        if bad is not None:
-            raise bad
-        whose = "the parity of group" if parity else "rank"
-        raise NotFound(f"no sealed slot here holds version {version} of {whose} {rank} of job {job}")
+                search.give_up(reading.segment, reading.slot, reading.header, error)
+                reading, done = search.next(piece, reading.header.table)
+            yield reading, reading.views(piece)

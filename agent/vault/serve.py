@@ -237,8 +237,10 @@ class Answers:
 
         Raises NotFound where there is none, or it was filled anew on the way; DigestMismatch; MalformedMessage.
         """
-        reading = self._library.open(job, get.rank, get.version, get.ranges, parity=get.parity)
-        sent = self._send_ranges(reading, get, channel) if get.ranges else _send_manifest(reading, channel)
+        if get.ranges:
+            sent = self._send_ranges(job, get, channel)
+        else:
+            sent = _send_manifest(self._library.open(job, get.rank, get.version, (), parity=get.parity), channel)
         self._tally.add("served_bytes", sent)
 
     def digests(self, job: str, ask: DigestsAsk) -> Digests:
@@ -252,18 +254,26 @@ class Answers:
             )
         return Digests(payload_bytes=len(reading.payload), manifest=reading.manifest, digests=digests)
 
-    def _send_ranges(self, reading: Reading, get: Get, channel: Channel) -> int:
+    def _send_ranges(self, job: str, get: Get, channel: Channel) -> int:
+        """Hashes each piece while the one before is under way: the word on that one says whether another follows."""
         lengths = [length for _, length in get.ranges]
+        pieces = self._library.pieces(job, get.rank, get.version, get.ranges, parity=get.parity)
+        piece = next(pieces, None)
         channel.send(Data(bytes=sum(lengths)))
         hasher = RangeHasher(lengths)
-        for piece in reading.pieces(get.ranges):
-            for view in piece:
+        while piece is not None:
+            reading, views = piece
+            for view in views:
                 hasher.update(view)
-            channel.send_bulk(piece)
-            still = reading.still()
-            channel.send_status(still)
-            if not still:
-                raise NotFound(f"rank {get.rank}'s version {get.version} was overwritten while it was read")
+            channel.send_bulk(views)
+            try:
+                if not reading.still():
+                    raise NotFound(f"rank {get.rank}'s version {get.version} was overwritten while it was read")
+                piece = next(pieces, None)
+            except EverstepError:
+                channel.send_status(False)
+                raise
+            channel.send_status(True)
         channel.send(DataEnd(digests=hasher.digests()))
         return sum(lengths)
 

@@ -136,10 +136,7 @@ class VaultReader(StorageReader):
         if slot.node == self._tier.member.node:
             return decode_manifest(self._tier.local.manifest(slot))
         loader = self._loader([])
-        try:
-            return decode_manifest(loader.fetch_manifest(slot))
-        finally:
-            loader.close()
+        return decode_manifest(loader.fetch_manifest(slot))
 
     def _take(self, version: Version, slots: list[SlotInfo]) -> None:
         self._supplies = self._manifests_of(slots)
@@ -159,8 +156,6 @@ class VaultReader(StorageReader):
                 return decode_aside(loader.python_state(supply))
             except (BadSlot, MalformedMessage) as error:
                 log.warning("rank %d's slot on %s is not used: %s", rank, supply.slot.node, error)
-            finally:
-                loader.close()
         raise NotRestorable(f"every copy of rank {rank}'s slot is damaged")
 
     def _place(self, item: ReadItem) -> Place:
@@ -171,16 +166,13 @@ class VaultReader(StorageReader):
         live = [planner.resolve_tensor(item) for item in items]
         reads = [self._read(index, item) for index, item in enumerate(items)]
         loader = self._loader([Destination(t.detach(), read.box) for t, read in zip(live, reads, strict=True)])
-        try:
-            for supply in self._supplies[rank]:
-                _, failures = loader.load(reads, [supply], 0)
-                if not failures:
-                    break
-                log.warning("rank %d's slot on %s is not used: %s", rank, supply.slot.node, failures[0])
-            else:
-                raise NotRestorable(f"every copy of rank {rank}'s slot is damaged")
-        finally:
-            loader.close()
+        for supply in self._supplies[rank]:
+            _, failures = loader.load(reads, [supply], 0)
+            if not failures:
+                break
+            log.warning("rank %d's slot on %s is not used: %s", rank, supply.slot.node, failures[0])
+        else:
+            raise NotRestorable(f"every copy of rank {rank}'s slot is damaged")
         for item, tensor in zip(items, live, strict=True):
             planner.commit_tensor(item, tensor)
 

@@ -6,32 +6,28 @@ comes from elsewhere was hashed by the two vaults. A slot that fails is named, n
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 import torch
 
-from everstep.boxes import Range, byte_ranges
-from everstep.errors import DigestMismatch, EverstepError, MalformedMessage
+from everstep.boxes import Range, byte_ranges, run_dimension
+from everstep.errors import MalformedMessage
 from everstep.slots import PAGE
 from everstep.wire.v1.local import Fetched, SlotInfo
 from everstep.wire.v1.training import Member
-from trainer_hooks.restore.local import BadSlot, LocalSlots, as_tensor, map_readable
-from trainer_hooks.restore.reshard import Read, box_to_fetch
+from trainer_hooks.restore.landing import Landing, batches_of
+from trainer_hooks.restore.local import BadSlot, Check, LocalSlots
+from trainer_hooks.restore.moves import Moves, is_plain
+from trainer_hooks.restore.reshard import MOST_RUNS, Read, box_to_fetch
+from trainer_hooks.snapshot.blob import dtype_of
 from trainer_hooks.snapshot.copy import part_of, slot_view
-from trainer_hooks.snapshot.layout import ALIGN, BLOB_PREFIX, Box, Manifest, Tensor
+from trainer_hooks.snapshot.layout import BLOB_PREFIX, Box, Manifest, Tensor
 from trainer_hooks.vault_client import VaultClient
-
-RANGES_PER_FETCH = 1 << 16
-"""A quarter of what a vault takes in one request."""
-KEPT_SCRATCH_BYTES = 64 << 20
-"""First touch of 64 MiB costs some 50 ms, more than all the rest of a small restore; more memory than that is not held
-for the next one. The file goes with the job."""
-
 
 NOTHING_READ = {"own": 0, "node": 0, "remote": 0, "parity": 0}
 
@@ -72,13 +68,15 @@ class Landed(msgspec.Struct, frozen=True):
     at: int
 
 
-class _Arrival(msgspec.Struct):
-    """One remote slot's bytes on their way to the scratch file; ``blob_at`` is None where none is fetched."""
+class _Arrivals(msgspec.Struct, frozen=True):
+    """What is fetched of one remote slot: ``asides`` are bytes of which torch makes tensors when they have landed;
+    ``blob`` takes the Python state, and is empty where none is fetched."""
 
     supply: Supply
-    landed: list[Landed]
-    blob_at: int | None
-    answers: list[Future[Fetched]]
+    reads: list[Read]
+    moves: Moves
+    asides: list[tuple[torch.Tensor, Landed]]
+    blob: torch.Tensor
 
 
 class Loader:
@@ -88,7 +86,7 @@ class Loader:
         member: this rank; slots on its node are read directly.
         targets: what each want of the plan fills.
         local: the slots of this rank's node.
-        has_checker: whether a slot of this node is hashed by somebody whose word is heard before anything is used.
+        check: which chunks of a slot of this node are hashed here.
     """
 
     def __init__(
@@ -98,16 +96,15 @@ class Loader:
         member: Member,
         targets: Sequence[Target],
         local: LocalSlots,
-        has_checker: Callable[[SlotInfo], bool] = lambda _: False,
+        check: Callable[[SlotInfo], Check] = lambda _: Check.READ,
     ) -> None:
         self._vault = vault
         self._job = job
         self._member = member
         self._targets = targets
         self._local = local
-        self._has_checker = has_checker
+        self._check = check
         self._scratch: Path | None = None
-        self._scratch_bytes = 0
         self.bytes_by_source = dict(NOTHING_READ)
 
     def load(self, reads: Sequence[Read], supplies: Sequence[Supply], blob_of: int) -> tuple[bytes, list[BadSlot]]:
@@ -116,35 +113,51 @@ class Loader:
         Where any failed, what was filled is not to be used.
         """
         self.bytes_by_source = dict(NOTHING_READ)
-        self._scratch_bytes = 0
         of_supply: dict[int, list[Read]] = defaultdict(list)
         of_supply[blob_of] = []
         for read in reads:
             of_supply[read.supply].append(read)
         local = {i: r for i, r in of_supply.items() if supplies[i].slot.is_on(self._member.node)}
         remote = {i: r for i, r in of_supply.items() if i not in local}
-        arrivals = self._send(remote, supplies, blob_of, parameters=True)
-        arrivals += self._send(remote, supplies, blob_of, parameters=False)
+        arrivals = [
+            self._arrivals(supplies[i], some, with_blob=parameters and i == blob_of)
+            for parameters in (True, False)
+            for i, mine in remote.items()
+            for some in ([read for read in mine if self._targets[read.want].parameter is parameters],)
+        ]
+        landing = self._landing(arrivals)
         blobs: list[bytes] = []
         failures: list[BadSlot] = []
-        for index, mine in local.items():
-            try:
-                blobs.append(self._read_local(supplies[index], mine, index == blob_of))
-            except BadSlot as failure:
-                failures.append(failure)
-        blobs += self._receive(arrivals, failures)
+        try:
+            landing.begin()
+            for index, mine in local.items():
+                try:
+                    blobs.append(self._read_local(supplies[index], mine, index == blob_of))
+                except BadSlot as failure:
+                    failures.append(failure)
+            failures += landing.finish()
+        finally:
+            landing.close()
+        blobs += self._settle(arrivals, failures)
         return b"".join(blobs), failures
 
     def python_state(self, supply: Supply) -> bytes:
         """One more slot's Python state. Raises BadSlot."""
         if supply.slot.is_on(self._member.node):
             return self._read_local(supply, [], with_blob=True)
-        self._scratch_bytes = 0
-        failures: list[BadSlot] = []
-        blobs = self._receive([self._send_for(supply, [], with_blob=True)], failures)
+        arrivals = [self._arrivals(supply, [], with_blob=True)]
+        landing = self._landing(arrivals)
+        try:
+            failures = landing.finish()
+        finally:
+            landing.close()
         if failures:
             raise failures[0]
-        return blobs[0]
+        return self._settle(arrivals, failures)[0]
+
+    def _landing(self, arrivals: Sequence[_Arrivals]) -> Landing:
+        batches = (batch for each in arrivals for batch in batches_of(each.supply.slot, each.moves.rows()))
+        return Landing(self._vault, self._job, self._scratch_file, batches)
 
     def fetch_manifest(self, slot: SlotInfo) -> bytes:
         """A remote slot's manifest. Raises what the vault answers, Unavailable where it does not."""
@@ -161,23 +174,14 @@ class Loader:
         with into.open("rb") as file:
             return file.read(landed.bytes)
 
-    def close(self) -> None:
-        """Removes the scratch file, unless it is small: then its pages stay for the next restore of this local rank."""
-        if self._scratch is not None and self._scratch_bytes > KEPT_SCRATCH_BYTES:
-            self._scratch.unlink(missing_ok=True)
-        self._scratch = None
-
     def _copy(self, data: torch.Tensor, supply: Supply, landed: list[Landed]) -> None:
         """Copies what landed in ``data`` to its targets."""
         sources, targets = [], []
         for item in landed:
-            tensor, target = supply.tensor(item.read), self._targets[item.read.want]
+            tensor = supply.tensor(item.read)
             here = part_of(slot_view(data, item.at, tensor.dtype, item.box.size), item.box, item.read.box)
-            box = item.read.box
-            if tensor.own:
-                here, box = here[0], Box(box.offset[1:], box.size[1:])
-            sources.append(here)
-            targets.append(part_of(target.local, target.box, box))
+            sources.append(here[0] if tensor.own else here)
+            targets.append(self._part(item.read, tensor))
         with torch.no_grad():
             if sources:
                 torch._foreach_copy_(targets, sources)
@@ -193,67 +197,71 @@ class Loader:
 
     def _read_local(self, supply: Supply, reads: list[Read], with_blob: bool) -> bytes:
         """Fills the reads' targets; returns the Python state if it is wanted. Raises BadSlot."""
-        landed = [Landed(read, read.stored.box, read.stored.at) for read in reads]
-        touched = [(item.at, item.box.volume * supply.tensor(item.read).itemsize) for item in landed]
+        moves, rest = self._sorted(supply, reads)
+        also = [(item.at, item.box.volume * supply.tensor(item.read).itemsize) for item in rest]
         if with_blob:
-            touched.append(supply.blob_range)
-        payload = self._local.payload(supply.slot, () if self._has_checker(supply.slot) else touched)
-        self._copy(payload, supply, landed)
+            also.append(supply.blob_range)
+        try:
+            payload = self._local.sweep(supply.slot, moves.rows(), also, self._check(supply.slot))
+        finally:
+            moves.settle()
+        self._copy(payload, supply, rest)
         blob = _blob(payload, supply.manifest.blob_at) if with_blob else b""
         self._local.require_still(supply.slot)
         self._count(supply, reads)
         return blob
 
+    def _sorted(self, supply: Supply, reads: list[Read]) -> tuple[Moves, list[Landed]]:
+        """Those that are copies of bytes, in columns; and the others, which torch copies from tensor to tensor."""
+        moves, rest = Moves(), []
+        kinds = {name: dtype_of(name) for name in {supply.tensor(read).dtype for read in reads}}
+        for read in reads:
+            tensor, stored = supply.tensor(read), read.stored
+            target = self._part(read, tensor)
+            ranges = _ranges(read, tensor.itemsize) if is_plain(target, kinds[tensor.dtype]) else None
+            if ranges is None:
+                rest.append(Landed(read, stored.box, stored.at))
+            else:
+                moves.add(target, ranges)
+        return moves, rest
+
+    def _part(self, read: Read, tensor: Tensor) -> torch.Tensor:
+        """The live memory that a read fills."""
+        target, box = self._targets[read.want], read.box
+        if tensor.own:
+            box = Box(box.offset[1:], box.size[1:])
+        return target.local if box == target.box else part_of(target.local, target.box, box)
+
     # --- other nodes' slots
 
-    def _send(
-        self, reads: dict[int, list[Read]], supplies: Sequence[Supply], blob_of: int, *, parameters: bool
-    ) -> list[_Arrival]:
-        """Asks for what the reads of each supply give of parameters, and its Python state; or for all the rest."""
-        arrivals = []
-        for index, mine in reads.items():
-            some = [read for read in mine if self._targets[read.want].parameter is parameters]
-            with_blob = parameters and index == blob_of
-            if some or with_blob:
-                arrivals.append(self._send_for(supplies[index], some, with_blob))
-        return arrivals
-
-    def _send_for(self, supply: Supply, reads: list[Read], with_blob: bool) -> _Arrival:
-        """Asks the vault for all that a remote slot gives, and says where it will land in the scratch file."""
-        start = at = -(-self._scratch_bytes // ALIGN) * ALIGN
-        ranges: list[Range] = []
-        landed: list[Landed] = []
-        for read in sorted(reads, key=lambda r: -supply.tensor(r).itemsize):  # so that each begins aligned
-            itemsize = supply.tensor(read).itemsize
-            box = box_to_fetch(read.stored.box, read.box)
-            ranges += byte_ranges(read.stored.box, box, itemsize, read.stored.at)
-            landed.append(Landed(read, box, at))
-            at += box.volume * itemsize
-        blob_at = at if with_blob else None
+    def _arrivals(self, supply: Supply, reads: list[Read], with_blob: bool) -> _Arrivals:
+        """What is fetched of a remote slot: plain tensors into their own memory, others by way of one of bytes."""
+        moves, rest = self._sorted(supply, reads)
+        boxes = [box_to_fetch(item.read.stored.box, item.read.box) for item in rest]
+        asides = []
+        for item, box in zip(rest, boxes, strict=True):
+            itemsize = supply.tensor(item.read).itemsize
+            aside = torch.empty(box.volume * itemsize, dtype=torch.uint8)
+            moves.add(aside, byte_ranges(item.box, box, itemsize, item.at))
+            asides.append((aside, Landed(item.read, box, 0)))
+        blob = torch.empty(supply.blob_range[1] if with_blob else 0, dtype=torch.uint8)
         if with_blob:
-            ranges.append(supply.blob_range)
-            at += supply.blob_range[1]
-        self._scratch_bytes = at
-        return _Arrival(supply, landed, blob_at, self._fetches(supply.slot, ranges, start))
+            moves.add(blob, [supply.blob_range])
+        return _Arrivals(supply, reads, moves, asides, blob)
 
-    def _fetches(self, slot: SlotInfo, ranges: list[Range], at: int) -> list[Future[Fetched]]:
-        answers = []
-        for first in range(0, len(ranges), RANGES_PER_FETCH):
-            some = tuple(ranges[first : first + RANGES_PER_FETCH])
-            answers.append(
-                self._vault.fetch(
-                    job=self._job,
-                    node=slot.node,
-                    rank=slot.rank,
-                    version=slot.version,
-                    ranges=some,
-                    into=str(self._scratch_file()),
-                    into_offset=at,
-                    group=slot.group,
-                )
-            )
-            at += sum(length for _, length in some)
-        return answers
+    def _settle(self, arrivals: Sequence[_Arrivals], failures: list[BadSlot]) -> list[bytes]:
+        """After all has landed; the Python state, where it was among it."""
+        blobs = []
+        for each in arrivals:
+            each.moves.settle()
+            if any(failure.slot is each.supply.slot for failure in failures):
+                continue
+            for aside, landed in each.asides:
+                self._copy(aside, each.supply, [landed])
+            self._count(each.supply, each.reads)
+            if each.blob.numel():
+                blobs.append(_blob(each.blob, 0))
+        return blobs
 
     def _scratch_file(self) -> Path:
         """Beside this rank's segment; a rank that has none yet gets the smallest."""
@@ -262,28 +270,15 @@ class Loader:
             self._scratch = Path(segment.directory) / f"scratch-{self._member.local_rank}"
         return self._scratch
 
-    def _receive(self, arrivals: list[_Arrival], failures: list[BadSlot]) -> list[bytes]:
-        """Waits for everything that was sent for, and copies it. Returns the Python state if it was among it."""
-        good: list[_Arrival] = []
-        for arrival in arrivals:
-            try:
-                for answer in arrival.answers:
-                    answer.result()
-                good.append(arrival)
-            except EverstepError as error:
-                corrupt = isinstance(error, DigestMismatch)
-                if all(failure.slot is not arrival.supply.slot for failure in failures):
-                    failures.append(BadSlot(arrival.supply.slot, str(error), corrupt=corrupt))
-        if not good:
-            return []
-        blobs = []
-        data = as_tensor(map_readable(str(self._scratch_file()), self._scratch_bytes))
-        for arrival in good:
-            self._copy(data, arrival.supply, arrival.landed)
-            self._count(arrival.supply, [item.read for item in arrival.landed])
-            if arrival.blob_at is not None:
-                blobs.append(_blob(data, arrival.blob_at))
-        return blobs
+
+def _ranges(read: Read, itemsize: int) -> list[Range] | None:
+    """Where the bytes of a read lie in the slot; None where they are in many crumbs."""
+    stored = read.stored
+    if read.box == stored.box:
+        return [(stored.at, stored.box.volume * itemsize)]
+    if math.prod(read.box.size[: run_dimension(stored.box, read.box)]) > MOST_RUNS:
+        return None
+    return byte_ranges(stored.box, read.box, itemsize, stored.at)
 
 
 def _blob(data: torch.Tensor, at: int) -> bytes:

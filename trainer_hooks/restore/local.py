@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from enum import Enum, auto
 
 import numpy as np
 import torch
 
 from everstep.boxes import Range
 from everstep.errors import DigestMismatch
-from everstep.slots import CHUNK_BYTES, SegmentView, SlotState
+from everstep.slots import SegmentView, SlotState, chunk_count
 from everstep.wire.v1.local import SlotInfo
+from trainer_hooks.restore.moves import NOTHING, Rows
+from trainer_hooks.restore.sweep import Sweep, chunks_of, chunks_of_rows
 
 
 def map_readable(path: str, length: int = 0) -> memoryview:
@@ -43,15 +46,32 @@ class BadSlot(Exception):
         self.corrupt = corrupt
 
 
-class LocalSlots:
-    """Sealed slots in this node's segment files, mapped read-only."""
+class Check(Enum):
+    """Which chunks of a slot a reader hashes: all of them, those that it reads, or none, because another rank's word
+    on them is heard before anything is used."""
 
-    def __init__(self) -> None:
+    ALL = auto()
+    READ = auto()
+    NONE = auto()
+
+
+class LocalSlots:
+    """Sealed slots in this node's segment files.
+
+    Args:
+        own: a segment that this process has mapped already, by its path; None of another one, which is then mapped
+            read-only. To map a slot anew costs as much as to copy it.
+        threads: that copy and hash side by side.
+    """
+
+    def __init__(self, own: Callable[[str], SegmentView | None] = lambda _: None, threads: int = 2) -> None:
+        self._own = own
+        self._threads = threads
         self._views: dict[str, SegmentView] = {}
 
     def _view(self, slot: SlotInfo) -> SegmentView:
         if slot.path not in self._views:
-            self._views[slot.path] = SegmentView(map_readable(slot.path))
+            self._views[slot.path] = self._own(slot.path) or SegmentView(map_readable(slot.path))
         return self._views[slot.path]
 
     def manifest(self, slot: SlotInfo) -> bytes:
@@ -61,21 +81,26 @@ class LocalSlots:
         except (DigestMismatch, OSError) as error:
             raise self._bad(slot, error) from error
 
-    def payload(self, slot: SlotInfo, ranges: Iterable[Range]) -> torch.Tensor:
-        """The slot's payload; the chunks that ``ranges`` touch have been hashed. Raises BadSlot."""
+    def sweep(
+        self, slot: SlotInfo, rows: Rows = NOTHING, also: Iterable[Range] = (), check: Check = Check.ALL
+    ) -> torch.Tensor:
+        """Copies ``rows`` out of the slot, and hashes what ``check`` says; returns the payload.
+
+        ``also``: ranges that will be read from what is returned. Raises BadSlot, after which nothing of what was
+        copied may be used.
+        """
         try:
             view = self._require(slot)
-            for first, last in chunk_runs(ranges):
-                end = min((last + 1) * CHUNK_BYTES, len(view.payload(slot.slot)))
-                view.check_chunks(slot.slot, first * CHUNK_BYTES, end - first * CHUNK_BYTES)
-            return as_tensor(view.payload(slot.slot))
-        except (DigestMismatch, IndexError, OSError) as error:
-            raise self._bad(slot, error) from error
-
-    def check(self, slot: SlotInfo) -> None:
-        """Hashes the slot's whole payload. Raises BadSlot."""
-        try:
-            self._require(slot).check_chunks(slot.slot)
+            digests, payload = view.digests(slot.slot)[1:], view.payload(slot.slot)
+            if len(digests) != chunk_count(len(payload)):
+                raise _MovedOn(f"slot {slot.slot} of {slot.path} is being filled anew")
+            checked: Iterable[int] = ()
+            if check is Check.ALL:
+                checked = range(len(digests))
+            elif check is Check.READ:
+                checked = chunks_of_rows(rows) | chunks_of(also)
+            Sweep(payload, rows, digests, checked).run(self._threads)
+            return as_tensor(payload)
         except (DigestMismatch, IndexError, OSError) as error:
             raise self._bad(slot, error) from error
 
@@ -94,25 +119,16 @@ class LocalSlots:
             raise _MovedOn(f"slot {slot.slot} of {slot.path} is not rank {slot.rank}'s {slot.version} any more")
         return view
 
-    @staticmethod
-    def _bad(slot: SlotInfo, error: Exception) -> BadSlot:
+    def _bad(self, slot: SlotInfo, error: Exception) -> BadSlot:
+        """A slot that was filled anew while it was hashed is not corrupt."""
         corrupt = isinstance(error, DigestMismatch) and not isinstance(error, _MovedOn)
+        if corrupt:
+            try:
+                self._require(slot)
+            except _MovedOn as moved:
+                return BadSlot(slot, str(moved), corrupt=False)
         return BadSlot(slot, str(error), corrupt=corrupt)
 
 
 class _MovedOn(DigestMismatch):
     """The slot is another one by now: no corruption."""
-
-
-def chunk_runs(ranges: Iterable[Range]) -> list[tuple[int, int]]:
-    """Runs (first, last) of the chunks that (offset, length) ranges touch, each chunk once."""
-    runs: list[tuple[int, int]] = []
-    for start, length in sorted(ranges):
-        if not length:
-            continue
-        first, last = start // CHUNK_BYTES, (start + length - 1) // CHUNK_BYTES
-        if runs and first <= runs[-1][1] + 1:
-            runs[-1] = (runs[-1][0], max(last, runs[-1][1]))
-        else:
-            runs.append((first, last))
-    return runs

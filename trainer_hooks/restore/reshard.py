@@ -18,14 +18,14 @@ MOST_EXCESS = 4
 """How many times the wanted bytes such rows may have."""
 
 
-class Want(msgspec.Struct, frozen=True):
+class Want(msgspec.Struct, frozen=True, gc=False):
     """Box ``box`` of tensor ``tensor`` (index in the catalog) is needed."""
 
     tensor: int
     box: Box
 
 
-class Read(msgspec.Struct, frozen=True):
+class Read(msgspec.Struct, frozen=True, gc=False):
     """Part ``box`` of want ``want`` comes from ``stored`` in supply ``supply``."""
 
     want: int
@@ -48,11 +48,18 @@ def plan_reads(wants: Sequence[Want], supplies: Iterable[Manifest]) -> list[Read
     for supply, manifest in enumerate(supplies):
         catalog = manifest.catalog
         for stored in manifest.stored:
-            for index in wanting[stored.tensor]:
-                if index in rest:
-                    rest[index] = _take(index, supply, stored, rest[index], reads)
-                    if not rest[index]:
-                        del rest[index]
+            for index in wanting.get(stored.tensor, ()):
+                if (lacking := rest.get(index)) is None:
+                    continue
+                if len(lacking) > 1 or lacking[0] != stored.box:
+                    lacking = _take(index, supply, stored, lacking, reads)
+                else:
+                    reads.append(Read(index, supply, stored, stored.box))
+                    lacking = []
+                if lacking:
+                    rest[index] = lacking
+                else:
+                    del rest[index]
         if not rest:
             return reads
     for index, boxes in rest.items():

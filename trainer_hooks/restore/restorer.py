@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from time import perf_counter
 
 import msgspec
@@ -12,6 +15,7 @@ from torch._C._distributed_c10d import Store
 from everstep.clock import Clock
 from everstep.errors import MalformedMessage, NotRestorable
 from everstep.ids import Version
+from everstep.slots import SegmentView, segment_name
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Member
@@ -20,10 +24,11 @@ from trainer_hooks.python_state import decode as decode_python
 from trainer_hooks.restore.choose import Choice
 from trainer_hooks.restore.council import Council, Outcome, SlotKey, lives_of, slot_key
 from trainer_hooks.restore.fetch import Loader, Supply
-from trainer_hooks.restore.local import BadSlot, LocalSlots
+from trainer_hooks.restore.local import BadSlot, Check, LocalSlots
 from trainer_hooks.restore.report import SlotReporter
 from trainer_hooks.restore.reshard import Read, Want, plan_reads
 from trainer_hooks.restore.survey import Survey
+from trainer_hooks.restore.sweep import threads_for
 from trainer_hooks.snapshot.layout import Box, Manifest, Tensor
 from trainer_hooks.state import TrackedState, TrackedTensor
 from trainer_hooks.vault_client import VaultClient
@@ -47,6 +52,18 @@ class RestoreResult(msgspec.Struct, frozen=True, kw_only=True):
     phases_s: dict[str, float]
     bytes_by_source: dict[str, int]
     sentence: str
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """A plan is many small objects and no cycles: to look for some among them takes as long as to make it."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 class Restoration:
@@ -73,7 +90,7 @@ class Restoration:
         self._spec = spec
         self._member = member
         self._council = Council(store, spec, member, clock)
-        self._local = LocalSlots()
+        self._local = LocalSlots(self._own_segment, threads_for(spec.spec.nproc_per_node))
         self._report = SlotReporter(spec, member, on_finding, clock)
         self._survey = Survey(vault, spec, member, self._council, self._local, self._report)
         self._where = {"node": member.node, "job": spec.job, "generation": spec.number}
@@ -91,6 +108,10 @@ class Restoration:
         Raises NotRestorable where nothing admitted is whole, or the tracked objects are others than were stored;
         DistStoreError where a rank stays away.
         """
+        with _uncollected():
+            return self._fill(state)
+
+    def _fill(self, state: TrackedState) -> RestoreResult:
         self._since = perf_counter()
         if self._spec.restore.scratch:
             return self._done(None, {}, "the generation starts from scratch")
@@ -162,42 +183,57 @@ class Restoration:
     def _read(self, state: TrackedState, choice: Choice) -> tuple[Outcome, Merged | None, dict[str, int]]:
         """Reads what this rank needs; slots that fail are left out and the rest tried, as long as it suffices."""
         slots = sorted(choice.slots, key=self._distance)
-        try:
-            self._check_own(slots)
-        except BadSlot as rotten:  # others trust this rank's word on it: all must choose again
-            self._report(rotten)
-            return Outcome(False, (slot_key(rotten.slot),)), None, {}
         targets, wants = self._wants(state, slots)
         lives = lives_of((want.tensor for want in wants), len(self._catalog(slots)))
-        loader = Loader(self._vault, self._spec.job, self._member, targets, self._local, self._has_checker)
+        loader = Loader(self._vault, self._spec.job, self._member, targets, self._local, self._check)
         bad: list[SlotKey] = []
-        try:
-            while True:
+        while True:
+            try:
+                reads, supplies = self._plan(wants, slots)
+            except NotRestorable as error:
+                log.warning("%s cannot be read: %s", choice.version, error, extra=self._where)
+                return Outcome(False, tuple(bad)), None, {}
+            source = self._blob_source(supplies)
+            blob, failures = loader.load(reads, supplies, source)
+            failures += self._check_unread(slots, supplies, reads, source)
+            if not failures:
                 try:
-                    reads, supplies = self._plan(wants, slots)
-                except NotRestorable as error:
-                    log.warning("%s cannot be read: %s", choice.version, error, extra=self._where)
-                    return Outcome(False, tuple(bad)), None, {}
-                source = self._blob_source(supplies)
-                blob, failures = loader.load(reads, supplies, source)
-                if not failures:
-                    try:
-                        python = self._python(state, loader, slots, supplies[source].slot, blob)
-                        return Outcome(True, tuple(bad), lives), python, loader.bytes_by_source
-                    except BadSlot as rotten:
-                        failures.append(rotten)
-                for failure in failures:
-                    self._report(failure)
-                    bad.append(slot_key(failure.slot))
-                slots = [slot for slot in slots if slot_key(slot) not in bad]
-        finally:
-            loader.close()
+                    python = self._python(state, loader, slots, supplies[source].slot, blob)
+                    return Outcome(True, tuple(bad), lives), python, loader.bytes_by_source
+                except BadSlot as rotten:
+                    failures.append(rotten)
+            for failure in failures:
+                self._report(failure)
+                bad.append(slot_key(failure.slot))
+            if any(self._check(failure.slot) is Check.ALL for failure in failures):
+                return Outcome(False, tuple(bad)), None, {}  # others trust this rank's word on it
+            slots = [slot for slot in slots if slot_key(slot) not in bad]
 
-    def _check_own(self, slots: list[SlotInfo]) -> None:
-        """Ranks of a node read much the same slots there, so each hashes its own for all of them. Raises BadSlot."""
+    def _check_unread(
+        self, slots: list[SlotInfo], supplies: list[Supply], reads: list[Read], source: int
+    ) -> list[BadSlot]:
+        """Hashes those of this rank's own slots that it reads nothing of: others of the node may."""
+        read = {slot_key(supplies[number].slot) for number in {source, *(read.supply for read in reads)}}
+        failures = []
         for slot in slots:
-            if slot.rank == self._member.rank and self._has_checker(slot):
-                self._local.check(slot)
+            if self._check(slot) is Check.ALL and slot_key(slot) not in read:
+                try:
+                    self._local.sweep(slot)
+                except BadSlot as rotten:
+                    failures.append(rotten)
+        return failures
+
+    def _check(self, slot: SlotInfo) -> Check:
+        """Ranks of a node read much the same slots there, so each hashes its own for all of them."""
+        if not self._has_checker(slot):
+            return Check.READ
+        return Check.ALL if slot.rank == self._member.rank else Check.NONE
+
+    def _own_segment(self, path: str) -> SegmentView | None:
+        """The rank's own segment in the mapping that it is written through, whose pages are mapped already."""
+        if Path(path).name != segment_name("own", self._member.local_rank):
+            return None
+        return self._vault.mapped(path).view
 
     def _has_checker(self, slot: SlotInfo) -> bool:
         """Whether the rank that wrote the slot is still on this node, and so hashes it."""

@@ -169,8 +169,6 @@ class Survey:
         except EverstepError as error:
             log.info("no manifest from %s: %s", slot.node, error, extra=self._where)
             return None
-        finally:
-            loader.close()
 
     def _publish_remote_manifests(self, slots: tuple[SlotInfo, ...]) -> None:
         for slot in {s.manifest_digest: s for s in slots}.values():

@@ -20,7 +20,8 @@ Then the client asks and the server answers, one request at a time:
 
 Bulk bytes follow a frame raw, in pieces of at most CHUNK_BYTES. One status byte after each piece says whether the
 slot still was what its header had said once the piece had been read: a slot that its rank filled anew meanwhile is
-no corruption, and must not be taken for it. Any request may be answered with ``Refused``.
+no corruption, and must not be taken for it. After a piece of ``Data`` it also says whether the next piece hashes right,
+or else that ``Refused`` follows instead. Any request may be answered with ``Refused``.
 
 A ``Put`` speaks for a generation and is refused when that is over. Reads do not: what is sealed and hashes right is
 as true for a rank that slept, and the version says what it is.

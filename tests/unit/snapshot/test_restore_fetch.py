@@ -52,6 +52,6 @@ def test_parameters_are_sent_for_before_moments_whoever_has_them(tmp_path: Path)
     vault: Any = Listener(tmp_path)
     loader = Loader(vault, "job", Member(rank=0, node="n1", local_rank=0), targets, LocalSlots())
     _, failures = loader.load(reads, supplies, blob_of=1)
-    parameters = {("n2", ((64, 64),)), ("n3", ((64, 64), (128, 64)))}  # and the Python state
+    parameters = {("n2", ((64, 64),)), ("n3", ((64, 128),))}  # and the Python state
     assert [set(vault.asked[:2]), set(vault.asked[2:])] == [parameters, {("n2", ((0, 64),)), ("n3", ((0, 64),))}]
     assert [failure.slot.node for failure in failures] in (["n2", "n3"], ["n3", "n2"])

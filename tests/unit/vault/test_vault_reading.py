@@ -133,6 +133,27 @@ def test_a_rotten_original_is_passed_over_for_a_good_copy_on_the_same_node(fleet
     assert twin.view.header(0) is None
 
 
+def test_a_slot_that_proves_rotten_on_the_way_is_followed_by_its_twin(fleet: Vaults, owner: RankMemory) -> None:
+    assert owner.sealed(0, V, ["n1"]).nodes == ("n1",)
+    twin = RankMemory(fleet.all[0].client(), rank=3, slot_bytes=slot_bytes_for(64, SIZE))
+    twin.fill(0, V, PAYLOAD)
+    twin.view.payload(0)[2 * CHUNK_BYTES + 5] ^= 1
+    assert fetch(fleet, ((3, SIZE - 3),), by=1, node="n1").bytes == SIZE - 3
+    assert scratch(fleet, 1).read_bytes() == PAYLOAD[3:]
+    assert twin.view.header(0) is None
+    assert fleet.supervisors["n1"].finding().finding.finding.kind is FindingKind.SLOT_CORRUPT
+
+
+def test_no_slot_of_other_bytes_follows_one_that_proves_rotten_on_the_way(fleet: Vaults, owner: RankMemory) -> None:
+    assert owner.sealed(0, V, ["n1"]).nodes == ("n1",)
+    other = RankMemory(fleet.all[0].client(), rank=3, slot_bytes=slot_bytes_for(64, SIZE))
+    other.fill(0, V, noise(SIZE, seed=2))
+    other.view.payload(0)[2 * CHUNK_BYTES + 5] ^= 1
+    refused = fetch(fleet, ((0, SIZE),), by=1, node="n1")
+    assert isinstance(refused, local.Failed)
+    assert refused.code == "digest_mismatch"
+
+
 def test_bytes_land_nowhere_but_in_plain_files_below_the_segment_directory(fleet: Vaults, owner: RankMemory) -> None:
     home = fleet.all[0].segment_dir
     outside = fleet.base / "precious"

@@ -1,0 +1,110 @@
+"""What is copied to which address, in columns: a million tensors are three arrays, not a million objects.
+
+Live memory is written by address, past torch: two tensors of one dtype whose bytes are both in a row are the same
+bytes. What is not so (a part of a larger box, another device) stays a copy between two tensors of torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+Column = np.ndarray
+
+SMALL_BYTES = 64 << 10
+"""Below, to hand Python's lock over costs more than the copy."""
+
+_libc = ctypes.CDLL(None)
+_libc.memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_libc.memmove.restype = None
+_locked = ctypes.PyDLL(None)
+_locked.memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_locked.memmove.restype = None
+
+
+class Rows(NamedTuple):
+    """Copies in ascending order of ``source`` (byte offsets): ``length`` bytes each, to the address ``target``."""
+
+    source: Column
+    target: Column
+    length: Column
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.length.sum())
+
+    def cut(self, every: int) -> Rows:
+        """The same copies, none across a multiple of ``every`` bytes of the source."""
+        first, last = self.source // every, (self.source + self.length - 1) // every
+        count = last - first + 1
+        which = np.repeat(np.arange(len(count)), count)
+        block = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + first[which]
+        start = np.maximum(self.source[which], block * every)
+        end = np.minimum(self.source[which] + self.length[which], (block + 1) * every)
+        return Rows(start, self.target[which] + start - self.source[which], end - start)
+
+
+NOTHING = Rows(*(np.zeros(0, np.int64) for _ in range(3)))
+
+
+class Moves:
+    """Collects copies into live tensors, which stay alive as long as this does."""
+
+    def __init__(self) -> None:
+        self._source: list[int] = []
+        self._target: list[int] = []
+        self._length: list[int] = []
+        self._tensors: list[torch.Tensor] = []
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def add(self, target: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
+        """Fills ``target``, for which ``is_plain`` holds, with byte ranges of the source one after another."""
+        address = target.data_ptr()
+        for start, length in ranges:
+            self._source.append(start)
+            self._target.append(address)
+            self._length.append(length)
+            address += length
+        if address - target.data_ptr() != target.nbytes:
+            raise ValueError(f"{address - target.data_ptr()} bytes do not fill a tensor of {target.nbytes}")
+        self._tensors.append(target)
+
+    def rows(self) -> Rows:
+        """In order of the source; what lies side by side at both ends is one copy."""
+        if not self._source:
+            return NOTHING
+        columns = np.array((self._source, self._target, self._length), np.int64)
+        source, target, length = columns[:, np.argsort(columns[0], kind="stable")]
+        ends = source[:-1] + length[:-1]
+        joined = (ends == source[1:]) & (target[:-1] + length[:-1] == target[1:])
+        begins = np.flatnonzero(np.concatenate(([True], ~joined)))
+        return Rows(source[begins], target[begins], np.add.reduceat(length, begins))
+
+    def settle(self) -> None:
+        """Tells torch that the tensors were written, as its own writes would have."""
+        torch.autograd.graph.increment_version(self._tensors)
+
+
+def copy_rows(base: int, rows: Rows) -> None:
+    """Copies out of the memory that begins at address ``base``."""
+    for source, target, length in zip(*(column.tolist() for column in rows), strict=True):
+        (_locked if length < SMALL_BYTES else _libc).memmove(target, base + source, length)
+
+
+def is_plain(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether stored elements of ``dtype`` are this tensor's own bytes in its own order."""
+    return (
+        type(target) in (torch.Tensor, torch.nn.Parameter)
+        and target.layout is torch.strided
+        and target.dtype == dtype
+        and target.device.type == "cpu"
+        and target.is_contiguous()
+        and not target.is_conj()
+        and not target.is_neg()
+    )

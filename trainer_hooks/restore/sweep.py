@@ -1,0 +1,121 @@
+"""One pass over a slot: each chunk is hashed and copied while it is in the cache, by several threads.
+
+A chunk is copied block by block as its hash is made, so its bytes reach live memory before its digest is known. A
+chunk that is not what was sealed fails the whole pass: then nothing of what was filled may be used.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import xxhash
+
+from everstep.errors import DigestMismatch
+from everstep.slots import CHUNK_BYTES
+from trainer_hooks.restore.moves import Rows, copy_rows
+
+BLOCK_BYTES = 2 << 20
+"""Hashed, then copied: from 1 MiB on the C library writes past the cache, which takes half the time, and a block of
+this size is still in the cache when it is copied."""
+WORTH_A_THREAD_BYTES = 16 << 20
+MOST_THREADS = 8
+"""By then memory is what is waited for."""
+
+
+class Sweep:
+    """Checks chunks of a payload and copies from it, once.
+
+    Args:
+        payload: where it is mapped.
+        rows: what to copy; sources are offsets in the payload.
+        digests: of each chunk, as sealed.
+        checked: the chunks to hash; of others the bytes are taken as they are.
+
+    Raises IndexError where a copy would begin or end outside the payload.
+    """
+
+    def __init__(self, payload: memoryview, rows: Rows, digests: Sequence[bytes], checked: Iterable[int]) -> None:
+        if len(rows.source) and (int(rows.source[0]) < 0 or int((rows.source + rows.length).max()) > len(payload)):
+            raise IndexError(f"a tensor is said to lie outside a payload of {len(payload)} bytes")
+        checked = frozenset(checked)
+        if checked and not 0 <= min(checked) <= max(checked) < len(digests):
+            raise IndexError(f"chunks {min(checked)} to {max(checked)} are not among {len(digests)}")
+        self._payload = payload
+        self._address = np.frombuffer(payload, np.uint8).ctypes.data if len(payload) else 0
+        self._digests = digests
+        self._checked = checked
+        self._rows = rows.cut(BLOCK_BYTES)
+        blocks = self._rows.source // BLOCK_BYTES
+        found, begins = np.unique(blocks, return_index=True)
+        ends = np.append(begins, len(blocks))[1:]
+        self._of_block = dict(zip(found.tolist(), zip(begins.tolist(), ends.tolist(), strict=True), strict=True))
+        touched = {block * BLOCK_BYTES // CHUNK_BYTES for block in found.tolist()}
+        self._chunks = sorted(touched | self._checked)
+        self._stop = threading.Event()
+        self._failures: list[Exception] = []
+
+    def run(self, threads: int) -> None:
+        """Raises DigestMismatch, naming a chunk. When this returns or raises, no thread copies any more."""
+        todo = iter(self._chunks)
+        worth = len(self._chunks) * CHUNK_BYTES // WORTH_A_THREAD_BYTES
+        helpers = [
+            threading.Thread(target=self._work, args=(todo,), name="everstep-restore", daemon=True)
+            for _ in range(min(threads - 1, worth))
+        ]
+        try:
+            for helper in helpers:
+                helper.start()
+            self._work(todo)
+        except BaseException:
+            self._stop.set()
+            raise
+        finally:
+            for helper in helpers:
+                if helper.ident is not None:
+                    helper.join()
+        if self._failures:
+            raise self._failures[0]
+
+    def _work(self, todo: Iterable[int]) -> None:
+        for chunk in todo:
+            if self._stop.is_set():
+                return
+            try:
+                self._sweep(chunk)
+            except DigestMismatch as error:
+                self._failures.append(error)
+                self._stop.set()
+
+    def _sweep(self, chunk: int) -> None:
+        start = chunk * CHUNK_BYTES
+        end = min(start + CHUNK_BYTES, len(self._payload))
+        checked = chunk in self._checked
+        hasher = xxhash.xxh3_128()
+        for at in range(start, end, BLOCK_BYTES):
+            if checked:
+                hasher.update(self._payload[at : min(at + BLOCK_BYTES, end)])
+            if rows := self._of_block.get(at // BLOCK_BYTES):
+                copy_rows(self._address, Rows(*(column[slice(*rows)] for column in self._rows)))
+        if checked and hasher.digest() != self._digests[chunk]:
+            raise DigestMismatch(f"chunk {chunk} is not what was sealed")
+
+
+def threads_for(ranks: int) -> int:
+    """How many threads each of so many ranks of this machine should copy with."""
+    return max(2, min(MOST_THREADS, len(os.sched_getaffinity(0)) // ranks))
+
+
+def chunks_of(ranges: Iterable[tuple[int, int]]) -> set[int]:
+    """The chunks that (offset, length) ranges touch."""
+    runs = (range(start // CHUNK_BYTES, (start + length - 1) // CHUNK_BYTES + 1) for start, length in ranges if length)
+    return set(itertools.chain.from_iterable(runs))
+
+
+def chunks_of_rows(rows: Rows) -> set[int]:
+    """The chunks that copies read."""
+    cut = rows.cut(CHUNK_BYTES)
+    return set(np.unique(cut.source // CHUNK_BYTES).tolist())
