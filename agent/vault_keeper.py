@@ -210,15 +210,15 @@ class VaultKeeper:
         for job in list(self._jobs):
             self.forget(job)
         self._disconnect()
-        if self._pidfd < 0:
-            return
-        self._signal(signal.SIGTERM)
-        if not await self._ended_within(GONE_WITHIN_S):
-            log.error("the vault did not end within %s s and is killed", GONE_WITHIN_S)
-            self._signal(signal.SIGKILL)
-            await self._ended_within(GONE_WITHIN_S)
-        self._reap()
-        clear_segments(self._settings.segments)
+        if self._pidfd >= 0:
+            self._signal(signal.SIGTERM)
+            if not await self._ended_within(GONE_WITHIN_S):
+                log.error("the vault did not end within %s s and is killed", GONE_WITHIN_S)
+                self._signal(signal.SIGKILL)
+                await self._ended_within(GONE_WITHIN_S)
+            self._reap()
+        if self.pid and not is_held(self._settings.segments):  # else they are an earlier agent's, for another to find
+            clear_segments(self._settings.segments)
 
     def leave(self) -> None:
         """Lets go of the vault, which serves on."""

@@ -89,6 +89,31 @@ def test_a_started_vault_is_left_and_taken_over_and_ended(place: Place) -> None:
     play(story())
 
 
+def test_slots_go_at_the_end_also_where_the_vault_is_lost_just_then(place: Place) -> None:
+    async def story() -> None:
+        keeper = await place.started()
+        slots = place.base / "segments" / "n1" / "j" / "own-0"
+        slots.parent.mkdir(parents=True)
+        slots.write_bytes(b"slots")
+        os.kill(keeper.pid, signal.SIGKILL)
+        await keeper._until_gone()
+        await keeper.stop()
+        assert not slots.exists()
+
+    play(story())
+
+
+def test_slots_stay_at_the_end_of_an_agent_that_never_had_a_vault(place: Place) -> None:
+    async def story() -> None:
+        slots = place.base / "segments" / "n1" / "j" / "own-0"
+        slots.parent.mkdir(parents=True)
+        slots.write_bytes(b"slots")
+        await place.keeper().stop()
+        assert slots.exists()
+
+    play(story())
+
+
 def test_a_vault_that_is_still_beginning_or_ending_is_waited_for(place: Place) -> None:
     """That of an agent that was killed while it started one, say."""
 
