@@ -45,6 +45,11 @@ def test_three_copies_outlive_any_two_nodes_and_two_copies_those_that_do_not_cop
     assert 0 < len(together) < len(two.killed), "take a seed that has both"
 
 
+@pytest.mark.slow
+def test_parity_outlives_any_two_nodes_without_a_copy() -> None:
+    assert losses.double_kills(2, 1, parity=losses.PARITY).lost == []
+
+
 def test_what_a_rank_raises_ends_the_measurement_with_its_traceback() -> None:
     with Crew() as crew, pytest.raises(RankFailed, match="ZeroDivisionError"):
         crew.run(divmod, [(1, 0), (1, 1)])
