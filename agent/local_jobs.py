@@ -100,6 +100,14 @@ class LocalJobs:
             if seat.tick is not None and seat.tick.generation >= seat.job.oldest and not seat.job.stopped
         )
 
+    def snapshot_every(self) -> dict[str, int]:
+        """By job how many steps apart its ranks' snapshots are: of the rank here that has the most."""
+        found: dict[str, int] = {}
+        for seat in self._ranks.values():
+            if seat.tick is not None and not seat.job.stopped:
+                found[seat.job.name] = max(seat.tick.snapshot_every, found.get(seat.job.name, 0))
+        return found
+
     def offers(self) -> list[LauncherJoined]:
         """The live launchers' offers, as they are said to a controller that has just met this node."""
         return [

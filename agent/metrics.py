@@ -44,6 +44,7 @@ class AgentNumbers(msgspec.Struct, frozen=True, kw_only=True):
     refused_scrapes: int
     connections: int
     jobs: int
+    snapshot_every: Mapping[str, int]
     clock_skew_s: float | None
     vault_up: bool
     vault_restarts: int
@@ -168,6 +169,11 @@ def _agent_families(n: AgentNumbers) -> Iterator[Metric]:
     yield from _gauge("clock_skew_seconds", "This clock ahead of the controller's.", n.node, n.clock_skew_s)
     yield from _gauge("connections", "Launchers and ranks connected.", n.node, n.connections)
     yield from _gauge("jobs", "Jobs known on the node.", n.node, n.jobs)
+    apart = "Steps from one snapshot of a job's ranks to the next; 0: of announced steps only."
+    paces = GaugeMetricFamily("everstep_agent_snapshot_every_steps", apart, labels=("node", "job"))
+    for job, every in n.snapshot_every.items():
+        paces.add_metric((n.node, job), every)
+    yield paces
     if n.picture is not None:
         yield from _gauge("sensor_poll_seconds", "How long the newest sensor poll took.", n.node, n.picture.poll_s)
         yield from _gauge("sensor_polled_at_seconds", "When it came (wall clock).", n.node, n.picture.polled_at)

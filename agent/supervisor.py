@@ -371,6 +371,7 @@ class Supervisor:
             refused_scrapes=self._metrics.refused if self._metrics is not None else 0,
             connections=len(self._local.connections),
             jobs=len(self._jobs.jobs),
+            snapshot_every=self._jobs.snapshot_every(),
             clock_skew_s=self._skew.skew_s,
             vault_up=not self._vault.lost,
             vault_restarts=self._vault.restarts,

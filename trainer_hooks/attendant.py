@@ -93,6 +93,7 @@ class Attendant:
             collectives=progress.collectives,
             loss=progress.loss.value(),
             busy_s=progress.busy_s,
+            snapshot_every=progress.snapshot_every,
         )
 
     def _stack_in_a_hang(self, following: GenerationSpec) -> str:

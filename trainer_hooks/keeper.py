@@ -167,6 +167,7 @@ class GenerationKeeper:
             self._progress.finish(step)
             if self._snapshotter is not None:
                 self._snapshotter.begin(step)
+                self._progress.snapshot_every = self._snapshotter.every(step)
             if self._timeline is not None:
                 self._acknowledge(step)
         self._fence()

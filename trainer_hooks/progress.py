@@ -46,13 +46,17 @@ def _none() -> int:
 
 
 class Progress:
-    """Steps of one rank in one generation. ``step`` is the last finished one (0: none); steps count from 1."""
+    """Steps of one rank in one generation. ``step`` is the last finished one (0: none); steps count from 1.
+
+    ``snapshot_every``: how many steps apart snapshots are now; 0 where only what is to be committed is stored.
+    """
 
     def __init__(self, window: int) -> None:
         self.generation = 0
         self.rank = 0
         self.step = 0
         self.finished_here = 0
+        self.snapshot_every = 1
         self.loss = LossReading()
         self._durations: deque[float] = deque(maxlen=window)
         self._median_s = 0.0

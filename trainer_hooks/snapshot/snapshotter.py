@@ -157,6 +157,10 @@ class Snapshotter:
             self._begin(step)
             self._pace.blocked(self._clock.monotonic() - began, anew=True)
 
+    def every(self, step: int) -> int:
+        """How many steps apart snapshots are at ``step``; 0 where only what is to be committed is stored."""
+        return 0 if self._choices.lean else self._pace.every(step)
+
     def _is_stored(self, step: int) -> bool:
         return self._retention.is_candidate(step) or (not self._choices.lean and self._pace.due(step))
 

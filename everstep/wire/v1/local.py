@@ -63,7 +63,10 @@ class Welcome(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Tick(Message, frozen=True, kw_only=True, tag=True):
-    """A rank's sign of life from its signal thread, with its progress. No tick for long: ``RankUnresponsive``."""
+    """A rank's sign of life from its signal thread, with its progress. No tick for long: ``RankUnresponsive``.
+
+    ``snapshot_every``: how many steps apart its snapshots are; 0 where only what is to be committed is stored.
+    """
 
     generation: GenerationNumber
     rank: Rank
@@ -72,6 +75,7 @@ class Tick(Message, frozen=True, kw_only=True, tag=True):
     collectives: int = 0
     loss: float | None = None
     busy_s: float | None = None
+    snapshot_every: Annotated[int, msgspec.Meta(ge=0)] = 1
 
 
 class Goodbye(Message, frozen=True, kw_only=True, tag=True):

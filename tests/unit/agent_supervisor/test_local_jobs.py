@@ -185,6 +185,13 @@ def node() -> Node:
 # --- generations on their way -----------------------------------------------------------------------------------------
 
 
+def test_how_often_ranks_snapshot_is_known_by_job(node: Node) -> None:
+    node.regroup(1, (0, "n1", 0), (1, "n1", 1))
+    for rank, every in ((0, 2), (1, 3)):
+        node.jobs.heard(node.rank(rank), Tick(generation=1, rank=rank, step=1, step_s=0.1, snapshot_every=every))
+    assert node.jobs.snapshot_every() == {"j": 3}
+
+
 def test_a_generation_reaches_the_vault_the_launcher_and_every_rank(node: Node) -> None:
     launcher, ranks = node.launcher(), [node.rank(0), node.rank(1)]
     node.regroup(1)

@@ -196,6 +196,7 @@ def test_of_so_many_steps_one_is_stored_where_the_user_says_so_and_what_is_annou
         if step == 9:
             snapshots.note(Version(1, 1), 10)
         rank.step(snapshots, step)
+    assert snapshots.every(14) == 4
     snapshots.close(finish=True)
     assert {v.step for v in rank.sealed()} == {1, 4, 8, 10, 12}
     assert rank.restore(2, RestoreRule(floor=Version(1, 1))).version == Version(1, 12)
