@@ -39,6 +39,8 @@ RESTARTS = 5
 RESTART_WINDOW_S = 60.0
 """So many unexpected ends of one service within this time are cured by another start; one more is no coincidence."""
 POLL_S = 0.02
+EARLY_KILLS = 3
+"""Kills (by the kernel for want of memory, say) of one service in a row that it may meet before it is ready."""
 AGENT_AWAY_S = 30.0
 """How long the vault is without agent and ranks at most, where all of them were killed at once, on a loaded machine."""
 NEEDED = {
@@ -161,6 +163,18 @@ class Service:
         process.wait()
 
     async def _launch(self, command: list[str]) -> Mapping[str, object]:
+        """Starts it until it is ready; one that is killed meanwhile is not at fault, and is started again."""
+        for _ in range(EARLY_KILLS):
+            try:
+                return await self._launch_once(command)
+            except Unavailable as error:
+                status = self._process.returncode if self._process is not None else None
+                if status is None or status >= 0:
+                    raise
+                log.warning("%s", error)
+        return await self._launch_once(command)
+
+    async def _launch_once(self, command: list[str]) -> Mapping[str, object]:
         self._ready_file.unlink(missing_ok=True)
         descriptor = os.open(self._log_file, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:

@@ -105,6 +105,36 @@ def test_a_service_that_fails_to_start_shows_the_end_of_its_log(stage: Stage) ->
         played(stage, act)
 
 
+KILLED_ONCE = """
+import os, pathlib, signal, sys
+mark = pathlib.Path(sys.argv[1]).with_name("killed")
+if not mark.exists():
+    mark.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_service_that_is_killed_while_it_starts_is_started_once_more(stage: Stage) -> None:
+    stage.program = KILLED_ONCE + READY
+
+    async def act(pid: int) -> None:
+        (stage.ready_file.parent / "killed").unlink()
+        os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: stage.pid() not in (0, pid))
+
+    played(stage, act)
+
+
+def test_a_service_that_is_killed_at_each_start_fails_in_the_end(stage: Stage) -> None:
+    stage.program = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+
+    async def act(_: int) -> None:
+        raise AssertionError("it cannot be ready")
+
+    with pytest.raises(Unavailable, match="ended with status -9 while starting"):
+        played(stage, act)
+
+
 def test_the_ready_file_of_an_earlier_life_is_not_believed(stage: Stage) -> None:
     stage.ready_file.write_text('{"pid": 1, "address": "old"}')
 
