@@ -159,3 +159,52 @@ def test_a_job_that_was_stopped_goes_on_from_storage_by_itself(tmp_path: Path) -
         launch()
         wait_for(lambda: steps.exists() and bool(steps.read_text()), "the first step of the second run")
         assert int(steps.read_text().split()[0]) == newest.version.step + 1
+
+
+SHARDED = """
+import os, time, torch
+from torch.distributed.fsdp import fully_shard
+import trainer_hooks as everstep
+
+def train(run):
+    torch.manual_seed(1)
+    model = torch.nn.Linear(64, 64)
+    fully_shard(model, mesh=run.mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(until=100000):
+        optimizer.zero_grad()
+        model(torch.ones(4, 64)).pow(2).mean().backward()
+        optimizer.step()
+        time.sleep(0.02)
+
+everstep.main(train)
+"""
+
+
+def test_several_nodes_write_one_checkpoint_and_people_see_it(tmp_path: Path) -> None:
+    script = tmp_path / "sharded.py"
+    script.write_text(SHARDED)
+    stored = Stored(tmp_path / "stored", "sharded")
+    with World(tmp_path / "out", ["n1", "n2"]) as world:
+        world.start_controller()
+        for node in world.nodes.values():
+            node.boot()
+        for node in world.nodes.values():
+            wait_for(lambda node=node: node.booted, f"{node.name} is up")  # type: ignore[misc]
+            command = ["-m", "trainer_hooks.launch", "--job", "sharded", "--nnodes", "2"]
+            command += ["--agent-socket", str(node.agent_socket), "--spill-to", str(tmp_path / "stored")]
+            command += ["--spill-every", "20", "--spill-keep", "0", str(script)]
+            node.join(command, {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+        wait_for(lambda: bool(stored.whole()), "a checkpoint of both nodes")
+        token = tmp_path / "token"
+        world.write_secret(token, world.operator_token)
+        asked = [sys.executable, "-m", "everstep.cli.main", "--controller", world.url, "--token-file", str(token)]
+        said = subprocess.run(
+            [*asked, "checkpoints", "sharded"], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert said.returncode == 0, said.stderr
+        assert "storage" in said.stdout
+    newest = stored.folder / stored.whole()[-1]
+    assert sorted(path.name for path in newest.glob("*.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
+    _load_elsewhere(tmp_path, newest, 64)
