@@ -23,6 +23,7 @@ from controller.core.parity_groups import form_groups
 from controller.core.placement import Site, place_replicas
 from everstep.framing import FrameDecoder, encode_frame
 from everstep.ids import Version
+from everstep.vault_note import LOCK_FILE
 from everstep.vocabulary import GenerationReason
 from everstep.wire.v1 import local
 from everstep.wire.v1.parity import Protection
@@ -236,10 +237,10 @@ class MemoryWatch:
 
 
 def used_bytes(directory: Path) -> int:
-    """Memory that is really taken: blocks, not lengths."""
+    """Memory that is really taken: blocks, not lengths. A vault's note beside its slots is not counted, as by itself."""
     total = 0
     for folder, _, names in os.walk(directory):
-        for name in names:
+        for name in (name for name in names if name != LOCK_FILE):
             try:
                 total += os.lstat(os.path.join(folder, name)).st_blocks * 512
             except FileNotFoundError:
