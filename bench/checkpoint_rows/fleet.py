@@ -237,7 +237,7 @@ class MemoryWatch:
 
 
 def used_bytes(directory: Path) -> int:
-    """Memory that is really taken: blocks, not lengths. A vault's note beside its slots is not counted, as by itself."""
+    """Memory that is really taken: blocks, not lengths, and without a vault's note beside its slots."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in (name for name in names if name != LOCK_FILE):
