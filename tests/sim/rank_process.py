@@ -51,7 +51,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.generation = self.rank = self.step = self.finished_here = self.collectives = 0
-        self.step_s = 0.0
+        self.snapshot_every, self.step_s = 1, 0.0
         self.busy_s: float | None = None
         self.loss = self._Loss()
 
