@@ -44,7 +44,7 @@ def parts(crew: Crew, options: argparse.Namespace) -> list[tuple[str, Callable[[
         ("four replicas", lambda: four.replicas(crew, Size(TENSORS, each // 4, "replicas"), repeats, judged)),
         ("four shards", lambda: four.shards(crew, Size(TENSORS, each, "shards"), repeats, judged)),
         ("four shards, overlapped", lambda: four.overlapped(crew, Size(TENSORS, each, "shards"), repeats, judged)),
-        ("four shards in two slots", lambda: four.short_of_memory(crew, Size(TENSORS, each, "shards"))),
+        ("four shards in two slots", lambda: four.short_of_memory(crew, Size(TENSORS, each, "shards"), judged)),
         ("gpu", gpu),
     ]
     if not options.no_peers:

@@ -60,7 +60,7 @@ def shards(crew: Crew, size: Size, repeats: int, judged: bool) -> list[Row]:
     return [*rows, Row(total, took, "s", *marks(judged, 1.5, 0.5), against), *phases(total, filled)]
 
 
-def short_of_memory(crew: Crew, size: Size) -> list[Row]:
+def short_of_memory(crew: Crew, size: Size, judged: bool) -> list[Row]:
     """Four FSDP2 shards in two slots each, and two on another node."""
     with Fleet(NODES) as fleet, MemoryWatch(fleet.memory) as watch:
         spec = fleet.generation(NODES, REPLICAS)
@@ -69,12 +69,7 @@ def short_of_memory(crew: Crew, size: Size) -> list[Row]:
     against = f"2 slots x 2, and {(most - 4 * size.nbytes) / 16 / 1024:.0f} KiB a slot for all else"
     return [
         Row(
-            "memory beside the state, r = 2, slots=2: most in /dev/shm",
-            round(most / size.nbytes, 2),
-            "x",
-            4,
-            4,
-            against,
+            "memory beside the state, r = 2, slots=2", round(most / size.nbytes, 2), "x", *marks(judged, 4, 4), against
         ),
         Row("memory, r = 2, slots=2: most over what the vaults state", most / stated, "x", 1.0, 1.0, f"{stated} bytes"),
     ]
