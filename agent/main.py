@@ -39,6 +39,8 @@ async def serve(settings: AgentSettings, parent: int) -> None:
         # By a signal of its own: a dying parent is still there, with its last threads, when this one comes.
         loop.add_signal_handler(signal.SIGHUP, lose_parent)
         die_with_parent(parent, signal.SIGHUP)
+        if os.getppid() != parent:
+            lose_parent()  # before anything is taken that the next agent waits for
     if settings.join_token_file is not None:
         from agent.enrolment import ensure_token  # brings an HTTP client along, which an enrolled agent does not need
 

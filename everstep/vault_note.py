@@ -38,10 +38,10 @@ def read_note(directory: Path) -> VaultNote | None:
         return None
 
 
-def is_held(directory: Path) -> bool:
-    """Whether a process holds the lock in ``directory``."""
+def is_held(directory: Path, name: str = LOCK_FILE) -> bool:
+    """Whether a process holds the lock ``name`` in ``directory``."""
     try:
-        lock = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        lock = os.open(directory / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:

@@ -2,7 +2,8 @@
 
 A plan is a list of rounds; ``4:vault+rank1`` means: when four more steps are finished by all ranks, SIGKILL the vault
 and rank 1 in the same moment. With 0 steps a round follows upon the one before, in the middle of its recovery. A
-launcher that was killed is started again at once, as whoever watches over it would.
+launcher that was killed is started again at once, as whoever watches over it would; its fork server and what that
+makes are left alone until the job has formed, since before that their end counts as the script's own.
 """
 
 from __future__ import annotations
@@ -152,6 +153,8 @@ class Torture:
         below = self.launcher.descendants()
         if name in ("agent", "controller"):
             return next((pid for pid in below if f"{name}.main".encode() in _command(pid)), 0)
+        if ": generation " not in self.launcher.err:
+            return 0  # a process that ends before the script came to trainer_hooks.main is the script's failure
         return next((pid for pid in below if comm(pid) == f"everstep-{name}"), 0)
 
     def vaults(self) -> list[int]:

@@ -15,6 +15,7 @@ import select
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 SEGMENTS = Path("/dev/shm")  # noqa: S108 - shared memory is the point
 SOCKET_PATH_BYTES = 107
 """What sockaddr_un holds."""
+POLL_S = 0.02
 GONE_WAIT_S = 15.0
 """For processes that have been told to end, or killed; freeing a vault's memory takes longest."""
 
@@ -119,6 +121,19 @@ def _end_services(run_dir: Path) -> None:
         if not _gone(pid, run_dir):
             log.warning("process %d of the launcher before did not end within %g s; killing it", pid, GONE_WAIT_S)
             _kill(pid, run_dir)
+    _wait_for_agent(run_dir / "agent" / "agent.lock")
+
+
+def _wait_for_agent(lock_file: Path) -> None:
+    """Returns when nobody holds the agent's lock: one that had just been started again says its pid nowhere yet.
+
+    Raises Unavailable where it is held on.
+    """
+    for _ in range(int(GONE_WAIT_S / POLL_S)):
+        if not is_held(lock_file.parent, lock_file.name):
+            return
+        time.sleep(POLL_S)
+    raise Unavailable(f"an agent of the launcher before holds {lock_file}; end it, or give another --state-dir")
 
 
 def _end_vault(run_dir: Path) -> None:

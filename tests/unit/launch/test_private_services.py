@@ -335,6 +335,30 @@ def test_a_service_of_the_launcher_before_that_does_not_end_is_killed_first(
             process.wait()
 
 
+def test_an_agent_of_the_launcher_before_that_has_not_said_its_number_yet_is_waited_for(
+    services: PrivateServices, short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, started = Left(short_path), private._controller_command
+    held = (left.run_dir / "agent" / "agent.lock").open("w")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    looked: list[Path] = []
+
+    def is_held(directory: Path, name: str = LOCK_FILE) -> bool:
+        if looked:
+            held.close()
+        looked.append(directory)
+        return run_directory_is_held(directory, name)
+
+    def controller(run_dir: Path, listen: str) -> list[str]:
+        assert held.closed, "the agent's lock was free before anything was started"
+        return started(run_dir, listen)
+
+    run_directory_is_held = run_directory.is_held
+    monkeypatch.setattr(run_directory, "is_held", is_held)
+    monkeypatch.setattr(private, "_controller_command", controller)
+    assert started_in(services) == left.run_dir
+
+
 def test_what_was_taken_over_stays_where_its_services_do_not_come_up(
     services: PrivateServices, short_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
