@@ -61,11 +61,8 @@ class AgentProcess:
         self.spool.close()
         for timer in self._timers.values():
             timer.cancel()
-        if self._line is not None:
-            if power:
-                self._line.vanish()
-            else:
-                self._line.close(0)
+        if self._line is not None and not power:
+            self._line.close(0)
 
     def _later(self, name: str, delay_s: float, call: Callable[[], None]) -> None:
         """One timer of each name, by this machine's clock; asleep while the machine is frozen."""

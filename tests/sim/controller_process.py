@@ -24,7 +24,7 @@ from controller.push import Outbox, Outgoing
 from controller.restored import restored
 from controller.standing import StandingFindings
 from controller.steady_time import SteadyTime
-from controller.store.records import Batch
+from controller.store.records import Batch, RemedyRow
 from controller.transaction import AuditNumbers, Transaction
 from everstep.errors import EverstepError, Unavailable
 from everstep.tokens import Identity, TokenRole
@@ -32,6 +32,7 @@ from tests.sim import facts
 from tests.sim.database import LEASE_S, Fenced
 from tests.sim.shell_parts import METRICS, Gate, Promise, Wire
 from tests.sim.timeline import MachineClock, Timer
+from tests.sim.towards_outside import TowardsOutside
 from tests.sim.wires import Line
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ class ControllerProcess:
         """SIGKILL: what was not written is gone, connections close."""
         if not self.alive:
             return
+        if self.leading:
+            self.towards_outside.end()
         self.alive = self.leading = self.paused = self._busy = False
         self._thawing.clear()
         self._queue.clear()
@@ -124,12 +127,15 @@ class ControllerProcess:
         for call in calls:
             call()
 
-    def _do(self, life: int, call: Callable[[], None]) -> None:
+    def lives(self, life: int) -> bool:
+        return self.alive and self.life == life
+
+    def do(self, life: int, call: Callable[[], None]) -> None:
         """Runs ``call`` in this life: now, when it runs again, or never."""
-        if not self.alive or self.life != life:
+        if not self.lives(life):
             return
         if self.paused:
-            self._thawing.append(lambda: self._do(life, call))
+            self._thawing.append(lambda: self.do(life, call))
         else:
             call()
 
@@ -148,7 +154,7 @@ class ControllerProcess:
                 return
             self._keep_lease_later(life)
 
-        self._do(life, look)
+        self.do(life, look)
 
     def _keep_lease_later(self, life: int) -> None:
         self.world.timeline.after(LEASE_INTERVAL_S, lambda: self._keep_lease(life))
@@ -159,6 +165,7 @@ class ControllerProcess:
         self._number = loaded.batch
         self._unwritten: list[Batch] = []
         self._held_back: list[Outgoing] = []
+        self._unpublished: list[RemedyRow] = []
         self._news: ev.StoreChanged | None = None
         self._away, self._ready = "", False
         self._tenure = Tenure(self.clock, LEASE_S)
@@ -184,6 +191,8 @@ class ControllerProcess:
         self.world.see(facts.TookOver(self.name, loaded.epoch, dict(loaded.marks)))
         started = ev.ControllerStarted(epoch=loaded.epoch, trace=self.world.trace_id(self.name))
         self.enqueue(lambda tx, now: tx.handle(started, now))
+        self.towards_outside = TowardsOutside(self, loaded.remedies)
+        self.towards_outside.start()
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
@@ -201,7 +210,7 @@ class ControllerProcess:
         if not self._busy:
             self._busy = True
             life = self.life
-            self.world.timeline.after(0.0002, lambda: self._do(life, self._turn))
+            self.world.timeline.after(0.0002, lambda: self.do(life, self._turn))
 
     def _decide(self, state: FleetState, event: ev.Event, now: float) -> list[Effect]:
         effects = fleet.handle(state, event, now)
@@ -213,7 +222,7 @@ class ControllerProcess:
         """Everything that waits, then the timer; and then all of it is written, or kept until it can be."""
         if not self._leads():
             life = self.life
-            self.world.timeline.after(UNSURE_S, lambda: self._do(life, self._turn))
+            self.world.timeline.after(UNSURE_S, lambda: self.do(life, self._turn))
             return
         tx = Transaction(self.state, self.outbox, self._numbers, METRICS, self._boards, self._standing, self._decide)
         self._tell_of_store(tx)
@@ -259,6 +268,7 @@ class ControllerProcess:
         """While the database is away memory goes ahead of it, until a try has succeeded."""
         batch = tx.batch()
         unsent = tuple(dict.fromkeys(row.job for row in batch.generations))
+        self._unpublished += tx.remedies
         if batch:
             self._number += 1
             batch.number = self._number
@@ -270,7 +280,7 @@ class ControllerProcess:
         self.world.database.commit(
             self.epoch,
             list(self._unwritten),
-            lambda error: self._do(life, lambda: self._written(tx, results, unsent, error)),
+            lambda error: self.do(life, lambda: self._written(tx, results, unsent, error)),
         )
 
     def _written(
@@ -307,9 +317,9 @@ class ControllerProcess:
 
         def attempt() -> None:
             waiting = list(self._unwritten)
-            self.world.database.commit(self.epoch, waiting, lambda error: self._do(life, lambda: answered(error)))
+            self.world.database.commit(self.epoch, waiting, lambda error: self.do(life, lambda: answered(error)))
 
-        self.world.timeline.after(wait_s, lambda: self._do(life, attempt))
+        self.world.timeline.after(wait_s, lambda: self.do(life, attempt))
 
     def _finish(self, tx: Transaction, results: list[_Result], *, durable: bool) -> None:
         """Answers and pushes. What an absent database does not let us promise is refused."""
@@ -317,6 +327,9 @@ class ControllerProcess:
         for result in results:
             result.tell("" if durable else self._away or "it does not answer")
         self.outbox.deliver(tx.outgoing)
+        if durable:
+            told, self._unpublished = self._unpublished, []
+            self.towards_outside.requested(told)
         self._go_on()
 
     _late_s = 0.0
@@ -333,7 +346,7 @@ class ControllerProcess:
             return
         wait_s = max(0.0, self.clock.real_s(deadline - self._steady.now())) + 1e-6
         due = self.world.timeline.now + wait_s
-        self._timer = self.world.timeline.at(due, lambda: self._do(life, lambda: self._due(due)))
+        self._timer = self.world.timeline.at(due, lambda: self.do(life, lambda: self._due(due)))
 
     def _due(self, due: float) -> None:
         if not self._busy:
@@ -361,7 +374,7 @@ class ControllerProcess:
         return self
 
     def closed(self, line: Line) -> None:
-        self._do(self.life, lambda: self._closed(line))
+        self.do(self.life, lambda: self._closed(line))
 
     def _closed(self, line: Line) -> None:
         wire = self._sessions.pop(line, None)
@@ -369,11 +382,11 @@ class ControllerProcess:
             wire.lost()
 
     def received(self, line: Line, frame: bytes) -> None:
-        self._do(self.life, lambda: self._received(line, frame))
+        self.do(self.life, lambda: self._received(line, frame))
 
     def _received(self, line: Line, frame: bytes) -> None:
         wire = self._sessions.get(line)
-        if wire is not None and wire.session is not None and not line.over:
+        if wire is not None and wire.session is not None and line.open(1):
             wire.session.data_received(frame)
 
     # --- operators ---------------------------------------------------------------------------------------------------

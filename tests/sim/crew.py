@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from controller.core.events import NodeObserved, OperatorAction, OperatorCommand
+from controller.core.events import OperatorAction, OperatorCommand
 from everstep.errors import EverstepError
 from everstep.vocabulary import JobState, NodeState
 from tests.sim import facts
@@ -27,6 +27,7 @@ class Crew:
         world.trace("crew", "everything is mended from here on")
         world.wires.heal()
         world.database.away, world.database.fail_next, world.database.latency_s = False, "", 0.002
+        world.outside.away, world.outside.slow_s = False, 0.0
         for controller in world.controllers:
             controller.resume()
             controller.start()
@@ -49,15 +50,6 @@ class Crew:
             for command in self._wanted():
                 leader.order(command, lambda error, c=command: self._answered(c, error))  # type: ignore[misc]
         self.world.timeline.after(ROUND_S, self._round)
-
-    def uncordon(self, node: str) -> None:
-        """The scheduler shows the node in service again; the observer looks until a leader has heard of it."""
-        leader = self.world.leader()
-        if leader is None:
-            self.world.timeline.after(1.0, lambda: self.uncordon(node))
-            return
-        event = NodeObserved(node=node, trace=self.world.trace_id("observer"))
-        leader.enqueue(lambda tx, now: tx.handle(event, now))
 
     def _answered(self, command: OperatorCommand, error: EverstepError | None) -> None:
         if error is None:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from controller.store.records import AuditRow, Batch, GenerationRow, Loaded, OutboxRow, VersionRow
+from controller.store.records import AuditRow, Batch, GenerationRow, Loaded, OutboxRow, RemedyRow, VersionRow
+from controller.store.remedies import OPEN
 from tests.sim.timeline import Timeline
 
 LEASE_S = 2.0
@@ -46,6 +47,7 @@ class Database:
         self.generations: dict[tuple[str, int], GenerationRow] = {}
         self._versions: dict[tuple[str, int, int], VersionRow] = {}
         self._verdicts: set[str] = set()
+        self._remedies: dict[str, RemedyRow] = {}
         self._outbox: dict[str, dict[int, str]] = {}
         self.marks: dict[tuple[str, int], int] = {}
         self._batch = 0
@@ -82,6 +84,7 @@ class Database:
             newest_audit=self._newest_audit,
             newest_at=self._newest_at,
             versions=[self._versions[key] for key in sorted(self._versions)],
+            remedies=sorted((row for row in self._remedies.values() if row.state in OPEN), key=lambda row: row.id),
         )
 
     def _text(self, body: str) -> str:
@@ -139,6 +142,7 @@ class Database:
             self._verdicts.add(verdict.id)
         for out in batch.outbox:
             self._outbox.setdefault(out.node, {})[out.seq] = out.body
+        self._remedies |= batch.remedies
         self._audit(batch.audit)
         for node, through in batch.pruned.items():
             rows = self._outbox.get(node, {})

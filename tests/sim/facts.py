@@ -142,6 +142,44 @@ class Ordered:
     job: str
 
 
+@dataclass(frozen=True, slots=True)
+class Cordoned:
+    """Somebody else has taken a node out of the scheduler's service; ``by`` is empty where it was given back."""
+
+    node: str
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
+class RemedyAsked:
+    """A controller's order for a remedy has reached the outside."""
+
+    controller: str
+    epoch: int
+    remedy: str
+    node: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class RemedyLookedAt:
+    """A controller has read back whether a remedy is done."""
+
+    controller: str
+    epoch: int
+    remedy: str
+    done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RemedyCarriedOut:
+    """The outside has done something to a node."""
+
+    remedy: str
+    node: str
+    kind: str
+
+
 Fact = (
     Handled
     | Durable
@@ -156,4 +194,8 @@ Fact = (
     | FaultBegan
     | ProbeAnswered
     | Ordered
+    | Cordoned
+    | RemedyAsked
+    | RemedyLookedAt
+    | RemedyCarriedOut
 )

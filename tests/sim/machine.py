@@ -70,6 +70,7 @@ class Machine:
         self.power = self.frozen = False
         self.vault.clear()
         self.world.see(facts.MemoryLost(self.name))
+        self.world.wires.lose_power(self.name)
         agent, self.agent = self.agent, None
         if agent is not None:
             agent.die(power=True)

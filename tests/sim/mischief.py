@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from controller.core.events import NodeObserved, OperatorAction, OperatorCommand
+from controller.core.events import OperatorAction, OperatorCommand
 from everstep.errors import EverstepError
 from everstep.vocabulary import Action, Finding, FindingKind, Severity
 from tests.sim import facts
@@ -15,11 +15,20 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 
+BEATEN_S = 1.5
+"""In which an agent has said something more."""
+NOTICED_S = 0.3
+"""In which people hear of a finding."""
+
+
 class Mischief:
     """Breaks things in a world, and mends them after the fault's seconds."""
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self._trap, self._stopped_s = "", 0.0
+        world.watch(facts.Durable, self._written)
+        world.watch(facts.RemedyAsked, lambda _: self._spring("asked"))
 
     def strike(self, fault: Fault) -> None:
         self.world.trace("fault", str(fault))
@@ -131,6 +140,14 @@ class Mischief:
             if fault.target in line.names:
                 line.reset()
 
+    def delay_connection(self, fault: Fault) -> None:
+        """What the node says on the connection that it has comes late: after its agent's next connection, or life."""
+        for line in self.world.wires.lines:
+            if fault.target == line.names[0]:
+                line.lag_s[0] = fault.value
+        if fault.detail:
+            self.world.timeline.after(BEATEN_S, self._machine(fault).kill_agent)
+
     def _cut(self, fault: Fault, *pairs: tuple[str, str]) -> None:
         wires = self.world.wires
         for pair in pairs:
@@ -170,6 +187,30 @@ class Mischief:
 
     def crash_controller(self, fault: Fault) -> None:
         self.world.controller(fault.target).crash()
+
+    def crash_at_remedy(self, fault: Fault) -> None:
+        """Whoever leads dies in the middle of the next remedy: it is begun, was just asked for, or has just ended."""
+        self._trap, self._stopped_s = fault.detail, 0.0
+
+    def pause_at_remedy(self, fault: Fault) -> None:
+        """The same, and it is only stopped: it wakes when another leads."""
+        self._trap, self._stopped_s = fault.detail, fault.seconds
+
+    def _written(self, fact: facts.Durable) -> None:
+        for row in fact.batch.remedies.values():
+            self._spring("ended" if row.ended_at is not None else str(row.state))
+
+    def _spring(self, moment: str) -> None:
+        leader = self.world.leader()
+        if self._trap != moment or leader is None:
+            return
+        self._trap = ""
+        self.world.trace("fault", f"the leader {'stops' if self._stopped_s else 'dies'}, with a remedy {moment}")
+        if self._stopped_s:
+            self.world.timeline.after(0.0, leader.pause)
+            self.world.timeline.after(self._stopped_s, leader.resume)
+        else:
+            self.world.timeline.after(0.0, leader.crash)
 
     def pause_controller(self, fault: Fault) -> None:
         controller = self.world.controller(fault.target)
@@ -223,27 +264,29 @@ class Mischief:
             self._later(fault, lambda c=back: self.give(c))  # type: ignore[misc]
 
     def maintenance_window(self, fault: Fault) -> None:
-        """The same, announced: what happens until the window ends is held against nobody."""
-        leader = self.world.leader()
-        if leader is None:
-            return
-        machine = self._machine(fault)
-        until = leader.now() + fault.seconds
-        self.give(
-            OperatorCommand(
-                kind=OperatorAction.MAINTENANCE, actor="crew", reason="firmware", node=machine.name, until=until
-            )
-        )
-        self.world.timeline.after(fault.seconds / 2, machine.reboot)
+        """The same, announced: what happens until the window ends is held against nobody, and nothing is done by
+        itself. With a ``detail``, of a node that has just shown that finding."""
+        if fault.detail:
+            self.sense(fault)
+        self.world.timeline.after(NOTICED_S, lambda: self._announce(fault))
+        self.world.timeline.after(fault.seconds / 2, self._machine(fault).reboot)
+
+    def _announce(self, fault: Fault) -> None:
+        if (leader := self.world.leader()) is not None:
+            until = leader.now() + fault.seconds
+            kind, node = OperatorAction.MAINTENANCE, fault.target
+            self.give(OperatorCommand(kind=kind, actor="crew", reason="firmware", node=node, until=until))
 
     def cordon(self, fault: Fault) -> None:
         """Somebody else takes the node out of the scheduler's service, and gives it back."""
+        outside = self.world.outside
+        outside.cordon(fault.target, "somebody", "disk swap")
+        self._later(fault, lambda: outside.uncordon(fault.target))
 
-        def observe(by: str) -> None:
-            leader = self.world.leader()
-            if leader is not None:
-                event = NodeObserved(node=fault.target, cordoned_by=by, reason="" if not by else "disk swap", trace="o")
-                leader.enqueue(lambda tx, now: tx.handle(event, now))
+    def scheduler_away(self, fault: Fault) -> None:
+        self.world.outside.away = True
+        self._later(fault, lambda: setattr(self.world.outside, "away", False))
 
-        observe("somebody")
-        self._later(fault, lambda: self.world.crew.uncordon(fault.target))
+    def slow_scheduler(self, fault: Fault) -> None:
+        self.world.outside.slow_s = fault.value
+        self._later(fault, lambda: setattr(self.world.outside, "slow_s", 0.0))

@@ -1,54 +1,134 @@
-"""What the controllers' remedies come to: resets, reboots and repairs, carried out slowly, and sometimes not at all."""
+"""The world outside: a scheduler with its cordons, a machine room that resets and reboots, and a workshop.
+
+It remembers of each node the newest cure that it was asked for, as a reason or an annotation would, and no other: who
+comes with an older one has it done again.
+"""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from controller.core.effects import RemedyKind
-from controller.core.events import ActionReported, OperatorAction, OperatorCommand
-from everstep.errors import EverstepError
+from controller.core.effects import Remedy, RemedyKind
+from controller.core.events import OperatorAction, OperatorCommand
+from controller.remediation.base import MARK, Standing
+from everstep.errors import Conflict, EverstepError, Unavailable
 from tests.sim import facts
 
 if TYPE_CHECKING:
     from tests.sim.world import World
 
+NAME = "scheduler"
+"""Its place in the network."""
 TOLD_AGAIN_S = 1.0
 REFUSED_SHARE = 0.1
 CURED_SHARE = 0.8
+SLOW_SHARE = 0.1
+FORGOTTEN_SHARE = 0.05
+BOOTED_S = 8.0
+CURES = (RemedyKind.RESET_GPU, RemedyKind.REBOOT)
+
+
+class _Node:
+    """What it shows of a node. ``cure``: the newest that was asked for; ``cured``: it is done."""
+
+    def __init__(self) -> None:
+        self.cordoned_by = ""
+        self.reason = ""
+        self.cure = ""
+        self.cured = True
+        self.repair = ""
 
 
 class Outside:
-    """Scheduler, machine room and workshop. Reads what is written, tells whoever leads how it ended."""
+    """One for all controllers. ``away``: it answers nobody; ``slow_s``: how much longer an answer takes."""
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._begun: set[str] = set()
+        self.rng = random.Random(world.plan.seed ^ 0x0DD)
+        self.away = False
+        self.slow_s = 0.0
+        self._nodes = {name: _Node() for name in world.machines}
 
-    def written(self, fact: facts.Durable) -> None:
-        for row in fact.batch.remedies.values():
-            if row.id not in self._begun and row.ended_at is None:
-                self._begun.add(row.id)
-                delay_s = 0.5 + 3.0 * self.world.rng.random()
-                self.world.timeline.after(delay_s, lambda r=row: self._carry_out(r.id, r.node, r.kind))  # type: ignore[misc]
+    # --- people and other programs -----------------------------------------------------------------------------------
 
-    def _carry_out(self, remedy: str, node: str, kind: str) -> None:
-        rng = self.world.rng
-        ok = rng.random() >= REFUSED_SHARE
-        self.world.trace("outside", f"{remedy}: {kind} of {node} {'is done' if ok else 'is refused'}")
-        if ok:
-            self._do(node, RemedyKind(kind), cured=rng.random() < CURED_SHARE)
-        self._tell(remedy, node, ok=ok)
+    def cordon(self, node: str, by: str, reason: str) -> None:
+        """Somebody else takes the node out of service: whoever had done so before counts no more."""
+        shown = self._nodes[node]
+        shown.cordoned_by, shown.reason = by, reason
+        self.world.see(facts.Cordoned(node, by))
 
-    def _do(self, node: str, kind: RemedyKind, *, cured: bool) -> None:
-        machine = self.world.machines[node]
-        if kind is RemedyKind.RESET_GPU and cured:
-            machine.clear_findings()
-        elif kind is RemedyKind.REBOOT:
-            if cured:
-                machine.clear_findings()
+    def uncordon(self, node: str) -> None:
+        self._nodes[node].cordoned_by = self._nodes[node].reason = ""
+        self.world.see(facts.Cordoned(node, ""))
+
+    def cordoned(self) -> dict[str, str]:
+        """Who keeps which node out of service."""
+        return {name: node.cordoned_by for name, node in self._nodes.items() if node.cordoned_by}
+
+    # --- what a controller asks --------------------------------------------------------------------------------------
+
+    def standing(self, nodes: Sequence[str]) -> dict[str, Standing]:
+        shown = {name: self._nodes[name] for name in nodes}
+        return {n: Standing(cordoned_by=one.cordoned_by, reason=one.reason) for n, one in shown.items()}
+
+    def is_done(self, remedy: Remedy) -> bool:
+        node = self._nodes[remedy.node]
+        match remedy.kind:
+            case RemedyKind.CORDON:
+                return bool(node.cordoned_by)
+            case RemedyKind.UNCORDON:
+                return not node.cordoned_by
+            case RemedyKind.REPAIR:
+                return node.repair == remedy.id
+            case _:
+                return node.cure == remedy.id and node.cured
+
+    def apply(self, remedy: Remedy) -> None:
+        node = self._nodes[remedy.node]
+        if self.is_done(remedy) or node.cure == remedy.id:
+            return
+        if node.cordoned_by not in ("", MARK):
+            raise Conflict(f"{remedy.node} is out of service by {node.cordoned_by}")
+        if remedy.kind in CURES and not node.cured:
+            raise Unavailable(f"{remedy.node} is being treated for another reason")
+        if remedy.kind in CURES and self.rng.random() < REFUSED_SHARE:
+            raise Conflict("not now")
+        self._take(node, remedy)
+
+    def _take(self, node: _Node, remedy: Remedy) -> None:
+        match remedy.kind:
+            case RemedyKind.CORDON:
+                node.cordoned_by, node.reason = MARK, remedy.sentence
+            case RemedyKind.UNCORDON:
+                node.cordoned_by = node.reason = ""
+            case RemedyKind.REPAIR:
+                node.cordoned_by, node.reason, node.repair = MARK, remedy.sentence, remedy.id
+                self.world.see(facts.RemedyCarriedOut(remedy.id, remedy.node, remedy.kind))
+                self.world.timeline.after(4.0 + 6.0 * self.rng.random(), lambda: self._repaired(remedy.node))
+            case _:
+                node.cure, node.cured = remedy.id, False
+                self.world.timeline.after(self._takes_s(), lambda: self._carry_out(node, remedy))
+
+    def _takes_s(self) -> float:
+        return 8.0 + 6.0 * self.rng.random() if self.rng.random() < SLOW_SHARE else 0.5 + 3.0 * self.rng.random()
+
+    # --- what comes of it --------------------------------------------------------------------------------------------
+
+    def _carry_out(self, node: _Node, remedy: Remedy) -> None:
+        if self.rng.random() < FORGOTTEN_SHARE:
+            self.world.trace("outside", f"{remedy.id}: {remedy.kind} of {remedy.node} is forgotten")
+            node.cure, node.cured = "", True
+            return
+        machine = self.world.machines[remedy.node]
+        self.world.see(facts.RemedyCarriedOut(remedy.id, remedy.node, remedy.kind))
+        if self.rng.random() < CURED_SHARE:
+            self.world.timeline.after(4.0 * self.rng.random(), machine.clear_findings)
+        if remedy.kind is RemedyKind.REBOOT:
             machine.reboot()
-        elif kind is RemedyKind.REPAIR:
-            self.world.timeline.after(4.0 + 6.0 * self.world.rng.random(), lambda: self._repaired(node))
+        back_s = BOOTED_S if remedy.kind is RemedyKind.REBOOT else 0.0
+        self.world.timeline.after(back_s, lambda: setattr(node, "cured", True))
 
     def _repaired(self, node: str) -> None:
         """Back from the workshop with other GPUs; whoever mended it gives it back."""
@@ -69,12 +149,3 @@ class Outside:
                 self.world.see(facts.Ordered(str(command.kind), command.node or "", ""))
 
         leader.order(command, answered)
-
-    def _tell(self, remedy: str, node: str, *, ok: bool) -> None:
-        leader = self.world.leader()
-        if leader is None:
-            self.world.timeline.after(TOLD_AGAIN_S, lambda: self._tell(remedy, node, ok=ok))
-            return
-        trace = self.world.trace_id("outside")
-        event = ActionReported(id=remedy, node=node, ok=ok, detail="" if ok else "not now", trace=trace)
-        leader.enqueue(lambda tx, now: tx.handle(event, now))

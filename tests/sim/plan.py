@@ -155,7 +155,7 @@ def _policy(rng: random.Random) -> CorePolicy:
     return msgspec.structs.replace(
         CorePolicy.lab(),
         rules=_quick_rules(),
-        remediate=rng.choice((Mode.RECOMMEND, Mode.ENFORCE)),
+        remediate=rng.choice((Mode.RECOMMEND, Mode.ENFORCE, Mode.ENFORCE)),
         correlated_patience_s=8.0,
         resume_deadline_s=12.0,
         resume_deadline_max_s=24.0,
@@ -166,9 +166,9 @@ def _policy(rng: random.Random) -> CorePolicy:
         eviction_count=rng.choice((1, 2, 4)),
         eviction_share=rng.choice((0.3, 1.0)),
         eviction_rack_count=rng.choice((1, 2, 4)),
-        eviction_rack_share=1.0,
-        eviction_job_count=rng.choice((1, 3)),
-        eviction_job_share=1.0,
+        eviction_rack_share=rng.choice((0.5, 1.0)),
+        eviction_job_count=rng.choice((1, 2, 3)),
+        eviction_job_share=rng.choice((0.5, 1.0)),
         eviction_window_s=rng.choice((20.0, 60.0)),
         offender_wait_s=3.0,
         offender_wait_max_s=10.0,
@@ -178,7 +178,9 @@ def _policy(rng: random.Random) -> CorePolicy:
         partner_wait_s=1.0,
         remedy_timeout_s=20.0,
         remedy_settle_s=4.0,
+        remedies_per_node=rng.choice((1, 3)),
         remedy_node_window_s=60.0,
+        remedies_per_fleet=rng.choice((1, 10)),
         remedy_fleet_window_s=20.0,
         finding_quiet_s=5.0,
     )
@@ -249,8 +251,8 @@ class _Draw:
             "host_parts": lambda d: d.fault("lose_power", d.node(), 4.0, 30.0),
         }
 
-    def finding(self, kind: FindingKind, action: Action) -> Fault:
-        return self.fault("sense", self.node(), 2.0, 30.0, detail=f"{kind}:{action}")
+    def finding(self, kind: FindingKind, action: Action, most_s: float = 30.0) -> Fault:
+        return self.fault("sense", self.node(), 2.0, most_s, detail=f"{kind}:{action}")
 
     def odd_order(self) -> Fault:
         action = self.rng.choice([action for action in OperatorAction if action is not OperatorAction.MAINTENANCE])
@@ -260,9 +262,13 @@ class _Draw:
         return self.fault("order", target, detail=str(action), value=float(self.rng.randint(1, 6)))
 
 
+_MOMENTS = ("wanted", "begun", "asked", "ended")
+_THEN = ("", "and the agent dies")
+_ACTIONS = (Action.RESET_GPU, Action.RESET_GPU, Action.REBOOT_NODE, Action.REPAIR)
+
 _KINDS: tuple[tuple[float, Callable[[_Draw], Fault]], ...] = (
     (8.0, _Draw.by_the_table),
-    (3.0, lambda d: d.finding(FindingKind.GPU_XID, d.rng.choice((Action.RESET_GPU, Action.REPAIR)))),
+    (4.0, lambda d: d.finding(FindingKind.GPU_XID, d.rng.choice(_ACTIONS), 60.0)),
     (2.0, lambda d: d.fault("kill_rank", d.node())),
     (1.0, lambda d: d.fault("stop_rank", d.node(), 0.5, 20.0)),
     (1.0, lambda d: d.fault("kill_launcher", d.node())),
@@ -277,6 +283,7 @@ _KINDS: tuple[tuple[float, Callable[[_Draw], Fault]], ...] = (
     (0.7, lambda d: d.fault("fail_probes", d.node(), 5.0, 30.0)),
     (1.0, lambda d: d.fault("rot_slots", d.node())),
     (2.0, lambda d: d.fault("reset_connections", d.node())),
+    (1.5, lambda d: d.fault("delay_connection", d.node(), detail=d.rng.choice(_THEN), value=d.rng.uniform(0.5, 12.0))),
     (1.5, lambda d: d.fault("mute", d.node(), 0.5, 15.0)),
     (1.5, lambda d: d.fault("deafen", d.node(), 0.5, 15.0)),
     (1.0, lambda d: d.fault("cut_pair", d.node(), 1.0, 12.0, detail=d.node())),
@@ -284,6 +291,8 @@ _KINDS: tuple[tuple[float, Callable[[_Draw], Fault]], ...] = (
     (1.0, lambda d: d.fault("slow_links", d.node(), 2.0, 15.0, value=d.rng.uniform(0.05, 1.0))),
     (0.7, lambda d: d.fault("lose_packets", "", 2.0, 15.0, value=d.rng.uniform(0.05, 0.4))),
     (2.5, lambda d: d.fault("crash_controller", d.controller())),
+    (1.5, lambda d: d.fault("crash_at_remedy", detail=d.rng.choice(_MOMENTS))),
+    (1.0, lambda d: d.fault("pause_at_remedy", "", 3.0, 15.0, detail=d.rng.choice(_MOMENTS))),
     (1.0, lambda d: d.fault("pause_controller", d.controller(), 0.5, 10.0)),
     (1.0, lambda d: d.fault("fail_write", detail=d.rng.choice(("before", "after")))),
     (0.7, lambda d: d.fault("database_away", "", 0.3, 60.0)),
@@ -292,8 +301,10 @@ _KINDS: tuple[tuple[float, Callable[[_Draw], Fault]], ...] = (
     (3.0, _Draw.odd_order),
     (0.3, lambda d: d.fault("evict_everybody")),
     (0.4, lambda d: d.fault("maintain_rack", d.node(), 5.0, 20.0)),
-    (0.4, lambda d: d.fault("maintenance_window", d.node(), 5.0, 20.0)),
-    (0.4, lambda d: d.fault("cordon", d.node(), 3.0, 20.0)),
+    (1.0, lambda d: d.fault("maintenance_window", d.node(), 5.0, 20.0, detail=d.rng.choice(("", "gpu.xid:reset_gpu")))),
+    (1.0, lambda d: d.fault("cordon", d.node(), 3.0, 20.0)),
+    (0.7, lambda d: d.fault("scheduler_away", "", 1.0, 20.0)),
+    (0.5, lambda d: d.fault("slow_scheduler", "", 2.0, 20.0, value=d.rng.uniform(0.2, 3.0))),
 )
 
 

@@ -1,7 +1,8 @@
 """The network: connections that keep their order, and everything that can go wrong with them.
 
 A connection is what TCP makes of a lossy network: frames arrive in order or not at all, and what is lost is sent again
-and so comes later. Repeats come from above: whoever got no answer asks again. A partition may cut one direction only;
+and so comes later. What was sent before a connection was given up comes after it, while the next one is in use already.
+Repeats come from above: whoever got no answer asks again. A partition may cut one direction only;
 then one end hears nothing and the other does not notice.
 """
 
@@ -63,6 +64,12 @@ class Wires:
             return True
         return not any(pair in self._cut for pair in ((source, target), (source, "*"), ("*", target)))
 
+    def lose_power(self, name: str) -> None:
+        """What ``name`` has not sent yet is never sent; nobody hears that its connections ended."""
+        for line in self.lines:
+            if name in line.names:
+                line.vanish(line.names.index(name))
+
     def quiet(self) -> bool:
         """Whether everybody reaches everybody."""
         return not self._cut
@@ -89,7 +96,7 @@ class Wires:
         self.lines.append(line)
 
         def arrive() -> None:
-            if line.over:
+            if not line.open(0):
                 return
             other = accept(line)
             if other is None:
@@ -103,28 +110,43 @@ class Wires:
         return line
 
 
+_END: Any = object()
+"""The frame that ends a side's stream."""
+
+
 class Line:
-    """One connection between ``names[0]``, who opened it, and ``names[1]``. Sides are 0 and 1."""
+    """One connection between ``names[0]``, who opened it, and ``names[1]``. Sides are 0 and 1.
+
+    ``over``: nobody hears anything by it any more. ``lag_s``: how much later than others its frames arrive, by side.
+    """
 
     def __init__(self, wires: Wires, names: tuple[str, str]) -> None:
         self.wires = wires
         self.names = names
         self.ends: list[End | None] = [None, None]
         self.over = False
+        self.lag_s = [0.0, 0.0]
+        self._hung_up = [False, False]
         self._arrives = [0.0, 0.0]
         self._held: list[list[Any]] = [[], []]
 
+    def open(self, side: int) -> bool:
+        """Whether ``side`` has not hung up, nor heard that the other one has."""
+        return not self.over and not self._hung_up[side]
+
     def send(self, side: int, frame: Any) -> None:
         """From ``side`` to the other; a frame into a cut waits there, and comes when the cut is mended."""
-        if self.over:
-            return
-        if self._held[side] or not self._open(side):
+        if self.open(side):
+            self._send(side, frame)
+
+    def _send(self, side: int, frame: Any) -> None:
+        if self._held[side] or not self._passes(side):
             self._held[side].append(frame)
             self.wires.timeline.after(RETRANSMIT_S, lambda: self.flush(side))
             return
         self._carry(side, frame)
 
-    def _open(self, side: int) -> bool:
+    def _passes(self, side: int) -> bool:
         if self.ends[1 - side] is None:
             return False
         source, target = self.names if side == 0 else self.names[::-1]
@@ -133,20 +155,27 @@ class Line:
     def _carry(self, side: int, frame: Any) -> None:
         source, target = self.names if side == 0 else self.names[::-1]
         timeline = self.wires.timeline
-        due = max(self._arrives[side], timeline.now + self.wires.transit_s(source, target))
+        transit_s = self.wires.transit_s(source, target) + self.lag_s[side]
+        due = max(self._arrives[side], timeline.now + transit_s)
         self._arrives[side] = due
         timeline.at(due, lambda: self._arrive(side, frame))
 
     def _arrive(self, side: int, frame: Any) -> None:
+        """What was sent before ``side`` hung up still comes, whatever other connection it has by then."""
         end = self.ends[1 - side]
-        if not self.over and end is not None:
+        if not self.open(1 - side) or end is None:
+            return
+        if frame is not _END:
             end.received(self, frame)
+            return
+        self._hung_up[1 - side] = self.over = True
+        end.closed(self)
 
     def flush(self, side: int) -> None:
         """Sends what waited, where the way is free again."""
         if self.over or not self._held[side]:
             return
-        if not self._open(side):
+        if not self._passes(side):
             self.wires.timeline.after(RETRANSMIT_S, lambda: self.flush(side))
             return
         held, self._held[side] = self._held[side], []
@@ -154,18 +183,19 @@ class Line:
             self._carry(side, frame)
 
     def close(self, side: int) -> None:
-        """``side`` hangs up, or its process died: the other end hears of it, if the network lets it."""
-        if self.over:
+        """``side`` hangs up, or its process died: the other end hears of it after all that was sent before."""
+        if not self.open(side):
             return
-        self.over = True
-        other = self.ends[1 - side]
-        source, target = self.names if side == 0 else self.names[::-1]
-        if other is not None and self.wires.passes(source, target):
-            self.wires.timeline.after(self.wires.transit_s(source, target), lambda: other.closed(self))
+        self._hung_up[side] = True
+        if self._hung_up[1 - side] or self.ends[1 - side] is None:
+            self.over = True
+        else:
+            self._send(side, _END)
 
-    def vanish(self) -> None:
-        """One end lost its power: nobody hears of it."""
-        self.over = True
+    def vanish(self, side: int) -> None:
+        """``side`` lost its power: nobody hears of it, and what had not left it is gone."""
+        self._hung_up[side] = True
+        self._held[side].clear()
 
     def reset(self) -> None:
         """Something in between ended it; both ends hear of it."""

@@ -80,7 +80,7 @@ class World:
             for node in job.nodes:
                 self.machines[node].assigned[job.name] = job
         self.crew = Crew(self)
-        self._watchers[facts.Durable].append(Outside(self).written)
+        self.outside = Outside(self)
 
     def _clock(self, plan: MachinePlan) -> MachineClock:
         return MachineClock(self.timeline, plan.clock_rate, plan.clock_offset_s)
@@ -117,12 +117,18 @@ class World:
         return min(QUIET_FROM_S, max(ends, default=15.0) + 5.0)
 
     def end(self) -> None:
-        """Lets go of files."""
+        """Lets go of files and tasks."""
+        for controller in self.controllers:
+            controller.crash(restart=False)
         for machine in self.machines.values():
             if machine.agent is not None:
                 machine.agent.spool.close()
 
     # --- looking on --------------------------------------------------------------------------------------------------
+
+    def watch(self, kind: type, watcher: Callable[[Any], None]) -> None:
+        """``watcher`` hears of every fact of that kind."""
+        self._watchers[kind].append(watcher)
 
     def see(self, fact: Fact) -> None:
         """Something can be seen from outside."""
@@ -169,7 +175,7 @@ class World:
                 self.trace(fact.spec.job, f"generation {fact.spec.number} starts from {fact.version}")
             case facts.Delivered():
                 self.trace(fact.node, f"hears {type(fact.body).__name__}")
-            case facts.Durable() | facts.Acknowledged() | facts.FaultBegan():
+            case facts.Durable() | facts.Acknowledged() | facts.FaultBegan() | facts.RemedyLookedAt():
                 return
             case facts.Entered():
                 self.trace(fact.node, f"{fact.spec.job} rank {fact.rank} enters generation {fact.spec.number}")

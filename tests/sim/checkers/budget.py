@@ -1,13 +1,17 @@
-"""Evictions never exceed the budget in any window, and never take a job below its minimum without an operator."""
+"""Evictions never exceed the budget of the fleet, of a rack or of a job in any window, never take a job below its
+minimum without an operator, and never happen where they could be forgotten."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from controller.core.effects import Audit, PutVerdict
-from controller.core.events import OperatorCommand
-from everstep.vocabulary import Decision
+import msgspec
+
+from controller.core.effects import Audit, DropJob, DropNode, PutJob, PutNode, PutVerdict
+from controller.core.events import OperatorCommand, StoreChanged
+from everstep.vocabulary import Decision, JobState
+from everstep.wire.v1.training import GenerationSpec
 from tests.sim import facts
 from tests.sim.facts import Violation
 
@@ -15,63 +19,159 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 
+class _NodeDoc(msgspec.Struct):
+    reachable: bool = False
+
+
+class _JobDoc(msgspec.Struct):
+    state: JobState = JobState.FORMING
+    generation: GenerationSpec | None = None
+    leaving: GenerationSpec | None = None
+
+
+class _Count(NamedTuple):
+    """What one eviction counts against: ``scope`` (``fleet``, ``rack r``, ``job j``), of so many nodes."""
+
+    scope: str
+    of: int
+
+
+class _Written(NamedTuple):
+    at: float
+    counts: tuple[_Count, ...]
+
+
 class Budget:
-    """Counts automatic evictions as they are written, in the time of whoever decided them."""
+    """Counts automatic evictions as they are written, in the time of whoever decided them; what their shares are taken
+    of is known from what was decided before."""
 
     name = "budget"
 
     def __init__(self) -> None:
         self.world: World | None = None
+        self._epoch = 0
+        self._store_away = False
         self._ordered: set[str] = set()
         self._nodes: set[str] = set()
-        self._window: list[float] = []
+        self._stored_nodes: dict[str, str] = {}
+        self._stored_jobs: dict[str, str] = {}
+        self._reachable: set[str] = set()
+        self._jobs: dict[str, _JobDoc] = {}
+        self._counts: dict[str, tuple[_Count, ...]] = {}
+        self._evictions: list[_Written] = []
         self._latched = False
 
     def watches(self) -> dict[type, Callable[[Any], None]]:
-        return {facts.Handled: self._handled, facts.Durable: self._durable}
+        return {facts.Handled: self._handled, facts.Durable: self._durable, facts.TookOver: self._took_over}
 
     def complaint(self) -> str:
         return ""
 
-    def _handled(self, fact: facts.Handled) -> None:
-        ordered = isinstance(fact.event, OperatorCommand)
-        evicted = {
-            effect.verdict.id: effect.verdict.node
-            for effect in fact.effects
-            if isinstance(effect, PutVerdict) and effect.verdict.decision is Decision.EVICT
-        }
-        if ordered:
-            self._ordered |= evicted.keys()
-        elif evicted:
-            self._spared(fact, set(evicted.values()))
+    # --- what is decided ---------------------------------------------------------------------------------------------
 
-    def _spared(self, fact: facts.Handled, evicted: set[str]) -> None:
+    def _took_over(self, fact: facts.TookOver) -> None:
+        self._epoch, self._store_away = fact.epoch, False
+        nodes = {name: msgspec.json.decode(doc, type=_NodeDoc) for name, doc in self._stored_nodes.items()}
+        self._reachable = {name for name, doc in nodes.items() if doc.reachable}
+        self._jobs = {name: msgspec.json.decode(doc, type=_JobDoc) for name, doc in self._stored_jobs.items()}
+
+    def _handled(self, fact: facts.Handled) -> None:
+        if fact.epoch != self._epoch:
+            return  # decided by one whose time is over: nothing of it can be written
+        if isinstance(fact.event, StoreChanged):
+            self._store_away = fact.event.away
+        verdicts = [effect.verdict for effect in fact.effects if isinstance(effect, PutVerdict)]
+        evicted = [verdict for verdict in verdicts if verdict.decision is Decision.EVICT]
+        if isinstance(fact.event, OperatorCommand):
+            self._ordered |= {verdict.id for verdict in evicted}
+        elif evicted:
+            names = sorted(verdict.node for verdict in evicted)
+            if self._store_away:
+                raise Violation(self.name, f"{names} are evicted while the database is away: it could be forgotten")
+            self._spared(fact, names)
+        before = {verdict.id: self._counted(verdict.node) for verdict in evicted}
+        self._follow(fact)
+        for verdict in evicted:  # nodes that come and go in the same event: whichever allows more
+            after = {count.scope: count.of for count in self._counted(verdict.node)}
+            self._counts[verdict.id] = tuple(
+                _Count(scope, max(of, after.get(scope, 0))) for scope, of in before[verdict.id]
+            )
+
+    def _spared(self, fact: facts.Handled, evicted: list[str]) -> None:
         """No job is paused by what follows from an automatic eviction."""
         begun = False
         for effect in fact.effects:
             begun = begun or (isinstance(effect, PutVerdict) and effect.verdict.decision is Decision.EVICT)
             if begun and isinstance(effect, Audit) and effect.entry.kind == "job.paused":
-                raise Violation(self.name, f"the eviction of {sorted(evicted)} pauses: {effect.entry.sentence}")
+                raise Violation(self.name, f"the eviction of {evicted} pauses: {effect.entry.sentence}")
+
+    def _follow(self, fact: facts.Handled) -> None:
+        for effect in fact.effects:
+            if isinstance(effect, PutNode):
+                (self._reachable.add if effect.doc.reachable else self._reachable.discard)(effect.node)
+            elif isinstance(effect, DropNode):
+                self._reachable.discard(effect.node)
+            elif isinstance(effect, DropJob):
+                self._jobs.pop(effect.job, None)
+            elif isinstance(effect, PutJob):
+                doc = effect.doc
+                self._jobs[effect.job] = _JobDoc(doc.state, doc.generation, doc.leaving)
+
+    def _counted(self, node: str) -> tuple[_Count, ...]:
+        """The rack's nodes that are expected to be heard, and the seats of the jobs that compute on the node."""
+        assert self.world is not None
+        rack = self.world.machines[node].domain.rack
+        inside = [name for name in self._reachable if self.world.machines[name].domain.rack == rack]
+        jobs = [
+            _Count(f"job {name}", len(job.generation.seats) if job.generation is not None else 0)
+            for name, job in self._jobs.items()
+            if job.state is JobState.RUNNING
+            and any(spec is not None and node in spec.seats for spec in (job.generation, job.leaving))
+        ]
+        return (_Count(f"rack {rack}", len(inside)), *jobs)
+
+    # --- what is written ---------------------------------------------------------------------------------------------
 
     def _durable(self, fact: facts.Durable) -> None:
-        assert self.world is not None
+        for node in fact.batch.forgotten_nodes:
+            self._stored_nodes.pop(node, None)
+            self._nodes.discard(node)
+        for job in fact.batch.forgotten_jobs:
+            self._stored_jobs.pop(job, None)
+        self._stored_nodes |= fact.batch.nodes
+        self._stored_jobs |= fact.batch.jobs
         self._nodes |= fact.batch.nodes.keys()
         for row in sorted((*fact.batch.verdicts, *fact.batch.audit), key=lambda row: row.at):
             if getattr(row, "kind", "") == "operator.reset_breaker":
-                self._window, self._latched = [], False
+                self._evictions, self._latched = [], False
             elif getattr(row, "kind", "") == "fleet.breaker":
                 self._latched = True
             elif getattr(row, "decision", "") == Decision.EVICT and row.id not in self._ordered:
-                self._evicted(row.node, row.at)
+                self._evicted(row.node, row.at, (_Count("fleet", len(self._nodes)), *self._counts[row.id]))
 
-    def _evicted(self, node: str, at: float) -> None:
+    def _evicted(self, node: str, at: float, counts: tuple[_Count, ...]) -> None:
         assert self.world is not None
         policy = self.world.plan.policy
         if self._latched:
             raise Violation(self.name, f"{node} is evicted while the breaker is latched")
-        self._window = [*(t for t in self._window if t > at - policy.eviction_window_s), at]
-        allowed = max(1, min(policy.eviction_count, int(policy.eviction_share * len(self._nodes))))
-        if len(self._window) > allowed:
-            raise Violation(
-                self.name, f"{len(self._window)} evictions within {policy.eviction_window_s:g} s, allowed are {allowed}"
-            )
+        recent = [one for one in self._evictions if one.at > at - policy.eviction_window_s]
+        self._evictions = [*recent, _Written(at, counts)]
+        for scope, of in counts:
+            earlier = sum(1 for one in recent if any(count.scope == scope for count in one.counts))
+            allowed = self._allowed(scope, of + earlier if scope.startswith("job ") else of)
+            if earlier + 1 > allowed:
+                raise Violation(
+                    self.name,
+                    f"{earlier + 1} evictions of the {scope} within {policy.eviction_window_s:g} s, {allowed} allowed",
+                )
+
+    def _allowed(self, scope: str, of: int) -> int:
+        """A job's share is of the nodes that it has, and of those that it lost to evictions."""
+        assert self.world is not None
+        policy = self.world.plan.policy
+        count, share = {
+            "fleet": (policy.eviction_count, policy.eviction_share),
+            "rack": (policy.eviction_rack_count, policy.eviction_rack_share),
+            "job": (policy.eviction_job_count, policy.eviction_job_share),
+        }[scope.partition(" ")[0]]
+        return max(1, min(count, int(share * of)))

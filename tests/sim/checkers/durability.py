@@ -1,4 +1,4 @@
-"""What was acknowledged survives the loss of any controller; nothing is taken twice, nor told unwritten."""
+"""What was acknowledged survives the loss of any controller; nothing is taken twice or too late, nor told unwritten."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from controller.core.events import AgentRegistered, ReportArrived
+from controller.core.events import AgentRegistered, Event, HeartbeatChanged, ReportArrived
 from controller.core.generations import EPOCH_SPAN
 from everstep.wire.v1.directives import AnyDirective, KillRank, NewGeneration, RunProbe, StopJob, VersionNotice
 from tests.sim import facts
@@ -26,6 +26,8 @@ class Durability:
     def __init__(self) -> None:
         self._marks: dict[tuple[str, int], int] = {}
         self._lives: dict[str, int] = {}
+        self._epoch = 0
+        self._registered: dict[str, int] = {}
         self._told: dict[str, dict[int, int]] = defaultdict(dict)
         self._written: dict[str, dict[int, str]] = defaultdict(dict)
         self._heard: dict[str, set[str]] = defaultdict(set)
@@ -66,12 +68,15 @@ class Durability:
             )
 
     def _took_over(self, fact: facts.TookOver) -> None:
+        self._epoch, self._registered = fact.epoch, {}
         for (node, life), through in self._marks.items():
             if life == self._lives.get(node) and fact.marks.get((node, life), 0) < through:
                 raise Violation(self.name, f"{fact.controller} does not know reports of {node} through {through}")
 
     def _handled(self, fact: facts.Handled) -> None:
         event = fact.event
+        if fact.epoch == self._epoch:
+            self._check_life(event)
         if isinstance(event, ReportArrived):
             written = self._marks.get((event.node, event.incarnation), 0)
             if event.number <= written:
@@ -82,9 +87,24 @@ class Durability:
                 self._forgot = {key: seq for key, seq in self._forgot.items() if key[0] != node}
             self._lives[node] = life
 
+    def _check_life(self, event: Event) -> None:
+        """What an earlier life of a node said, on a connection that was given up since, is not taken."""
+        if isinstance(event, AgentRegistered):
+            node, life = event.register.node, event.register.incarnation
+        elif isinstance(event, ReportArrived | HeartbeatChanged):
+            node, life = event.node, event.incarnation
+        else:
+            return
+        if life < self._registered.get(node, 0):
+            raise Violation(self.name, f"a {type(event).__name__} of an earlier life of {node} is taken")
+        self._registered[node] = life
+
     # --- directives --------------------------------------------------------------------------------------------------
 
     def _durable(self, fact: facts.Durable) -> None:
+        for node in fact.batch.forgotten_nodes:
+            self._marks = {place: through for place, through in self._marks.items() if place[0] != node}
+            self._written.pop(node, None)
         for (node, life), through in fact.batch.marks.items():
             self._marks[node, life] = max(through, self._marks.get((node, life), 0))
         for row in fact.batch.generations:

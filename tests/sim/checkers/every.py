@@ -10,6 +10,7 @@ from tests.sim.checkers.evidence import Evidence
 from tests.sim.checkers.fencing import Fencing
 from tests.sim.checkers.generations import Generations
 from tests.sim.checkers.recovery import Recovery
+from tests.sim.checkers.remedies import Remedies
 from tests.sim.checkers.restores import Restores
 from tests.sim.checkers.samples import Samples
 from tests.sim.checkers.suspicion import Suspicion
@@ -26,5 +27,6 @@ def all_checkers() -> list[Any]:
         Suspicion(),
         Durability(),
         Samples(),
+        Remedies(),
         Recovery(),
     ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from controller.core.effects import Audit, PutNode, PutVerdict, Send
+from controller.core.effects import Audit, DropNode, PutNode, PutVerdict, Send
 from controller.core.events import AgentRegistered, HeartbeatChanged, OperatorCommand, ReportArrived
 from everstep.vocabulary import Decision, FindingKind, NodeState, Verdict
 from everstep.wire.v1.directives import RunProbe
@@ -64,6 +64,8 @@ class Evidence:
             self._failed |= {fact.node, *self._members.get(fact.probe, ())}
 
     def _durable(self, fact: facts.Durable) -> None:
+        for node in fact.batch.forgotten_nodes:
+            self._stored.pop(node, None)
         for node, doc in fact.batch.nodes.items():
             self._stored[node] = msgspec.json.decode(doc, type=_NodeDoc)
 
@@ -85,7 +87,9 @@ class Evidence:
             elif isinstance(effect, Audit) and effect.entry.kind == "probe.skipped":
                 self._skipped.add(effect.entry.node or "")
         for effect in fact.effects:
-            if isinstance(effect, PutVerdict):
+            if isinstance(effect, DropNode):
+                self._states.pop(effect.node, None)  # whoever comes by that name is new
+            elif isinstance(effect, PutVerdict):
                 self._judged(fact, effect.verdict)
             elif isinstance(effect, PutNode):
                 self._changed(fact, effect)

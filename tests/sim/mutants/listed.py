@@ -14,10 +14,13 @@ from typing import Any
 import msgspec
 
 from agent.uplink.session import Session, Words
+from controller.api import session
 from controller.api.desk import AgentDesk
 from controller.core import (
+    agents,
     budget,
     checkpoints,
+    corruption,
     eviction,
     generations,
     jobs,
@@ -25,9 +28,12 @@ from controller.core import (
     losses,
     membership,
     quarantine,
+    remedies,
     restart,
+    standing,
 )
 from controller.push import Outbox
+from controller.remediation.desk import RemedyDesk
 from controller.transaction import Transaction
 from tests.sim import training_state
 from tests.sim.mutants.surgery import method_mistaken, method_swapped, mistaken, swapped
@@ -62,14 +68,39 @@ def _no_words(*_: Any, **__: Any) -> str:
 # --- mistakes that take more than a line ---------------------------------------------------------------------------
 
 
-def _one_eviction_more() -> AbstractContextManager[None]:
-    real = budget._scope
+def _one_eviction_more(real: Any) -> AbstractContextManager[None]:
+    """``real``: the budget of the fleet, of a rack or of a job."""
 
     def scope(*arguments: Any) -> Any:
         found = real(*arguments)
         return msgspec.structs.replace(found, limit=found.limit + 1)
 
     return swapped(real, scope)
+
+
+def _stale_seals() -> AbstractContextManager[None]:
+    """Seals of a generation that is over count for its version."""
+    real = corruption.seal_arrived
+
+    def arrived(turn: Any, job: Any, node: str, report: Any) -> None:
+        spec = losses.running_spec(job)
+        if spec is not None and report.generation < spec.number and report.rank < spec.world_size:
+            checkpoints.take_seal(turn, job, spec, report)
+        else:
+            real(turn, job, node, report)
+
+    return swapped(real, arrived)
+
+
+@contextmanager
+def _earlier_lives() -> Iterator[None]:
+    """A session that another one replaced goes on, and what it says is taken, of whatever life it is."""
+    with (
+        swapped(agents.check_life, _nothing),
+        method_swapped(AgentDesk, "check_life", _nothing),
+        method_swapped(session.Session, "dismiss", _nothing),
+    ):
+        yield
 
 
 def _numbers_from_before() -> AbstractContextManager[None]:
@@ -165,30 +196,66 @@ def _healthy_at_once() -> AbstractContextManager[None]:
 
 MUTANTS: tuple[Mutant, ...] = (
     # budget and evictions
-    Mutant("the budget allows one eviction more", _one_eviction_more, seeds=(9,)),
+    Mutant("the fleet's budget allows one eviction more", lambda: _one_eviction_more(budget.fleet_scope), seeds=(9,)),
+    Mutant("a rack's budget allows one eviction more", lambda: _one_eviction_more(budget.rack_scope), seeds=(42,)),
+    Mutant("a job's budget allows one eviction more", lambda: _one_eviction_more(budget.job_scope)),
+    Mutant(
+        "evictions go on while the database is away",
+        lambda: mistaken(eviction.what_holds, "if state.store_away:", "if False:"),
+        seeds=(93,),
+    ),
     Mutant(
         "the breaker does not latch",
         lambda: mistaken(eviction.what_holds, "if state.fleet.breaker:", "if False:"),
-        seeds=(76,),
+        seeds=(28,),
     ),
-    Mutant("an eviction may take a job below its minimum", lambda: swapped(eviction._shortage, _no_words), seeds=(9,)),
+    Mutant("an eviction may take a job below its minimum", lambda: swapped(eviction._shortage, _no_words), seeds=(93,)),
     Mutant(
         "a tie of digests names a liar",
         lambda: mistaken(checkpoints.count_votes, "2 * most > len(votes)", "most"),
-        seeds=(7,),
+        seeds=(15,),
     ),
     # the way back
     Mutant("nodes come back without a probe", _healthy_at_once),
     Mutant("quarantine never ends", lambda: swapped(quarantine.check_quarantine, _nothing)),
     Mutant("probation never ends", lambda: swapped(quarantine.check_probation, _nothing)),
+    # what is done to machines
+    Mutant(
+        "a foreign cordon is ignored",
+        lambda: mistaken(standing.kept_out, "if record.foreign:", "if False:"),
+        seeds=(1,),
+    ),
+    Mutant(
+        "a maintenance window is ignored",
+        lambda: mistaken(standing.kept_out, "if now < record.maintenance_until:", "if False:"),
+        seeds=(29,),
+    ),
+    Mutant(
+        "a remedy is asked for again after a crash, without a look",
+        lambda: method_mistaken(RemedyDesk, "_carry_out", "look_first=begun_before", "look_first=False"),
+        seeds=(4,),
+    ),
+    Mutant(
+        "a remedy is asked for before it is written that it begins",
+        lambda: method_mistaken(RemedyDesk, "_carry_out", "await self._write(row)", "pass"),
+        seeds=(4,),
+    ),
+    Mutant("a node is reset as often as it takes", lambda: swapped(remedies.node_cap, _no_words), seeds=(89,)),
+    Mutant(
+        "the whole fleet may be rebooted at once",
+        lambda: swapped(remedies.fleet_cap, lambda turn: ("", 0.0)),
+        seeds=(19,),
+    ),
+    Mutant("what was cordoned stays cordoned", lambda: swapped(remedies.uncordon, _nothing), seeds=(1,)),
     # generations and membership
-    Mutant("numbers are used again after a restart", _numbers_from_before, seeds=(1,)),
+    Mutant("numbers are used again after a restart", _numbers_from_before, seeds=(50,)),
     Mutant("ranks ignore that their generation is over", lambda: method_swapped(Orders, "is_over", _no)),
     Mutant("rosters take suspects in", _suspects_taken_in),
-    Mutant("a witness is ignored", lambda: swapped(losses.lose_doubtful, _no), seeds=(141,)),
+    Mutant("a witness is ignored", lambda: swapped(losses.lose_doubtful, _no), seeds=(20,)),
     Mutant("jobs never grow back", lambda: swapped(generations.consider_growth, _nothing)),
-    Mutant("a return is not heard", lambda: mistaken(liveness.heard, "_returned(turn, node)", "pass"), seeds=(1,)),
+    Mutant("a return is not heard", lambda: mistaken(liveness.heard, "_returned(turn, node)", "pass"), seeds=(3,)),
     # checkpoints
+    Mutant("seals of an older generation count", _stale_seals, seeds=(28,)),
     Mutant(
         "a version is committed before every rank keeps it",
         lambda: mistaken(checkpoints._settle, "ballot.safe == ballot.said and", ""),
@@ -196,7 +263,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a seal that is not safe counts",
         lambda: mistaken(checkpoints.take_seal, "report.safe and report.kept", "report.kept"),
-        seeds=(100,),
+        seeds=(1,),
     ),
     Mutant("the floor of a restore is forgotten", _rule_without_floor, seeds=(7,)),
     Mutant(
@@ -207,16 +274,17 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a version above the ceiling is admitted",
         lambda: mistaken(choose.admitted, "rule.ceiling is None or version <= rule.ceiling", "True"),
-        seeds=(6,),
+        seeds=(22,),
     ),
     # what was acknowledged
     Mutant("reports are acknowledged before they are written", lambda: method_swapped(Transaction, "mark", _nothing)),
+    Mutant("what comes late on a connection that was replaced counts", _earlier_lives, seeds=(32,)),
     Mutant(
         "a report that comes again is taken again",
         lambda: method_mistaken(AgentDesk, "_take_reports", "report.number > through", "True"),
     ),
     Mutant("directives are told before they are written", _told_before_written),
-    Mutant("directives that waited are lost", _waiting_directives_lost, seeds=(19,)),
+    Mutant("directives that waited are lost", _waiting_directives_lost, seeds=(93,)),
     Mutant("what an earlier session sent counts as taken", _sent_is_taken, seeds=(79,)),
     # samples
     Mutant("ranks share samples", _overlapping_shares),
