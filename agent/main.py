@@ -13,7 +13,7 @@ from agent.config import AgentSettings, from_command_line
 from agent.log_format import log_to_stderr
 from agent.supervisor import Supervisor
 from everstep.errors import ConfigurationError, EverstepError
-from everstep.lineage import die_with_parent
+from everstep.lineage import die_with_parent, starting_process
 from everstep.system_clock import SYSTEM_CLOCK
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ async def serve(settings: AgentSettings, parent: int) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command's entry; returns its exit status."""
-    parent = os.getppid()
+    parent = starting_process()
     try:
         settings = from_command_line(arguments)
         log_to_stderr(settings.log_format, settings.log_level)

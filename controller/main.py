@@ -39,7 +39,7 @@ from controller.store.diagnose import diagnose
 from controller.store.trouble import StoreAway
 from everstep import __version__
 from everstep.errors import ConfigurationError, EverstepError
-from everstep.lineage import die_with_parent
+from everstep.lineage import die_with_parent, starting_process
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.tokens import MINTED, TokenRole, mint
 
@@ -211,7 +211,7 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Ends the process with 0, EXIT_CONFIGURATION (what to mend is said on stderr) or EXIT_CRASHED."""
-    parent = os.getppid()
+    parent = starting_process()
     options = _parser().parse_args(argv)
     arguments = vars(options).copy()
     command = arguments.pop("command")

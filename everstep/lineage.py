@@ -8,7 +8,15 @@ import signal
 
 from everstep.errors import ConfigurationError
 
+PARENT_VARIABLE = "EVERSTEP_STARTED_BY"
+"""In a child's environment: the pid of the process that started it."""
 _PR_SET_PDEATHSIG = 1
+
+
+def starting_process() -> int:
+    """The pid of the process that started this one, for ``die_with_parent``: as it said itself, or as the kernel says,
+    for whom another takes its place where it ends before anybody asks. Takes the word out of the environment."""
+    return int(os.environ.pop(PARENT_VARIABLE, "") or os.getppid())
 
 
 def die_with_parent(parent: int, signum: signal.Signals = signal.SIGTERM) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -178,16 +179,20 @@ class Torture:
 
     def end(self) -> None:
         """Kills whatever is left, and frees its memory."""
-        below, vaults, places = self.launcher.descendants(), self.vaults(), self.memory()
+        below, places = self.launcher.descendants(), self.memory()
         self.launcher.process.kill()
         self.launcher.process.wait()
-        for pid in [*below, *vaults]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        while left := [pid for pid in {*below, *self._services()} if alive(pid)]:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         for place in places:
-            for file in sorted(place.rglob("*"), reverse=True):
-                file.rmdir() if file.is_dir() else file.unlink(missing_ok=True)
-            place.rmdir()
+            shutil.rmtree(place, ignore_errors=True)
+
+    def _services(self) -> list[int]:
+        """All that were started over this run's folder, whoever's children they are now."""
+        every = (int(name) for name in os.listdir("/proc") if name.isdigit())
+        return [pid for pid in every if str(self.folder).encode() in _command(pid)]
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from everstep.clock import Clock
 from everstep.errors import ConfigurationError, Unavailable
+from everstep.lineage import PARENT_VARIABLE
 from everstep.tokens import TokenRole, mint
 from trainer_hooks.launch.deaths import death
 from trainer_hooks.launch.run_directory import RunDirectory, segment_dir
@@ -180,7 +181,12 @@ class Service:
         try:
             # A session of its own: Ctrl-C in the terminal is for the launcher, which ends it in order.
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=descriptor, stderr=descriptor, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=descriptor,
+                stderr=descriptor,
+                env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+                start_new_session=True,
             )
         finally:
             os.close(descriptor)

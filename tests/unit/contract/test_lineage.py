@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from everstep.errors import ConfigurationError
-from everstep.lineage import die_with_parent
+from everstep.lineage import PARENT_VARIABLE, die_with_parent
 
 DEADLINE_S = 20.0
 
 FOLLOWER = """
 import os, signal, sys, time
-from everstep.lineage import die_with_parent
+from everstep.lineage import PARENT_VARIABLE, die_with_parent
 path, parent, signum = sys.argv[1], int(sys.argv[2]), signal.Signals(int(sys.argv[3]))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 die_with_parent(parent or os.getppid(), signum)
@@ -73,3 +73,14 @@ def test_a_process_whose_parent_is_gone_already_gets_the_signal_at_once(
 def test_what_the_kernel_refuses_is_said() -> None:
     with pytest.raises(ConfigurationError, match="cannot follow the parent's end: Invalid argument"):
         die_with_parent(os.getppid(), 4096)  # type: ignore[arg-type]
+
+
+def test_a_process_whose_parent_ended_before_it_could_ask_ends_at_once() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    program = "from everstep.lineage import *; import signal; die_with_parent(starting_process()); signal.pause()"
+    orphan = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, PARENT_VARIABLE: str(gone.pid)})
+    try:
+        assert orphan.wait(30) == -signal.SIGTERM
+    finally:
+        orphan.kill()
