@@ -1,14 +1,13 @@
 """Random processes of a training run are killed at random moments, round after round; the run is, to the last bit, the
 run that nothing happened to.
 
-``EVERSTEP_TORTURE_ROUNDS`` (6) and ``EVERSTEP_TORTURE_SEED`` (drawn, and printed) ask for another run. A failure prints
+``EVERSTEP_TORTURE_ROUNDS`` (6) and ``EVERSTEP_TORTURE_SEED`` (1; it is printed) ask for another run. A failure prints
 the rounds that led to it: ``EVERSTEP_TORTURE_PLAN="4:vault+rank1 0:launcher"`` plays just these again.
 """
 
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 from tests.support.exact_training import SAMPLES, read_diaries
 from tests.support.torture import KINDS, STEPS_A_ROUND, WORLD, Round, draw_plan, lost_or_repeated, tortured
 
-SEED = int(os.environ.get("EVERSTEP_TORTURE_SEED") or random.SystemRandom().randrange(1 << 32))
+SEED = int(os.environ.get("EVERSTEP_TORTURE_SEED") or 1)
 ROUNDS = int(os.environ.get("EVERSTEP_TORTURE_ROUNDS", "6"))
 PLAN = os.environ.get("EVERSTEP_TORTURE_PLAN", "")
 LAST_STEPS = 20
