@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from agent.uplink.session import Session, Words
 from controller.api import session
 from controller.api.desk import AgentDesk
 from controller.core import (
@@ -156,16 +155,6 @@ def _waiting_directives_lost() -> AbstractContextManager[None]:
     return method_swapped(Outbox, "attach", attach)
 
 
-def _sent_is_taken() -> AbstractContextManager[None]:
-    begin = Session.__init__
-
-    def begins(session: Session, words: Words, *others: Any, **more: Any) -> None:
-        words.spool.acknowledged(words.spool.sent_through)
-        begin(session, words, *others, **more)
-
-    return method_swapped(Session, "__init__", begins)
-
-
 def _rule_without_floor() -> AbstractContextManager[None]:
     real = checkpoints.restore_rule
 
@@ -198,7 +187,7 @@ MUTANTS: tuple[Mutant, ...] = (
     # budget and evictions
     Mutant("the fleet's budget allows one eviction more", lambda: _one_eviction_more(budget.fleet_scope), seeds=(9,)),
     Mutant("a rack's budget allows one eviction more", lambda: _one_eviction_more(budget.rack_scope), seeds=(42,)),
-    Mutant("a job's budget allows one eviction more", lambda: _one_eviction_more(budget.job_scope)),
+    Mutant("a job's budget allows one eviction more", lambda: _one_eviction_more(budget.job_scope), seeds=(142,)),
     Mutant(
         "evictions go on while the database is away",
         lambda: mistaken(eviction.what_holds, "if state.store_away:", "if False:"),
@@ -265,11 +254,11 @@ MUTANTS: tuple[Mutant, ...] = (
         lambda: mistaken(checkpoints.take_seal, "report.safe and report.kept", "report.kept"),
         seeds=(1,),
     ),
-    Mutant("the floor of a restore is forgotten", _rule_without_floor, seeds=(7,)),
+    Mutant("the floor of a restore is forgotten", _rule_without_floor, seeds=(20,)),
     Mutant(
         "after corruption anything may be restored",
         lambda: mistaken(checkpoints.roll_back, "job.ceiling = clean or NOTHING", "pass"),
-        seeds=(7,),
+        seeds=(109,),
     ),
     Mutant(
         "a version above the ceiling is admitted",
@@ -285,7 +274,6 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("directives are told before they are written", _told_before_written),
     Mutant("directives that waited are lost", _waiting_directives_lost, seeds=(93,)),
-    Mutant("what an earlier session sent counts as taken", _sent_is_taken, seeds=(79,)),
     # samples
     Mutant("ranks share samples", _overlapping_shares),
     # after a takeover
