@@ -92,10 +92,13 @@ def _available_memory() -> int:
     raise ConfigurationError("/proc/meminfo does not say MemAvailable; the vault needs Linux 3.14 or later")
 
 
-def allocate(descriptor: int, length: int, what: str) -> None:
-    """Gives a file its blocks, so that no write into its mapping can fail. Raises OutOfSlotMemory."""
+def allocate(descriptor: int, length: int, what: str, start: int = 0) -> None:
+    """Gives ``length`` bytes of a file from ``start`` on their blocks, so that no write there can fail.
+
+    Raises OutOfSlotMemory.
+    """
     try:
-        os.posix_fallocate(descriptor, 0, length)
+        os.posix_fallocate(descriptor, start, length)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
             raise

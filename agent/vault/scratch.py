@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path, PurePath
 
 from agent.vault.memory import Budget, allocate
@@ -42,9 +43,12 @@ class Scratch:
         if self.offset + self.length >= 1 << 62:
             raise OutOfSlotMemory(f"{into} cannot have {self.offset + self.length} bytes")
         end = self.offset + self.length
-        if end > found.st_size:
-            with budget.admit(end - found.st_size, into):
-                allocate(self._descriptor, end, into)
+        if not self.length:
+            return
+        grows = end > found.st_size
+        with budget.admit(end - found.st_size, into) if grows else nullcontext():
+            # its own part alone, so that others in the same file need not wait for all before theirs
+            allocate(self._descriptor, self.length, into, self.offset)
 
     def write(self, views: Sequence[memoryview], at: int) -> int:
         """Writes the views one after another, ``at`` bytes into the landing; returns how many bytes that was."""
