@@ -141,24 +141,22 @@ class Sender:
         reading = Reading(segment, slot, header)
         put = _put(reading, generation, keep)
         job = segment.key.job
-        attempts: list[Outgoing] = []
-        while True:
+        begun: list[Outgoing] = []
+        for attempt in range(MOST_ATTEMPTS):
+            begun.clear()
             try:
-                self._peers.call(job, node, lambda channel: self._send(channel, job, node, put, reading, attempts))
+                self._peers.call(job, node, lambda channel: self._send(channel, job, node, put, reading, begun))
                 break
             except DigestMismatch:
                 self._doubt_own(reading)
                 raise
             except Unavailable:
-                last, count = attempts[-1] if attempts else None, len(attempts)
-                if last is None or not last.sent or count >= MOST_ATTEMPTS:
+                if not any(outgoing.sent for outgoing in begun) or attempt + 1 == MOST_ATTEMPTS:
                     raise
         self._tally.add("replicated_slots")
         self._tally.add("replicated_bytes", put.payload_bytes + len(put.manifest))
 
-    def _send(
-        self, channel: Channel, job: str, node: str, put: Put, reading: Reading, attempts: list[Outgoing]
-    ) -> None:
+    def _send(self, channel: Channel, job: str, node: str, put: Put, reading: Reading, begun: list[Outgoing]) -> None:
         channel.send(put)
         channel.patience(self._settings.settle_timeout_s)
         answer = channel.any_answer()
@@ -168,7 +166,7 @@ class Sender:
             raise MalformedMessage(f"{node} answered a Put with {type(answer).__name__}")
         channel.patience(self._settings.io_timeout_s)
         outgoing = Outgoing(reading, answer, self._pace)
-        attempts.append(outgoing)
+        begun.append(outgoing)
         count = self._helpers(put, len(outgoing))
         helpers = [self._streams.submit(self._peers.call, job, node, outgoing.send) for _ in range(count)]
         failures: list[EverstepError] = []

@@ -87,6 +87,7 @@ class Breaker:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.carried: list[int] = []
+        self.accepts = 1 << 62
         self._sockets: list[socket.socket] = [self._listener]
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -96,6 +97,9 @@ class Breaker:
                 client, _ = self._listener.accept()
             except OSError:
                 return
+            if len(self.carried) >= self.accepts:
+                client.close()
+                continue
             server = socket.create_connection(self._to)
             self._sockets += [client, server]
             left = self._cut_after.pop(0) if self._cut_after else 1 << 62
@@ -159,6 +163,20 @@ def test_a_peer_that_breaks_every_connection_is_given_up(fleet: Vaults) -> None:
         fleet.configure()
         rank = RankMemory(fleet.all[0].client(), rank=0, slot_bytes=slot_bytes_for(64, CHUNK_BYTES))
         rank.fill(0, Version(1, 1), noise(CHUNK_BYTES))
+        answer = rank.sealed(0, Version(1, 1), ["n2"])
+        assert answer.nodes == ()
+        assert answer.failed["n2"].startswith("unavailable")
+
+
+def test_a_peer_that_is_gone_after_its_connection_broke_is_given_up_too(fleet: Vaults) -> None:
+    fleet.start("n1", "--streams", "1", "--scrub-interval", "0"), fleet.start("n2", "--scrub-interval", "0")
+    with broken_in_front_of(fleet.all[1], [10 * CHUNK_BYTES]) as breaker:
+        fleet.configure()
+        rank = RankMemory(fleet.all[0].client(), rank=0, slot_bytes=slot_bytes_for(64, SIZE))
+        payload = bytearray(SIZE)
+        payload[::CHUNK_BYTES] = bytes(range(CHUNKS))
+        rank.fill(0, Version(1, 1), bytes(payload))
+        breaker.accepts = 1
         answer = rank.sealed(0, Version(1, 1), ["n2"])
         assert answer.nodes == ()
         assert answer.failed["n2"].startswith("unavailable")
