@@ -89,7 +89,8 @@ class Breaker:
         self.carried: list[int] = []
         self.accepts = 1 << 62
         self._sockets: list[socket.socket] = [self._listener]
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
 
     def _accept(self) -> None:
         while True:
@@ -97,11 +98,15 @@ class Breaker:
                 client, _ = self._listener.accept()
             except OSError:
                 return
-            if len(self.carried) >= self.accepts:
+            self._sockets.append(client)
+            try:
+                if len(self.carried) >= self.accepts:
+                    raise ConnectionRefusedError
+                server = socket.create_connection(self._to)
+            except OSError:
                 client.close()
                 continue
-            server = socket.create_connection(self._to)
-            self._sockets += [client, server]
+            self._sockets.append(server)
             left = self._cut_after.pop(0) if self._cut_after else 1 << 62
             self.carried.append(0)
             threading.Thread(
@@ -123,8 +128,12 @@ class Breaker:
                 one.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass
+        if left <= 0:
+            source.close()  # with bytes unread: the sender learns of it at once
 
     def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+        self._accepting.join()
         for one in self._sockets:
             one.close()
 
