@@ -234,7 +234,18 @@ def launcher_left(turn: Turn, job: JobRecord, node: str, report: LauncherLeft) -
         return
     manner = "left in order" if report.orderly else "is gone"
     detail = f" ({report.detail})" if report.detail else ""
+    if report.orderly and job.state is JobState.RUNNING and _has_finished(job, node):
+        launcher.able, launcher.why_not = False, "its ranks have finished, and its launcher has left"
+        turn.job_changed(job.job)
+        return
     remove_launcher(turn, job, node, f"the launcher on {node} {manner}{detail}")
+
+
+def _has_finished(job: JobRecord, node: str) -> bool:
+    """Whether all ranks on the node have come to their end: it is not missed, and the others are about to end too."""
+    running = job.leaving or job.generation
+    ranks = running.on(node) if running is not None else ()
+    return bool(ranks) and all(member.rank in job.finished for member in ranks)
 
 
 def remove_launcher(turn: Turn, job: JobRecord, node: str, sentence: str) -> None:

@@ -265,6 +265,24 @@ def test_a_job_is_finished_when_all_ranks_are() -> None:
     assert {node: body.ok for node, body in sent(fleet.effects[before:], StopJob).items()} == {"n1": True, "n2": True}
 
 
+def test_a_launcher_that_leaves_with_its_ranks_at_their_end_is_not_missed() -> None:
+    fleet = CoreFleet()
+    fleet.start(2, min_nodes=2)
+    fleet.finish(0)
+    assert generations(fleet.leave("n1", orderly=True)) == []
+    assert fleet.job_state() is JobState.RUNNING
+    fleet.finish(1)
+    assert fleet.job_state() is JobState.FINISHED
+
+
+def test_one_that_leaves_before_its_ranks_are_at_their_end_is() -> None:
+    fleet = CoreFleet()
+    fleet.start(2, min_nodes=2)
+    fleet.finish(1)
+    fleet.leave("n1", orderly=True)
+    assert fleet.job_state() is JobState.PAUSED
+
+
 def test_a_launcher_that_missed_the_end_is_told() -> None:
     fleet = CoreFleet()
     fleet.start(2)
