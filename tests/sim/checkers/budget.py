@@ -11,6 +11,7 @@ import msgspec
 from controller.core.effects import Audit, DropJob, DropNode, PutJob, PutNode, PutVerdict
 from controller.core.events import OperatorCommand, StoreChanged
 from everstep.vocabulary import Decision, JobState
+from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.training import GenerationSpec
 from tests.sim import facts
 from tests.sim.facts import Violation
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 class _NodeDoc(msgspec.Struct):
     reachable: bool = False
+    domain: Domain = Domain()
 
 
 class _JobDoc(msgspec.Struct):
@@ -56,6 +58,7 @@ class Budget:
         self._stored_nodes: dict[str, str] = {}
         self._stored_jobs: dict[str, str] = {}
         self._reachable: set[str] = set()
+        self._racks: dict[str, str] = {}
         self._jobs: dict[str, _JobDoc] = {}
         self._counts: dict[str, tuple[_Count, ...]] = {}
         self._evictions: list[_Written] = []
@@ -73,6 +76,7 @@ class Budget:
         self._epoch, self._store_away = fact.epoch, False
         nodes = {name: msgspec.json.decode(doc, type=_NodeDoc) for name, doc in self._stored_nodes.items()}
         self._reachable = {name for name, doc in nodes.items() if doc.reachable}
+        self._racks = {name: doc.domain.rack for name, doc in nodes.items()}
         self._jobs = {name: msgspec.json.decode(doc, type=_JobDoc) for name, doc in self._stored_jobs.items()}
 
     def _handled(self, fact: facts.Handled) -> None:
@@ -108,6 +112,7 @@ class Budget:
     def _follow(self, fact: facts.Handled) -> None:
         for effect in fact.effects:
             if isinstance(effect, PutNode):
+                self._racks[effect.node] = effect.doc.domain.rack
                 (self._reachable.add if effect.doc.reachable else self._reachable.discard)(effect.node)
             elif isinstance(effect, DropNode):
                 self._reachable.discard(effect.node)
@@ -119,9 +124,8 @@ class Budget:
 
     def _counted(self, node: str) -> tuple[_Count, ...]:
         """The rack's nodes that are expected to be heard, and the seats of the jobs that compute on the node."""
-        assert self.world is not None
-        rack = self.world.machines[node].domain.rack
-        inside = [name for name in self._reachable if self.world.machines[name].domain.rack == rack]
+        rack = self._racks[node]
+        inside = [name for name in self._reachable if self._racks[name] == rack]
         jobs = [
             _Count(f"job {name}", len(job.generation.seats) if job.generation is not None else 0)
             for name, job in self._jobs.items()
