@@ -14,6 +14,8 @@ from everstep.wire.v1.parity import Protection
 
 ShortText = Annotated[str, msgspec.Meta(max_length=4096)]
 LongText = Annotated[str, msgspec.Meta(max_length=65536)]
+_NUMBERED = msgspec.Meta(extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,5})$"}})
+"""Of a dictionary whose keys are numbers: JSON has text for them, and msgspec's schema does not say which."""
 
 
 class SpillPlan(Message, frozen=True, kw_only=True):
@@ -338,7 +340,7 @@ class VersionProtected(Report, frozen=True, kw_only=True, tag=True):
     """
 
     version: Version
-    made: dict[Rank, Annotated[str, msgspec.Meta(max_length=64)]] = {}
+    made: Annotated[dict[Rank, Annotated[str, msgspec.Meta(max_length=64)]], _NUMBERED] = {}
     code: Annotated[str, msgspec.Meta(max_length=64)] = ""
     message: ShortText = ""
 

@@ -74,7 +74,7 @@ def test_slot_memory_is_registered_while_it_is_held_and_can_be_registered_again_
     path.write_bytes(bytes(length))
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping, memoryview(mapping) as whole:
         format_segment(whole, 2, 1 << 20)
-    segment = MappedSegment(str(path), 1 << 20)
+    segment = MappedSegment(str(path))
     buffer, cudart = segment.buffer, torch.cuda.cudart()
     address = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr()
     page_lock(segment)

@@ -48,7 +48,7 @@ def segment_at(path: Path) -> MappedSegment:
     path.write_bytes(bytes(segment_bytes(2, PAGE)))
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping, memoryview(mapping) as whole:
         format_segment(whole, 2, PAGE)
-    return MappedSegment(str(path), PAGE)
+    return MappedSegment(str(path))
 
 
 def test_a_segment_is_registered_once_and_given_back_when_nobody_holds_it(runtime: Runtime, tmp_path: Path) -> None:
