@@ -23,8 +23,6 @@ from everstep.tokens import TokenRole, mint
 AGENTS_PER_CROWD = 14_000
 """Below the limit of 20,000 files that a process has here."""
 TICKS = os.sysconf("SC_CLK_TCK")
-REGISTERING = 512
-"""Agents that register at a time: a controller lets first pictures rest for some tenths of a second."""
 POLL_S = 0.05
 
 
@@ -198,7 +196,7 @@ class Fleet:
 
     def open(self) -> None:
         """Registers everybody."""
-        self.all("open", window=max(8, REGISTERING // len(self.crowds)))
+        self.all("open", window=max(8, 128 // len(self.crowds)))
         self.until("registering", lambda status: status["phases"]["shown"] >= self.nodes, 60 + self.nodes / 200)
 
     def join(self) -> None:
