@@ -79,7 +79,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 def query(scope: Scope) -> dict[str, str]:
     """The query string, the last value of each name; a NUL is replaced, as in bodies."""
     text = scope["query_string"].replace(b"%00", b"%EF%BF%BD").decode("latin-1")
-    return {name: values[-1] for name, values in parse_qs(text).items()}
+    return {name: values[-1] for name, values in parse_qs(text, keep_blank_values=True).items()}
 
 
 def integer(values: dict[str, str], name: str, default: int | None = None) -> int:

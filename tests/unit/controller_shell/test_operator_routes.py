@@ -218,6 +218,7 @@ def test_every_route_refuses_strangers_and_agents_and_changes_need_an_operator(c
         ("/v1/probes/none", 404),
         ("/v1/events?after=x", 422),
         ("/v1/events?limit=-1", 422),
+        ("/v1/events?limit=", 422),
         ("/v1/events?after=99999999999999999999", 422),
         ("/v1/events/stream?after=x", 422),
     ],
