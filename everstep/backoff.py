@@ -18,5 +18,8 @@ class Backoff(msgspec.Struct, frozen=True):
 
     def delay_s(self, attempt: int, uniform: float) -> float:
         """Seconds before retry number ``attempt`` (0 is the first), given ``uniform`` drawn from [0, 1)."""
-        limit = min(self.ceiling_s, self.floor_s * self.factor ** min(attempt, 60))
-        return self.floor_s + (limit - self.floor_s) * uniform
+        return self.floor_s + (self.limit_s(attempt) - self.floor_s) * uniform
+
+    def limit_s(self, attempt: int) -> float:
+        """The most that it waits before retry number ``attempt``: without jitter, for who waits alone."""
+        return min(self.ceiling_s, self.floor_s * self.factor ** min(attempt, 60))

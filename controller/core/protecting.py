@@ -17,6 +17,7 @@ from controller.core.records import JobRecord, Protecting, Shielded
 from controller.core.state import FleetState
 from controller.core.turn import Turn
 from controller.core.wording import named
+from everstep.backoff import Backoff
 from everstep.errors import StaleGeneration, Unavailable
 from everstep.ids import Version
 from everstep.vocabulary import FindingKind, JobState
@@ -124,8 +125,8 @@ def give_up_protection(turn: Turn, job: JobRecord, why: str) -> None:
     if protecting is None:
         return
     job.protecting, job.protect_failures, job.protect_trouble = None, job.protect_failures + 1, why
-    wait_s = min(turn.policy.order_again_s * 2.0 ** (job.protect_failures - 1), turn.policy.order_again_max_s)
-    job.protect_not_before = turn.now + wait_s
+    waits = Backoff(floor_s=turn.policy.order_again_s, ceiling_s=turn.policy.order_again_max_s)
+    job.protect_not_before = turn.now + waits.limit_s(job.protect_failures - 1)
     version = protecting.protection.version
     sentence = f"no parity of version {version} is made: {why}"
     turn.audit("parity.given_up", sentence, job=job.job, trace=protecting.trace, data={"version": str(version)})

@@ -11,6 +11,7 @@ from __future__ import annotations
 from controller.core.records import JobRecord, Spilling, StoredCheckpoint
 from controller.core.state import FleetState
 from controller.core.turn import Turn
+from everstep.backoff import Backoff
 from everstep.errors import StaleGeneration, Unavailable
 from everstep.ids import Version
 from everstep.vocabulary import JobState
@@ -115,8 +116,8 @@ def give_up_spill(turn: Turn, job: JobRecord, why: str) -> None:
         return
     job.spilling, job.spills_lost, job.spill_trouble = None, job.spills_lost + 1, why
     job.spill_failures += 1
-    wait_s = min(turn.policy.order_again_s * 2.0 ** (job.spill_failures - 1), turn.policy.order_again_max_s)
-    job.spill_not_before = turn.now + wait_s
+    waits = Backoff(floor_s=turn.policy.order_again_s, ceiling_s=turn.policy.order_again_max_s)
+    job.spill_not_before = turn.now + waits.limit_s(job.spill_failures - 1)
     sentence = f"version {spilling.version} is not written to storage: {why}"
     turn.audit("spill.given_up", sentence, job=job.job, trace=spilling.trace, data={"version": str(spilling.version)})
     turn.job_changed(job.job)

@@ -135,6 +135,14 @@ def test_a_group_that_lost_a_node_is_given_up_and_others_are_formed_of_who_is_le
     assert {len(group.members) for order in orders.values() for group in order.groups} == {2, 3}
 
 
+def test_parity_that_cannot_be_made_for_weeks_is_waited_for_as_long_as_the_policy_says() -> None:
+    fleet = _fleet()
+    node, order = next(iter(sent(_commit(fleet, 10), ProtectVersion).items()))
+    fleet.job().protect_failures = 5000
+    _made(fleet, node, order, code=NotFound.code, message="no")
+    assert fleet.job().protect_not_before == fleet.now + fleet.policy.order_again_max_s
+
+
 @pytest.mark.parametrize("code", [NotFound.code, Unavailable.code])
 def test_what_cannot_be_made_is_given_up_and_waited_after(code: str) -> None:
     fleet = _fleet()

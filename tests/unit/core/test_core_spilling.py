@@ -142,6 +142,14 @@ def test_waits_grow_while_nothing_comes_to_storage() -> None:
     assert waits[2] > waits[1]
 
 
+def test_storage_that_is_away_for_weeks_is_waited_for_as_long_as_the_policy_says() -> None:
+    fleet = _fleet()
+    order = sent(_commit(fleet, 100), SpillVersion)["n1"]
+    fleet.job().spill_failures = 5000
+    _answer(fleet, "n1", order, code=NotFound.code, message="gone")
+    assert fleet.job().spill_not_before == fleet.now + fleet.policy.order_again_max_s
+
+
 def test_an_order_of_a_generation_that_is_over_costs_nothing() -> None:
     fleet = _fleet()
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
