@@ -6,10 +6,9 @@ number and sent before the next generation, so that it never meets the process t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import msgspec
 
+from controller.core import caps
 from controller.core.evidence import suspect_gpus
 from controller.core.generations import Cause
 from controller.core.losses import note_replaced, replace_rank, running_spec
@@ -58,8 +57,8 @@ def restart(turn: Turn, node: str, target: Target, sentence: str, trace: str, *,
     """Ends the processes, and regroups. ``counted``: under both caps; one crash of several GPUs counts once."""
     if counted:
         record, fleet, policy = turn.state.nodes[node], turn.state.fleet, turn.policy
-        record.restarted = [*_since(record.restarted, turn.now - policy.remedy_node_window_s), turn.now]
-        fleet.restarted = [*_since(fleet.restarted, turn.now - policy.remedy_fleet_window_s), turn.now]
+        record.restarted = caps.noted(record.restarted, turn.now, policy.remedy_node_window_s)
+        fleet.restarted = caps.noted(fleet.restarted, turn.now, policy.remedy_fleet_window_s)
         turn.node_changed(node)
         turn.fleet_changed()
     for member in target.members:
@@ -70,22 +69,13 @@ def restart(turn: Turn, node: str, target: Target, sentence: str, trace: str, *,
 
 def node_cap(turn: Turn, node: str) -> str:
     """Why the node's ranks are not restarted once more, in words; empty while they may be."""
-    policy = turn.policy
-    count = len(_since(turn.state.nodes[node].restarted, turn.now - policy.remedy_node_window_s))
-    if count < policy.restarts_per_node:
-        return ""
-    return f"its ranks were restarted {count} times within {policy.remedy_node_window_s / 86400:g} days"
+    times, policy = turn.state.nodes[node].restarted, turn.policy
+    what = "its ranks were restarted"
+    return caps.node_cap(times, turn.now, policy.remedy_node_window_s, policy.restarts_per_node, what)
 
 
 def fleet_cap(turn: Turn) -> tuple[str, float]:
     """Why no rank is restarted now, and when the next one may be; ("", 0.0) below the fleet's cap."""
-    policy = turn.policy
-    recent = _since(turn.state.fleet.restarted, turn.now - policy.remedy_fleet_window_s)
-    if len(recent) < policy.restarts_per_fleet:
-        return "", 0.0
-    words = f"ranks were restarted {len(recent)} times within {policy.remedy_fleet_window_s:g} s"
-    return words, recent[-policy.restarts_per_fleet] + policy.remedy_fleet_window_s
-
-
-def _since(times: Iterable[float], start: float) -> list[float]:
-    return [at for at in times if at > start]
+    times, window_s = turn.state.fleet.restarted, turn.policy.remedy_fleet_window_s
+    count, at = caps.next_at(times, turn.now, window_s, turn.policy.restarts_per_fleet)
+    return (f"ranks were restarted {count} times within {window_s:g} s" if count else ""), at

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from controller.core import casebook
+from controller.core import caps, casebook
 from controller.core.effects import Remedy, RemedyKind
 from controller.core.evidence import evidence_of, suspect_gpus
 from controller.core.turn import Turn
@@ -37,32 +35,23 @@ def repair(turn: Turn, node: str, sentence: str) -> None:
 def treat(turn: Turn, node: str, cure: Action, sentence: str) -> str:
     """Asks for a reset or a reboot, and counts it under both caps. Returns the remedy's id."""
     record, fleet = turn.state.nodes[node], turn.state.fleet
-    record.remedied = [*_since(record.remedied, turn.now - turn.policy.remedy_node_window_s), turn.now]
-    fleet.remedied = [*_since(fleet.remedied, turn.now - turn.policy.remedy_fleet_window_s), turn.now]
+    record.remedied = caps.noted(record.remedied, turn.now, turn.policy.remedy_node_window_s)
+    fleet.remedied = caps.noted(fleet.remedied, turn.now, turn.policy.remedy_fleet_window_s)
     return _request(turn, node, KINDS[cure], sentence)
 
 
 def node_cap(turn: Turn, node: str) -> str:
     """Why the node gets no further automatic remedy, in words; empty while it may."""
-    policy = turn.policy
-    count = len(_since(turn.state.nodes[node].remedied, turn.now - policy.remedy_node_window_s))
-    if count < policy.remedies_per_node:
-        return ""
-    return f"it was reset or rebooted {count} times within {policy.remedy_node_window_s / 86400:g} days"
+    times, policy = turn.state.nodes[node].remedied, turn.policy
+    what = "it was reset or rebooted"
+    return caps.node_cap(times, turn.now, policy.remedy_node_window_s, policy.remedies_per_node, what)
 
 
 def fleet_cap(turn: Turn) -> tuple[str, float]:
     """Why nobody is treated now, and when the next one may be; ("", 0.0) while the fleet's cap is not reached."""
-    policy = turn.policy
-    recent = _since(turn.state.fleet.remedied, turn.now - policy.remedy_fleet_window_s)
-    if len(recent) < policy.remedies_per_fleet:
-        return "", 0.0
-    words = f"{len(recent)} nodes were reset or rebooted within {policy.remedy_fleet_window_s:g} s"
-    return words, recent[-policy.remedies_per_fleet] + policy.remedy_fleet_window_s
-
-
-def _since(times: Iterable[float], start: float) -> list[float]:
-    return [at for at in times if at > start]
+    times, window_s = turn.state.fleet.remedied, turn.policy.remedy_fleet_window_s
+    count, at = caps.next_at(times, turn.now, window_s, turn.policy.remedies_per_fleet)
+    return (f"{count} nodes were reset or rebooted within {window_s:g} s" if count else ""), at
 
 
 def _request(turn: Turn, node: str, kind: RemedyKind, sentence: str) -> str:
