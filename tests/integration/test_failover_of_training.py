@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -98,22 +97,14 @@ class Training:
     # --- controllers ---------------------------------------------------------------------------------------------
 
     def leader(self) -> ControllerProcess:
-        self.until(lambda: any(map(leads, self.controllers)), "a controller that leads")
-        return next(one for one in self.controllers if leads(one))
+        self.until(lambda: any(one.leads() for one in self.controllers), "a controller that leads")
+        return next(one for one in self.controllers if one.leads())
 
     def generations(self) -> tuple[GenerationSpec, ...]:
         """All of the job's, as whoever leads knows them."""
         status, body = self.leader().ask("GET", "/v1/generations?job=j", None, VIEWER)
         assert status == 200, body
         return msgspec.json.decode(body, type=op.GenerationList).generations
-
-
-def leads(controller: ControllerProcess) -> bool:
-    if controller.process is None or controller.process.poll() is not None:
-        return False
-    with suppress(OSError):
-        return controller.ask("GET", "/readyz", None, {}, timeout_s=1.0)[0] == 200
-    return False
 
 
 @pytest.fixture

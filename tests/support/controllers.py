@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +228,14 @@ class ControllerProcess:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait(10)
+
+    def leads(self) -> bool:
+        """Whether it runs, and is the one that answers."""
+        if self.process is None or self.process.poll() is not None:
+            return False
+        with suppress(OSError):
+            return self.ask("GET", "/readyz", None, {}, timeout_s=1.0)[0] == 200
+        return False
 
     def connection(self, timeout_s: float = 35.0) -> http.client.HTTPConnection:
         host, _, port = self.listen.rpartition(":")

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -52,17 +52,9 @@ def controllers(tmp_path: Path, postgres: str) -> Iterator[list[ControllerProces
             controller.end()
 
 
-def leads(controller: ControllerProcess) -> bool:
-    if controller.process is None or controller.process.poll() is not None:
-        return False
-    with suppress(OSError):
-        return controller.ask("GET", "/readyz", None, {}, timeout_s=1.0)[0] == 200
-    return False
-
-
 def leader_of(controllers: list[ControllerProcess]) -> ControllerProcess:
-    wait_for(lambda: any(leads(one) for one in controllers), "a leader")
-    (leader,) = [one for one in controllers if leads(one)]
+    wait_for(lambda: any(one.leads() for one in controllers), "a leader")
+    (leader,) = [one for one in controllers if one.leads()]
     return leader
 
 
@@ -75,7 +67,7 @@ def test_a_standby_says_who_leads_and_follows_at_once_where_the_leader_ends_in_o
     controllers: list[ControllerProcess],
 ) -> None:
     leader, *others = controllers
-    assert leads(leader)
+    assert leader.leads()
     for standby in others:
         assert standby.ask("GET", "/healthz", None, {})[0] == 200
         status, body = standby.ask("GET", "/readyz", None, {})
@@ -91,7 +83,7 @@ def test_a_standby_says_who_leads_and_follows_at_once_where_the_leader_ends_in_o
         assert b"everstep_controller_leader 0.0" in standby.ask("GET", "/metrics", None, VIEWER)[1]
     assert b"everstep_controller_leader 1.0" in leader.ask("GET", "/metrics", None, VIEWER)[1]
     assert leader.terminate() == 0
-    wait_for(lambda: any(leads(one) for one in others), "another leader", 3.0)
+    wait_for(lambda: any(one.leads() for one in others), "another leader", 3.0)
 
 
 def test_killed_leaders_are_followed_and_every_acknowledged_write_is_there_once(
@@ -102,7 +94,7 @@ def test_killed_leaders_are_followed_and_every_acknowledged_write_is_there_once(
             more(stream)
             leader = leader_of(controllers)
             leader.kill()
-            wait_for(lambda: any(leads(one) for one in controllers), "another leader", 3.0)
+            wait_for(lambda: any(one.leads() for one in controllers), "another leader", 3.0)
             leader.start()
         more(stream)
     stream.check(leader_of(controllers))
@@ -120,7 +112,7 @@ def test_a_leader_that_was_stopped_and_wakes_does_no_harm_and_stands_by(controll
             assert kept.getresponse().read()
             stopped.process.send_signal(signal.SIGSTOP)
             try:
-                wait_for(lambda: any(leads(one) for one in others), "another leader")
+                wait_for(lambda: any(one.leads() for one in others), "another leader")
                 kept.request("POST", "/v1/agents/n1/heartbeat", beat, N1)  # it waits in the stopped one's socket
                 more(stream)
             finally:
@@ -168,7 +160,7 @@ def test_a_write_that_was_under_way_when_its_leader_was_stopped_comes_to_nothing
             stopped.process.send_signal(signal.SIGSTOP)
             asleep_at = time.perf_counter()
         try:
-            wait_for(lambda: any(leads(one) for one in others), "another leader")
+            wait_for(lambda: any(one.leads() for one in others), "another leader")
             more(stream)
             wait_for(lambda: time.perf_counter() >= asleep_at + STOPPED_S, "it to have slept", STOPPED_S + 1.0)
             assert not order.done()
