@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from agent.vault.settings import SLOWEST_SEND_BYTES_PER_S
 from everstep.errors import ConfigurationError
 from everstep.ids import check_name
 from everstep.wire.v1.agent import Labels
@@ -153,10 +154,8 @@ def _check_sizes(s: AgentSettings) -> None:
     )
     rate = s.vault_send_bytes_per_s
     refuse(
-        rate is not None and rate < 4 << 20,
-        f"--vault-send-bytes-per-s {rate:g} is under 4 MiB: a peer would give a transfer up that stands still"
-        if rate is not None
-        else "",
+        rate is not None and rate < SLOWEST_SEND_BYTES_PER_S,
+        f"--vault-send-bytes-per-s {rate} is under 4 MiB: a peer would give a transfer up that stands still",
     )
     refuse(s.spool_reports < 64, "--spool-reports under 64 loses reports in the first second of an absence")
     refuse(s.spool_bytes < 1 << 20, f"--spool-bytes {s.spool_bytes} is under 1 MiB, the size of one request")

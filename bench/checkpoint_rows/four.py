@@ -148,7 +148,6 @@ def _memory(most: int, stated: int, own: int, size: Size) -> list[Row]:
         Row("memory beside the state, r = 2: most in /dev/shm", most / state, "x", 4.0, 4.0, "2 slots x 2"),
         Row("memory, r = 2: most over what the vaults state", most / stated, "x", 1.0, 1.0, f"{stated / MIB:.0f} MiB"),
         Row("memory: a vault process apart from slots, at most", own / MIB, "MiB"),
-        Row("memory beside the state, parity", None, "x", 4.0, against="no parity groups yet"),
     ]
 
 
