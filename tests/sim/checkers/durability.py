@@ -28,8 +28,9 @@ class Durability:
         self._lives: dict[str, int] = {}
         self._epoch = 0
         self._registered: dict[str, int] = {}
-        self._told: dict[str, dict[int, int]] = defaultdict(dict)
-        self._written: dict[str, dict[int, str]] = defaultdict(dict)
+        self._recorded: dict[str, int] = {}
+        self._told: dict[str, set[int]] = defaultdict(set)
+        self._written: dict[str, dict[int, tuple[str, int]]] = defaultdict(dict)
         self._heard: dict[str, set[str]] = defaultdict(set)
         self._forgot: dict[tuple[str, str], int] = {}
         self._generations: set[tuple[str, int]] = set()
@@ -45,7 +46,7 @@ class Durability:
         }
 
     def complaint(self) -> str:
-        """Directives whose rows went although their nodes never had them, in this life of theirs."""
+        """Directives whose rows went although the lives of their nodes that they were for never had them."""
         for (node, name), seq in self._forgot.items():
             if not self._is_moot(name):
                 return f"directive {seq} for {node} ({name}) is forgotten, and {node} never had it"
@@ -110,22 +111,24 @@ class Durability:
         for row in fact.batch.generations:
             self._generations.add((row.job, row.number))
         self._run_again.update(row.job for row in fact.batch.audit if "once more" in row.sentence)
+        for node, doc in fact.batch.nodes.items():
+            self._recorded[node] = msgspec.json.decode(doc, type=_Life).incarnation
         for row in fact.batch.outbox:
-            self._written[row.node][row.seq] = row.body
+            self._written[row.node][row.seq] = row.body, self._recorded.get(row.node, 0)
         for node, through in fact.batch.pruned.items():
             self._forgotten(node, through)
 
     def _forgotten(self, node: str, through: int) -> None:
-        """A directive's row goes when its node has it, under this number or a later one, or began a new life since."""
-        told = self._told[node]
+        """A directive's row goes when its node has it, under this number or another one, or has begun another life
+        than the one that it was written for: the one on record, since who leads anew may not know the newest yet."""
         for seq in [seq for seq in self._written[node] if seq <= through]:
-            body = self._written[node].pop(seq)
-            this_life = bool(told) and max(told.values()) >= self._lives.get(node, 0) and seq > min(told)
-            if seq not in told and this_life and _name(body) not in self._heard[node]:
+            body, life = self._written[node].pop(seq)
+            this_life = life == self._recorded.get(node, 0)
+            if seq not in self._told[node] and this_life and _name(body) not in self._heard[node]:
                 self._forgot[node, _name(body)] = seq
 
     def _delivered(self, fact: facts.Delivered) -> None:
-        self._told[fact.node][fact.seq] = fact.life
+        self._told[fact.node].add(fact.seq)
         body = fact.body
         self._heard[fact.node].add(_name_of(body))
         self._forgot.pop((fact.node, _name_of(body)), None)
@@ -134,6 +137,12 @@ class Durability:
         written = not isinstance(body, NewGeneration) or (body.spec.job, body.spec.number) in self._generations
         if not written and body.spec.number < EPOCH_SPAN:
             raise Violation(self.name, f"{fact.node} hears of generation {body.spec.number}, which is not written")
+
+
+class _Life(msgspec.Struct):
+    """What is read of a node's record."""
+
+    incarnation: int
 
 
 def _name(stored: str) -> str:

@@ -1,0 +1,75 @@
+"""Which directives the checker misses, and which it knows to be void."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from controller.core.records import NodeRecord
+from controller.store.records import Batch, OutboxRow
+from everstep.wire.v1.directives import RunProbe
+from tests.sim import facts
+from tests.sim.checkers.durability import Durability
+
+PROBE = RunProbe(probe="probe-2", nodes=("n1",), store="n1:0")
+SEQ = 2_000_000_001
+
+
+class Records:
+    """What a database shows of one node, batch after batch."""
+
+    def __init__(self) -> None:
+        self.checker = Durability()
+        self._watch = self.checker.watches()
+        self._see(facts.Delivered("n1", 2, 1_000_000_001, msgspec.structs.replace(PROBE, probe="probe-1")))
+
+    def _see(self, fact: Any) -> None:
+        self._watch[type(fact)](fact)
+
+    def _write(self, **what: Any) -> None:
+        self._see(facts.Durable(2, Batch(**what)))
+
+    def lives(self, incarnation: int) -> None:
+        record = NodeRecord(node="n1", incarnation=incarnation, vault="n1:7000")
+        self._write(nodes={"n1": msgspec.json.encode(record).decode()})
+
+    def ordered(self) -> None:
+        body = msgspec.json.encode(PROBE).decode()
+        self._write(outbox=[OutboxRow(node="n1", seq=SEQ, body=body)])
+
+    def told(self) -> None:
+        self._see(facts.Delivered("n1", 2, SEQ, PROBE))
+
+    def pruned(self) -> None:
+        self._write(pruned={"n1": SEQ})
+
+
+@pytest.fixture
+def records() -> Records:
+    return Records()
+
+
+def test_a_directive_that_goes_without_its_node_having_it_is_missed(records: Records) -> None:
+    records.lives(2)
+    records.ordered()
+    records.pruned()
+    assert "n1 never had it" in records.checker.complaint()
+
+
+def test_a_directive_that_its_node_had_is_not_missed(records: Records) -> None:
+    records.lives(2)
+    records.ordered()
+    records.told()
+    records.pruned()
+    assert not records.checker.complaint()
+
+
+def test_what_a_new_leader_orders_of_a_life_that_is_over_is_void_when_the_node_registers(records: Records) -> None:
+    """The node began another life while the database was away: its leader then knew of it, and the next one does not."""
+    records.lives(1)
+    records.ordered()
+    records.lives(2)
+    records.pruned()
+    assert not records.checker.complaint()
