@@ -21,6 +21,7 @@ from controller.api.routes import ROUTES, Access
 from everstep.tokens import TokenRole
 from everstep.wire.v1 import enrolment as wire
 from tests.support.controllers import OPERATOR, ControllerProcess, bearer, controller_process
+from tests.support.forked import ForkPool
 
 EXAMPLES = 12
 """Of each route and kind of data, besides what schemathesis derives from the description's own boundaries."""
@@ -50,10 +51,12 @@ schema = schemathesis.openapi.from_dict(openapi.document(), config=CONFIG).exclu
 
 
 @pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControllerProcess]:
+def process(program_forks: ForkPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControllerProcess]:
     limits = tmp_path_factory.mktemp("limits") / "limits.toml"
     limits.write_text("agent_requests_per_s = 1e6\nrequests_per_s = 1e6\nfailed_authentications_per_s = 1e6\n")
-    with controller_process(tmp_path_factory.mktemp("controller"), arguments=("--settings", str(limits))) as process:
+    with controller_process(
+        tmp_path_factory.mktemp("controller"), program_forks, arguments=("--settings", str(limits))
+    ) as process:
         yield process
 
 

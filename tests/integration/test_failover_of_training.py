@@ -16,6 +16,7 @@ from everstep.wire.v1 import operator as op
 from everstep.wire.v1.training import GenerationSpec
 from tests.support.agents import agent_process
 from tests.support.controllers import SECRET, VIEWER, ControllerProcess
+from tests.support.forked import ForkPool
 from tests.support.launched import Launched, alive, launched
 from tests.support.postgres import postgres, postgres_server
 from tests.support.report_stream import events
@@ -108,13 +109,17 @@ class Training:
 
 
 @pytest.fixture
-def controllers(short_path: Path, postgres: str) -> Iterator[list[ControllerProcess]]:
+def controllers(program_forks: ForkPool, short_path: Path, postgres: str) -> Iterator[list[ControllerProcess]]:
     settings = short_path / "settings.toml"
     settings.write_text(SHORT_LEASE)
     made = []
     for name in "abc":
         (short_path / name).mkdir()
-        made.append(ControllerProcess(short_path / name, database=postgres, arguments=("--settings", str(settings))))
+        made.append(
+            ControllerProcess(
+                short_path / name, program_forks, database=postgres, arguments=("--settings", str(settings))
+            )
+        )
     try:
         yield [controller.start() for controller in made]
     finally:

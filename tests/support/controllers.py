@@ -39,6 +39,9 @@ from everstep.wire.v1.agent import (
 )
 from everstep.wire.v1.directives import Directive
 from everstep.wire.v1.training import AnyReport, JobSpec, LauncherJoined
+from tests.support.databases import give_schema
+from tests.support.forked import ForkPool
+from tests.support.programs import Forked
 
 SECRET = b"a secret of the tests, 32 bytes."
 
@@ -89,6 +92,7 @@ class InProcess:
         self.controller: Controller | None = None
 
     async def start(self) -> Controller:
+        give_schema(self.settings.database)
         engine = open_database(self.settings.database)
         self.controller = await Controller.start(
             self.settings, Keyring((SECRET,)), engine, self.clock, lambda: self.remediator
@@ -176,10 +180,19 @@ def post(client: TestClient, path: str, body: Any, kind: type[Any], headers: dic
 
 
 class ControllerProcess:
-    """A controller as a process: start, kill, start again at the same address over the same database."""
+    """A controller as a process: start, kill, start again at the same address over the same database. With ``forks``
+    its imports are done already; without, it is started by its command line."""
 
-    def __init__(self, directory: Path, *, database: str | None = None, arguments: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        forks: ForkPool | None = None,
+        *,
+        database: str | None = None,
+        arguments: tuple[str, ...] = (),
+    ) -> None:
         self.directory = directory
+        self.forks = forks
         self.secret_file = directory / "secret"
         self.secret_file.write_bytes(SECRET)
         self.secret_file.chmod(0o600)
@@ -187,15 +200,21 @@ class ControllerProcess:
         self.database = database or f"sqlite:///{directory / 'controller.db'}"
         self.arguments = arguments
         self.listen = "127.0.0.1:0"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | Forked | None = None
 
     def start(self, deadline_s: float = 30.0) -> ControllerProcess:
         self.ready_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "controller.main", "serve", "--listen", self.listen, "--preset", "lab"]
-        command += ["--database", self.database, "--secret-file", str(self.secret_file)]
-        command += ["--ready-file", str(self.ready_file), "--die-with-parent", *self.arguments]
-        with (self.directory / "controller.log").open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        arguments = ["serve", "--listen", self.listen, "--preset", "lab"]
+        arguments += ["--database", self.database, "--secret-file", str(self.secret_file)]
+        arguments += ["--ready-file", str(self.ready_file), "--die-with-parent", *self.arguments]
+        log = self.directory / "controller.log"
+        if self.forks is None:
+            with log.open("ab") as output:
+                command = [sys.executable, "-m", "controller.main", *arguments]
+                self.process = subprocess.Popen(command, stdout=output, stderr=output)
+        else:
+            give_schema(self.database)
+            self.process = Forked(self.forks, "controller.main", arguments, log)
         end = time.perf_counter() + deadline_s
         while not self.ready_file.exists():
             if self.process.poll() is not None or time.perf_counter() > end:
@@ -260,9 +279,9 @@ class ControllerProcess:
 
 
 @contextmanager
-def controller_process(directory: Path, **options: Any) -> Iterator[ControllerProcess]:
+def controller_process(directory: Path, forks: ForkPool | None = None, **options: Any) -> Iterator[ControllerProcess]:
     """A started controller process, gone at the end."""
-    process = ControllerProcess(directory, **options)
+    process = ControllerProcess(directory, forks, **options)
     try:
         yield process.start()
     finally:

@@ -109,9 +109,9 @@ class ForkPool:
         command += ["--control", str(theirs.fileno()), "--parent", str(os.getpid())]
         if modules is not None:
             command += ["--preload", *modules]
-        inherited = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+        self._inherited = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
         with theirs:
-            self._server = subprocess.Popen(command, cwd=ROOT, env=inherited, pass_fds=[theirs.fileno()])
+            self._server = subprocess.Popen(command, cwd=ROOT, env=self._inherited, pass_fds=[theirs.fileno()])
         self._channel: Channel[FromForkServer] = Channel(ours, FromForkServer)
         self._serial = 0
         self._pids: dict[int, int] = {}
@@ -140,6 +140,11 @@ class ForkPool:
         child = ForkedChild(self, self._serial, reading)
         self._children.append(child)
         return child
+
+    def changed_environment(self) -> dict[str, str | None]:
+        """For ``start``: what makes the child's environment that of the test as it is now."""
+        names = self._inherited.keys() | os.environ.keys()
+        return {name: os.environ.get(name) for name in names if os.environ.get(name) != self._inherited.get(name)}
 
     def order(self, message: Signal) -> None:
         self._channel.send(message)

@@ -23,7 +23,7 @@ from everstep.slots import SLOTS, SegmentView
 from everstep.wire.v1 import local
 from everstep.wire.v1.training import Holder, PeerLost
 from tests.support.forked import ForkPool
-from trainer_hooks.launch.messages import Exited
+from tests.support.programs import Forked
 
 T = TypeVar("T")
 JOB = "job"
@@ -105,47 +105,6 @@ class VaultClient:
         self._sock.close()
 
 
-class ForkedVault:
-    """What Popen has, of a vault that was forked: numpy and the rest are imported once for all of them, 0.4 s each."""
-
-    def __init__(self, forks: ForkPool, arguments: Sequence[str]) -> None:
-        self._child = forks.start(serve, list(arguments))
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self.poll()
-
-    def poll(self) -> int | None:
-        end = self._child.ended()
-        return end and _status(end)
-
-    def wait(self, timeout: float = DEADLINE_S) -> int:
-        return _status(self._child.wait(timeout))
-
-    def send_signal(self, number: signal.Signals) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
-def _status(end: Exited) -> int:
-    return -end.signal if end.signal is not None else end.code or 0
-
-
-def serve(arguments: Sequence[str]) -> None:
-    """In a forked process: what ``python -m agent.vault.main`` does."""
-    from agent.vault.main import main
-
-    sys.argv[1:] = arguments
-    main()
-
-
 class VaultProcess:
     """A vault started by its command line, or forked with it."""
 
@@ -162,11 +121,11 @@ class VaultProcess:
     def start(self, *more: str) -> None:
         arguments = ["--node", self.node, "--run-dir", str(self.run_dir), "--segment-dir", str(self.segment_dir)]
         arguments += [*self._options, *more]
-        self.process: subprocess.Popen[bytes] | ForkedVault
+        self.process: subprocess.Popen[bytes] | Forked
         if self._forks is None:
             self.process = subprocess.Popen([sys.executable, "-m", "agent.vault.main", *arguments])
         else:
-            self.process = ForkedVault(self._forks, arguments)
+            self.process = Forked(self._forks, "agent.vault.main", arguments)
         ready = self.run_dir / "vault.json"
 
         def said() -> str:
@@ -232,8 +191,8 @@ class Vaults:
 
 @contextmanager
 def vaults(forks: ForkPool | None = None) -> Iterator[Vaults]:
-    """Vaults whose processes and memory are gone afterwards, whatever happened. ``forks``: where they come from, in
-    tests of ranks; a vault's own tests start it as an agent does."""
+    """Vaults whose processes and memory are gone afterwards, whatever happened. ``forks``: where they come from;
+    without it they are started as an agent does."""
     base = Path(tempfile.mkdtemp(prefix="ev-"))
     segments = Path(tempfile.mkdtemp(prefix="everstep-test-", dir="/dev/shm"))
     fleet = Vaults(base, segments, forks)

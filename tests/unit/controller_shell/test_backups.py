@@ -21,6 +21,7 @@ from controller.store.writer import Writer
 from everstep.errors import ConfigurationError
 from everstep.wire.v1 import operator as op
 from tests.support.controllers import VIEWER, ControllerProcess, controller_process
+from tests.support.forked import ForkPool
 from tests.support.report_stream import EVERY_FINDING, ReportStream, reporting
 
 
@@ -35,11 +36,13 @@ def epoch(process: ControllerProcess) -> int:
     return msgspec.json.decode(process.ask("GET", "/v1/status", None, VIEWER)[1], type=op.FleetStatus).epoch
 
 
-def test_a_copy_made_while_reports_pour_in_is_whole_and_a_controller_goes_on_from_it(tmp_path: Path) -> None:
+def test_a_copy_made_while_reports_pour_in_is_whole_and_a_controller_goes_on_from_it(
+    program_forks: ForkPool, tmp_path: Path
+) -> None:
     settings = tmp_path / "settings.toml"
     settings.write_text(EVERY_FINDING)
     copied = tmp_path / "copy.db"
-    with controller_process(tmp_path, arguments=("--settings", str(settings))) as process:
+    with controller_process(tmp_path, program_forks, arguments=("--settings", str(settings))) as process:
         with reporting(process) as stream:
             wait_for(lambda: stream.acknowledged > 50, "reports")
             before = stream.acknowledged

@@ -35,6 +35,7 @@ from tests.support.controllers import (
     joined,
     registration,
 )
+from tests.support.forked import ForkPool
 from tests.support.spoken import FELL_OFF
 
 
@@ -78,10 +79,10 @@ class Fleet:
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(program_forks: ForkPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("cli")
     (folder / "settings.toml").write_text(f"[policy]\n{PATIENT}")
-    with controller_process(folder, arguments=("--settings", str(folder / "settings.toml"))) as process:
+    with controller_process(folder, program_forks, arguments=("--settings", str(folder / "settings.toml"))) as process:
         yield Fleet(process)
 
 

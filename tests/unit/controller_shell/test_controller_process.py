@@ -31,6 +31,7 @@ from tests.support.controllers import (
     joined,
     registration,
 )
+from tests.support.forked import ForkPool
 from tests.support.report_stream import EVERY_FINDING, events, reporting
 from tests.support.sessions import AgentSession
 
@@ -38,8 +39,8 @@ N1 = bearer(TokenRole.AGENT, "n1")
 
 
 @pytest.fixture
-def process(tmp_path: Path) -> Iterator[ControllerProcess]:
-    with controller_process(tmp_path) as process:
+def process(program_forks: ForkPool, tmp_path: Path) -> Iterator[ControllerProcess]:
+    with controller_process(tmp_path, program_forks) as process:
         yield process
 
 
@@ -70,15 +71,20 @@ def session_of(process: ControllerProcess, node: str = "n1") -> Iterator[AgentSe
         yield session
 
 
-def test_the_ready_file_names_the_process_and_where_it_serves(process: ControllerProcess) -> None:
-    ready = json.loads(process.ready_file.read_text())
-    assert process.process is not None
-    assert ready["pid"] == process.process.pid
-    assert process.ready_file.stat().st_mode & 0o077 == 0
-    assert process.ask("GET", "/healthz", headers={}) == (200, b'{"ok":true,"role":"controller"}')
-    assert process.ask("GET", "/readyz", headers={})[0] == 200
-    assert process.ask("GET", "/metrics", headers={})[0] == 401
-    assert b"everstep_controller_connected_agents 0.0" in process.ask("GET", "/metrics", None, VIEWER)[1]
+def test_the_ready_file_names_the_process_and_where_it_serves(tmp_path: Path) -> None:
+    """Of a controller that was started by its command line, over no database yet; it ends in order, and comes again."""
+    with controller_process(tmp_path) as process:
+        for _ in range(2):
+            ready = json.loads(process.ready_file.read_text())
+            assert process.process is not None
+            assert ready["pid"] == process.process.pid
+            assert process.ready_file.stat().st_mode & 0o077 == 0
+            assert process.ask("GET", "/healthz", headers={}) == (200, b'{"ok":true,"role":"controller"}')
+            assert process.ask("GET", "/readyz", headers={})[0] == 200
+            assert process.ask("GET", "/metrics", headers={})[0] == 401
+            assert b"everstep_controller_connected_agents 0.0" in process.ask("GET", "/metrics", None, VIEWER)[1]
+            assert process.terminate() == 0
+            process.start()
 
 
 def test_a_directive_is_pushed_when_it_is_committed(process: ControllerProcess) -> None:
@@ -136,11 +142,13 @@ def test_the_event_stream_begins_after_the_last_event_seen_and_goes_on(process: 
     assert [event.id for event in seen] == list(range(1, len(seen) + 1))
 
 
-def test_whatever_was_acknowledged_before_a_kill_is_there_exactly_once_after_it(tmp_path: Path) -> None:
+def test_whatever_was_acknowledged_before_a_kill_is_there_exactly_once_after_it(
+    program_forks: ForkPool, tmp_path: Path
+) -> None:
     """Reports are posted all the while; the controller is killed three times in the middle of it and restarted."""
     settings = tmp_path / "settings.toml"
     settings.write_text(EVERY_FINDING)
-    with controller_process(tmp_path, arguments=("--settings", str(settings))) as process:
+    with controller_process(tmp_path, program_forks, arguments=("--settings", str(settings))) as process:
         register(process)
         with reporting(process) as stream:
             for _ in range(3):
@@ -154,11 +162,16 @@ def test_whatever_was_acknowledged_before_a_kill_is_there_exactly_once_after_it(
         assert process.ask("GET", "/v1/status", None, VIEWER)[0] == 200
 
 
-def test_a_second_controller_over_the_same_database_fences_the_first_off(tmp_path: Path) -> None:
+def test_a_second_controller_over_the_same_database_fences_the_first_off(
+    program_forks: ForkPool, tmp_path: Path
+) -> None:
     first_home, second_home = tmp_path / "first", tmp_path / "second"
     first_home.mkdir()
     second_home.mkdir()
-    with controller_process(first_home) as first, controller_process(second_home, database=first.database) as second:
+    with (
+        controller_process(first_home, program_forks) as first,
+        controller_process(second_home, program_forks, database=first.database) as second,
+    ):
         headers, body = bearer(TokenRole.AGENT, "n1"), registration("n1")
         status, answer = first.ask("POST", "/v1/agents/n1/register", body, headers)
         assert (status, json.loads(answer)["code"]) == (503, "unavailable")
@@ -200,8 +213,10 @@ def test_a_controller_that_should_die_with_its_parent_does(tmp_path: Path) -> No
     assert not ready.exists()
 
 
-def test_a_database_over_postgresql_serves_and_survives_a_kill(tmp_path: Path, postgres: str) -> None:
-    with controller_process(tmp_path, database=postgres) as process:
+def test_a_database_over_postgresql_serves_and_survives_a_kill(
+    program_forks: ForkPool, tmp_path: Path, postgres: str
+) -> None:
+    with controller_process(tmp_path, program_forks, database=postgres) as process:
         register(process)
         reports = Reports(incarnation=1, reports=(Numbered(number=1, body=joined("j", 1.0)),))
         assert process.ask("POST", "/v1/agents/n1/reports", reports, N1)[0] == 200
@@ -212,9 +227,9 @@ def test_a_database_over_postgresql_serves_and_survives_a_kill(tmp_path: Path, p
 
 
 def test_a_database_connection_that_breaks_costs_nobody_anything(
-    tmp_path: Path, postgres: str, postgres_server: str
+    program_forks: ForkPool, tmp_path: Path, postgres: str, postgres_server: str
 ) -> None:
-    with controller_process(tmp_path, database=postgres) as process:
+    with controller_process(tmp_path, program_forks, database=postgres) as process:
         register(process)
         plain = make_url(postgres_server).set(drivername="postgresql").render_as_string(hide_password=False)
         with psycopg.connect(plain, autocommit=True) as connection:
@@ -244,8 +259,8 @@ def test_a_certificate_that_is_none_is_refused_before_anything_is_served(tmp_pat
     assert "cannot be used" in refused.stderr
 
 
-def test_a_state_that_another_release_wrote_is_not_guessed_at(tmp_path: Path) -> None:
-    with controller_process(tmp_path) as process:
+def test_a_state_that_another_release_wrote_is_not_guessed_at(program_forks: ForkPool, tmp_path: Path) -> None:
+    with controller_process(tmp_path, program_forks) as process:
         register(process)
         assert process.terminate() == 0
         with closing(sqlite3.connect(tmp_path / "controller.db")) as connection, connection:
@@ -254,13 +269,15 @@ def test_a_state_that_another_release_wrote_is_not_guessed_at(tmp_path: Path) ->
             process.start()
 
 
-def test_a_password_from_a_file_opens_the_database_and_is_shown_nowhere(tmp_path: Path, postgres: str) -> None:
+def test_a_password_from_a_file_opens_the_database_and_is_shown_nowhere(
+    program_forks: ForkPool, tmp_path: Path, postgres: str
+) -> None:
     """The server trusts local connections: this shows that the password is taken, not that it is checked."""
     password = tmp_path / "password"
     password.write_text("correct horse\n")
     password.chmod(0o600)
     arguments = ("--database-password-file", str(password))
-    with controller_process(tmp_path, database=postgres, arguments=arguments) as process:
+    with controller_process(tmp_path, program_forks, database=postgres, arguments=arguments) as process:
         register(process)
         log = process.log()
         assert "serving on" in log

@@ -31,6 +31,7 @@ from tests.support.controllers import (
     joined,
     registration,
 )
+from tests.support.forked import ForkPool
 from tests.support.postgres import Server, own_postgres
 from tests.support.report_stream import events
 
@@ -146,7 +147,7 @@ def regrouping_without(controller: ControllerProcess, go_away: Callable[[], None
 
 @pytest.mark.parametrize("how", ["stopped", "hanging"])
 def test_a_job_regroups_while_postgresql_is_away_and_all_is_written_when_it_is_back(
-    how: str, tmp_path: Path, own_postgres: Server
+    program_forks: ForkPool, how: str, tmp_path: Path, own_postgres: Server
 ) -> None:
     database = own_postgres.url.replace("/postgres?", f"/{how}?")
 
@@ -158,7 +159,9 @@ def test_a_job_regroups_while_postgresql_is_away_and_all_is_written_when_it_is_b
     go_away, come_back = (
         (own_postgres.stop, own_postgres.start) if how == "stopped" else (own_postgres.hang, own_postgres.wake)
     )
-    with controller_process(tmp_path, database=database, arguments=("--settings", str(settings))) as controller:
+    with controller_process(
+        tmp_path, program_forks, database=database, arguments=("--settings", str(settings))
+    ) as controller:
         try:
             with regrouping_without(controller, go_away):
                 time.sleep(2.0)  # longer than the lease: its holder goes on, for nobody else can have taken it
@@ -168,8 +171,10 @@ def test_a_job_regroups_while_postgresql_is_away_and_all_is_written_when_it_is_b
             come_back()
 
 
-def test_a_full_disk_stops_no_regroup_and_all_is_written_when_there_is_room(tmp_path: Path) -> None:
-    with controller_process(tmp_path) as controller:
+def test_a_full_disk_stops_no_regroup_and_all_is_written_when_there_is_room(
+    program_forks: ForkPool, tmp_path: Path
+) -> None:
+    with controller_process(tmp_path, program_forks) as controller:
         assert controller.process is not None
         pid = controller.process.pid
         size = os.stat(tmp_path / "controller.db").st_size

@@ -22,6 +22,7 @@ from everstep.wire.v1 import operator as op
 from everstep.wire.v1.agent import Heartbeat
 from tests.support.agents import agent_process
 from tests.support.controllers import PATIENT, SECRET, VIEWER, ControllerProcess, bearer, registration
+from tests.support.forked import ForkPool
 from tests.support.report_stream import EVERY_FINDING, ReportStream, events, reporting
 
 BECAUSE = op.Because(reason="asked of the one asleep")
@@ -38,13 +39,17 @@ def wait_for(condition: Callable[[], object], what: str, deadline_s: float = 40.
 
 
 @pytest.fixture
-def controllers(tmp_path: Path, postgres: str) -> Iterator[list[ControllerProcess]]:
+def controllers(program_forks: ForkPool, tmp_path: Path, postgres: str) -> Iterator[list[ControllerProcess]]:
     settings = tmp_path / "settings.toml"
     settings.write_text(SHORT_LEASE + EVERY_FINDING + PATIENT)
     made = []
     for name in "abc":
         (tmp_path / name).mkdir()
-        made.append(ControllerProcess(tmp_path / name, database=postgres, arguments=("--settings", str(settings))))
+        made.append(
+            ControllerProcess(
+                tmp_path / name, program_forks, database=postgres, arguments=("--settings", str(settings))
+            )
+        )
     try:
         yield [controller.start() for controller in made]
     finally:

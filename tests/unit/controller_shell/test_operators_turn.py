@@ -17,6 +17,7 @@ from controller.config import ControllerSettings
 from controller.serving import BACKLOG, Server, listen, server_config
 from everstep.tokens import TokenRole
 from tests.support.controllers import VIEWER, bearer, controller_process
+from tests.support.forked import ForkPool
 from tests.support.sessions import upgrade
 
 AGENTS = 500
@@ -45,9 +46,11 @@ def answered_at(connection: socket.socket, status: bytes) -> float:
     return float(seconds + nanoseconds / 1e9)
 
 
-def test_requests_that_come_after_a_whole_fleet_are_answered_before_most_of_it(tmp_path: Path) -> None:
+def test_requests_that_come_after_a_whole_fleet_are_answered_before_most_of_it(
+    program_forks: ForkPool, tmp_path: Path
+) -> None:
     second = ("--operators-listen", "127.0.0.1:0")
-    with controller_process(tmp_path, arguments=second) as controller, ExitStack() as stack:
+    with controller_process(tmp_path, program_forks, arguments=second) as controller, ExitStack() as stack:
         assert controller.process is not None
         own = json.loads(controller.ready_file.read_text())["operators_address"]
         controller.process.send_signal(signal.SIGSTOP)  # everybody is in line when it wakes

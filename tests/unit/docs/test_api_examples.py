@@ -19,6 +19,7 @@ from controller.api.routes import CREDENTIALS, HISTORY, OPERATOR, PLAIN, POLICY
 from everstep.tokens import TokenRole, mint
 from tests.support.controllers import SECRET, controller_process
 from tests.support.eventful import EventfulFleet, write_settings
+from tests.support.forked import ForkPool
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "api.md"
 PROGRAMS = ("bash", "curl", "jq", "openssl")
@@ -119,9 +120,9 @@ class Reading:
 
 
 @pytest.fixture(scope="module")
-def reading(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reading]:
+def reading(program_forks: ForkPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reading]:
     folder = tmp_path_factory.mktemp("examples")
-    with controller_process(folder, arguments=("--settings", str(write_settings(folder)))) as process:
+    with controller_process(folder, program_forks, arguments=("--settings", str(write_settings(folder)))) as process:
         EventfulFleet(process.ask)
         home = folder / "olga"
         home.mkdir()

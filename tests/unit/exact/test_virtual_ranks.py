@@ -51,7 +51,7 @@ def test_four_three_two_and_one_ranks_compute_the_same_bits(forks, tmp_path, vir
         faults=faults,
         last_steps={2: 24, 4: 48},
     )
-    with vaults() as fleet:
+    with vaults(forks) as fleet:
         vault = fleet.start("n1")
         fleet.configure(vault)
         with stage(forks, train, vault.run_dir) as scene:

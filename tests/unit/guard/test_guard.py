@@ -188,7 +188,7 @@ def test_a_refused_loss_is_an_event_and_accuses_nobody():
 def test_two_ranks_go_back_together_and_a_rank_that_is_killed_meanwhile_changes_nothing(forks, tmp_path):
     """The kill is in the fifth step after the refusal: what the guard knows is restored with everything else."""
     train = partial(guarded_training.train_on, folder=str(tmp_path), faults=(Fault(1, 28, "reduced"),))
-    with vaults() as fleet:
+    with vaults(forks) as fleet:
         vault = fleet.start("n1")
         fleet.configure(vault)
         with stage(forks, train, vault.run_dir) as scene:

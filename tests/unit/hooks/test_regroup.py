@@ -224,7 +224,7 @@ def test_stalled_ranks_say_where_they_are_and_how_many_collectives_they_began(fo
 
 def test_tracked_state_goes_on_from_the_last_finished_step(forks):
     spec = JobSpec(job=JOB, replicas=1, nproc_per_node=3)
-    with vaults() as fleet:
+    with vaults(forks) as fleet:
         vault = fleet.start("n1")
         fleet.configure(vault)
         with stage(forks, training.train_tracked, vault.run_dir) as scene:

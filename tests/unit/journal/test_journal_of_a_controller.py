@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.support.controllers import ControllerProcess
 from tests.support.eventful import EventfulFleet
+from tests.support.forked import ForkPool
 
 
 def _replayed(journal: Path) -> subprocess.CompletedProcess[str]:
@@ -15,10 +16,10 @@ def _replayed(journal: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_what_a_killed_controller_decided_is_decided_again(tmp_path: Path) -> None:
+def test_what_a_killed_controller_decided_is_decided_again(program_forks: ForkPool, tmp_path: Path) -> None:
     settings, journal = tmp_path / "settings.toml", tmp_path / "journal"
     settings.write_text(f'journal_dir = "{journal}"\n')
-    process = ControllerProcess(tmp_path, arguments=("--settings", str(settings)))
+    process = ControllerProcess(tmp_path, program_forks, arguments=("--settings", str(settings)))
     try:
         process.start()
         EventfulFleet(process.ask)

@@ -45,7 +45,7 @@ def test_kills_and_other_world_sizes_skip_no_sample_and_repeat_none(forks, tmp_p
     train = partial(
         loaded_training.train, folder=str(tmp_path), until=STEPS, kind=kind, faults=faults, last_steps={3: 30}
     )
-    with vaults() as fleet:
+    with vaults(forks) as fleet:
         vault = fleet.start("n1")
         fleet.configure(vault)
         with stage(forks, train, vault.run_dir) as scene:

@@ -19,6 +19,7 @@ from everstep.wire.v1.history import RemedyList
 from everstep.wire.v1.training import FindingRaised
 from tests.support.controllers import VIEWER, ControllerProcess, bearer, controller_process, registration
 from tests.support.core_fleet import xid
+from tests.support.forked import ForkPool
 from tests.support.hook import Receiver
 
 SECRET = b"the webhook's own secret"
@@ -56,7 +57,7 @@ def halting(kind: str, *, does: bool) -> Iterator[Halting]:
 
 
 @contextmanager
-def controller_with(receiver: Receiver, directory: Path) -> Iterator[ControllerProcess]:
+def controller_with(program_forks: ForkPool, receiver: Receiver, directory: Path) -> Iterator[ControllerProcess]:
     secret, settings = directory / "hook.secret", directory / "settings.toml"
     secret.write_bytes(SECRET)
     secret.chmod(0o600)
@@ -64,7 +65,7 @@ def controller_with(receiver: Receiver, directory: Path) -> Iterator[ControllerP
         f'remediation = "webhook"\nwebhook_url = "{receiver.url}"\nwebhook_secret_file = "{secret}"\n'
         '[policy]\nremediate = "enforce"\nremedy_settle_s = 1000.0\n'
     )
-    with controller_process(directory, arguments=("--settings", str(settings))) as process:
+    with controller_process(directory, program_forks, arguments=("--settings", str(settings))) as process:
         yield process
 
 
@@ -91,9 +92,9 @@ def remedies(process: ControllerProcess) -> dict[str, str]:
 @pytest.mark.parametrize("does", [True, False], ids=["it is done", "it is lost"])
 @pytest.mark.parametrize("kind", ["cordon", "reboot"])
 def test_a_controller_killed_between_begun_and_confirmed_has_every_remedy_done_once(
-    kind: str, does: bool, tmp_path: Path
+    program_forks: ForkPool, kind: str, does: bool, tmp_path: Path
 ) -> None:
-    with halting(kind, does=does) as receiver, controller_with(receiver, tmp_path) as process:
+    with halting(kind, does=does) as receiver, controller_with(program_forks, receiver, tmp_path) as process:
         fall_off_the_bus(process)
         assert receiver.reached.wait(DEADLINE_S)
         others = {"cordon": {"reboot": "wanted"}, "reboot": {"cordon": "confirmed"}}  # wanted: not begun either

@@ -23,13 +23,14 @@ from everstep.wire.v1 import enrolment as wire
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.agent import Heartbeat
 from tests.support.controllers import ControllerProcess, controller_process
+from tests.support.forked import ForkPool
 
 DEADLINE_S = 30.0
 
 
 @pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControllerProcess]:
-    with controller_process(tmp_path_factory.mktemp("controller")) as process:
+def process(program_forks: ForkPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControllerProcess]:
+    with controller_process(tmp_path_factory.mktemp("controller"), program_forks) as process:
         yield process
 
 

@@ -23,6 +23,7 @@ from everstep.errors import AuthenticationError
 from everstep.tokens import Identity, TokenRole, mint
 from tests.support.certificates import Authority, Pair
 from tests.support.controllers import SECRET, ControllerProcess, bearer, controller_process, registration
+from tests.support.forked import ForkPool
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made by openssl")
 
@@ -86,11 +87,13 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 @pytest.fixture(scope="module")
-def process(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControllerProcess]:
+def process(
+    program_forks: ForkPool, authority: Authority, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ControllerProcess]:
     server = authority.server()
     arguments = ("--tls-certificate", str(server.certificate), "--tls-key", str(server.key))
     arguments += ("--tls-client-ca", str(authority.pair.certificate))
-    with controller_process(tmp_path_factory.mktemp("controller"), arguments=arguments) as process:
+    with controller_process(tmp_path_factory.mktemp("controller"), program_forks, arguments=arguments) as process:
         yield process
 
 

@@ -24,6 +24,7 @@ from everstep.wire.v1 import enrolment as wire
 from everstep.wire.v1.session import Frame, Refused, encode_frame
 from everstep.wire.v1.training import RankLost
 from tests.support.controllers import OPERATOR, ControllerProcess, bearer, controller_process, joined, registration
+from tests.support.forked import ForkPool
 from tests.support.fuzz import damaged, hopeless, requests_of_strangers
 from tests.support.sessions import AgentSession
 
@@ -48,10 +49,12 @@ BODIED = [name for name, route in ROUTES.items() if route.body is not None]
 
 
 @pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControllerProcess]:
+def process(program_forks: ForkPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControllerProcess]:
     limits = tmp_path_factory.mktemp("limits") / "limits.toml"
     limits.write_text("agent_requests_per_s = 1e6\nrequests_per_s = 1e6\nfailed_authentications_per_s = 1e6\n")
-    with controller_process(tmp_path_factory.mktemp("controller"), arguments=("--settings", str(limits))) as process:
+    with controller_process(
+        tmp_path_factory.mktemp("controller"), program_forks, arguments=("--settings", str(limits))
+    ) as process:
         assert process.ask("POST", "/v1/agents/n1/register", registration("n1"), AGENT)[0] == 200
         yield process
         assert is_well(process)

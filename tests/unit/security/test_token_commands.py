@@ -14,13 +14,14 @@ from everstep.cli.tokens import seconds
 from everstep.errors import ConfigurationError
 from everstep.tokens import TokenRole, mint, split_stored
 from tests.support.controllers import SECRET, ControllerProcess, controller_process
+from tests.support.forked import ForkPool
 
 Run = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControllerProcess]:
-    with controller_process(tmp_path_factory.mktemp("controller")) as process:
+def process(program_forks: ForkPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControllerProcess]:
+    with controller_process(tmp_path_factory.mktemp("controller"), program_forks) as process:
         yield process
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from everstep.ids import Version
 from everstep.slots import SegmentView
 from everstep.wire.v1.training import RestoreRule
+from tests.support.forked import ForkPool
 from tests.support.generations import generation
 from tests.support.vaults import JOB, vaults
 from trainer_hooks.restore import Restoration, RestoreResult
@@ -52,8 +53,8 @@ class Survivor:
 
 
 @pytest.fixture
-def survivor() -> Iterator[Survivor]:
-    with vaults() as fleet:
+def survivor(program_forks: ForkPool) -> Iterator[Survivor]:
+    with vaults(program_forks) as fleet:
         vault = fleet.start("n1")
         fleet.configure()
         client = VaultClient(str(vault.run_dir / "vault.sock"))

@@ -18,6 +18,7 @@ from everstep.ids import Version
 from everstep.slots import SegmentView, SlotState
 from everstep.vocabulary import FindingKind
 from everstep.wire.v1.training import FindingRaised, JobSpec, RestoreRule, Sealed
+from tests.support.forked import ForkPool
 from tests.support.generations import JOB, generation
 from tests.support.vaults import Vaults, map_segment, until, vaults
 from trainer_hooks.restore import Restoration, RestoreResult
@@ -102,8 +103,8 @@ class Rank:
 
 
 @pytest.fixture
-def rank() -> Iterator[Rank]:
-    with vaults() as fleet:
+def rank(program_forks: ForkPool) -> Iterator[Rank]:
+    with vaults(program_forks) as fleet:
         vault = fleet.start("n1")
         fleet.configure()
         client = VaultClient(str(vault.run_dir / "vault.sock"))
@@ -397,9 +398,9 @@ def test_a_rank_that_stays_away_from_the_plan_does_not_stop_the_training(
 
 
 def test_a_full_memory_file_system_is_told_with_its_arithmetic_and_training_goes_on(
-    caplog: pytest.LogCaptureFixture,
+    program_forks: ForkPool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with vaults() as fleet:
+    with vaults(program_forks) as fleet:
         vault = fleet.start("n1", "--scrub-interval", "0", "--memory-limit", "20000")
         fleet.configure()
         client = VaultClient(str(vault.run_dir / "vault.sock"))

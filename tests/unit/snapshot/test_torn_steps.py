@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 def run_through(forks: ForkPool, folder: Path, kills: Sequence[Kill]) -> list[dict[str, Any]]:
     """A whole run on one node; a generation after each kill. What the ranks wrote down."""
     train = partial(injections.train, folder=str(folder), until=STEPS, kills=kills)
-    with vaults() as fleet:
+    with vaults(forks) as fleet:
         vault = fleet.start("n1")
         fleet.configure(vault)
         with stage(forks, train, vault.run_dir) as scene:

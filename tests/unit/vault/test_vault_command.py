@@ -10,14 +10,15 @@ from typer.testing import CliRunner
 
 from everstep.cli.main import app
 from everstep.ids import Version
+from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, RankMemory, VaultProcess, Vaults, process_gone, until, vaults
 
 command = CliRunner()
 
 
 @pytest.fixture
-def fleet() -> Iterator[Vaults]:
-    with vaults() as running:
+def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
+    with vaults(program_forks) as running:
         yield running
 
 

@@ -15,14 +15,15 @@ from everstep.segment_records import RECORD_PLACES
 from everstep.slots import _MENDING, SegmentView, SlotState, slot_bytes_for
 from everstep.vocabulary import FindingKind
 from everstep.wire.v1 import local
+from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, RankMemory, Vaults, map_segment, vaults
 
 KEY = SegmentKey(JOB, "own", 0)
 
 
 @pytest.fixture
-def fleet() -> Iterator[Vaults]:
-    with vaults() as running:
+def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
+    with vaults(program_forks) as running:
         yield running
 
 

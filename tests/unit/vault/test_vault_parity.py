@@ -27,6 +27,7 @@ from everstep.wire.v1 import local
 from everstep.wire.v1.parity import ParityGroup
 from everstep.wire.v1.training import Holder
 from everstep.wire.v1.transfer import Data, DataEnd, Digests, DigestsAsk, Get, Request
+from tests.support.forked import ForkPool
 from tests.support.vaults import DEADLINE_S, JOB, SECRET, RankMemory, Vaults, map_segment, noise, vaults
 
 V = Version(1, 5)
@@ -101,15 +102,15 @@ class Group:
 
 
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[Vaults]:
+def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
     """For tests that leave its processes as they found them."""
-    with started() as running:
+    with started(program_forks) as running:
         yield running
 
 
 @contextmanager
-def started() -> Iterator[Vaults]:
-    with vaults() as running:
+def started(forks: ForkPool) -> Iterator[Vaults]:
+    with vaults(forks) as running:
         for node in NODES:
             running.start(node)
         yield running
@@ -134,8 +135,8 @@ def counter(group: Group, node: str, name: str) -> int:
 
 
 @pytest.mark.parametrize("gone", [("n1", "n2"), ("n3", "p")], ids=" and ".join)
-def test_two_nodes_are_killed_and_every_shard_is_read_back(gone: tuple[str, str]) -> None:
-    with started() as fleet:
+def test_two_nodes_are_killed_and_every_shard_is_read_back(program_forks: ForkPool, gone: tuple[str, str]) -> None:
+    with started(program_forks) as fleet:
         group = Group(fleet)
         group.protected()
         for vault in fleet.all:

@@ -13,6 +13,7 @@ from everstep.ids import Version
 from everstep.slots import CHUNK_BYTES, slot_bytes_for
 from everstep.vocabulary import FindingKind
 from everstep.wire.v1 import local
+from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, RankMemory, Vaults, noise, vaults
 
 V = Version(1, 1)
@@ -21,8 +22,8 @@ PAYLOAD = noise(SIZE)
 
 
 @pytest.fixture
-def fleet() -> Iterator[Vaults]:
-    with vaults() as running:
+def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
+    with vaults(program_forks) as running:
         running.start("n1"), running.start("n2")
         running.configure()
         yield running

@@ -14,6 +14,7 @@ from everstep.slots import CHUNK_BYTES, SegmentView, slot_bytes_for
 from everstep.vocabulary import Finding, FindingKind
 from everstep.wire.v1 import local
 from everstep.wire.v1.training import Holder
+from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, SECRET, RankMemory, Vaults, map_segment, noise, until, vaults
 
 V = Version(1, 1)
@@ -24,8 +25,8 @@ NO_SCRUB = ("--scrub-interval", "0")
 
 
 @pytest.fixture
-def fleet() -> Iterator[Vaults]:
-    with vaults() as running:
+def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
+    with vaults(program_forks) as running:
         yield running
 
 

@@ -12,14 +12,15 @@ from everstep.ids import Version
 from everstep.slots import CHUNK_BYTES, SegmentView, SlotState, slot_bytes_for
 from everstep.vocabulary import FindingKind, Severity
 from everstep.wire.v1 import local
+from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, RankMemory, VaultClient, Vaults, map_segment, noise, until, vaults
 
 BIG = 40 * CHUNK_BYTES
 
 
 @pytest.fixture
-def fleet() -> Iterator[Vaults]:
-    with vaults() as running:
+def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
+    with vaults(program_forks) as running:
         yield running
 
 

@@ -16,6 +16,7 @@ from everstep.ids import Version
 from everstep.slots import CHUNK_BYTES, slot_bytes_for
 from everstep.wire.v1 import local
 from everstep.wire.v1.transfer import chunk_bits, chunks_without
+from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, RankMemory, VaultClient, VaultProcess, Vaults, map_segment, noise, vaults
 
 CHUNKS = 12
@@ -23,8 +24,8 @@ SIZE = CHUNKS * CHUNK_BYTES
 
 
 @pytest.fixture
-def fleet() -> Iterator[Vaults]:
-    with vaults() as running:
+def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
+    with vaults(program_forks) as running:
         yield running
 
 

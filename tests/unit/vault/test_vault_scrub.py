@@ -25,6 +25,7 @@ from everstep.slots import CHUNK_BYTES, SegmentView, SlotState, slot_bytes_for
 from everstep.vocabulary import Action, FindingKind, Mode, Severity
 from everstep.wire.v1 import local
 from everstep.wire.v1.training import FindingRaised
+from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, RankMemory, Vaults, map_segment, noise, vaults
 
 SIZE = CHUNK_BYTES + 100
@@ -63,8 +64,8 @@ def bench(tmp_path: Path) -> Bench:
 
 
 @pytest.fixture
-def fleet() -> Iterator[Vaults]:
-    with vaults() as running:
+def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
+    with vaults(program_forks) as running:
         yield running
 
 

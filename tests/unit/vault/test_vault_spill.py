@@ -17,6 +17,7 @@ from agent.spill.__main__ import carry_out
 from everstep.ids import Version
 from everstep.slots import slot_bytes_for
 from everstep.wire.v1 import local
+from tests.support.forked import ForkPool
 from tests.support.killed_spill import contents
 from tests.support.spilling import fill_slots
 from tests.support.vaults import JOB, RankMemory, VaultProcess, Vaults, map_segment, process_gone, until, vaults
@@ -70,8 +71,8 @@ class Fleet:
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    with vaults() as running:
+def fleet(program_forks: ForkPool, tmp_path: Path) -> Iterator[Fleet]:
+    with vaults(program_forks) as running:
         yield Fleet(running, tmp_path)
 
 

@@ -48,14 +48,15 @@ from everstep.wire.v1.transfer import (
     Ready,
     prove,
 )
+from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, SECRET, VaultClient, Vaults, until, vaults
 
 V = Version(1, 1)
 
 
 @pytest.fixture
-def fleet() -> Iterator[Vaults]:
-    with vaults() as running:
+def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
+    with vaults(program_forks) as running:
         running.start("n1")
         yield running
 

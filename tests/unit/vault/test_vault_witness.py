@@ -14,12 +14,13 @@ from everstep.clock import ManualClock
 from everstep.ids import Version
 from everstep.wire.v1 import local
 from everstep.wire.v1.training import Holder, PeerLost
+from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, SECRET, RankMemory, Vaults, noise, until, vaults
 
 
 @pytest.fixture
-def fleet() -> Iterator[Vaults]:
-    with vaults() as made:
+def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
+    with vaults(program_forks) as made:
         yield made
 
 
