@@ -15,7 +15,7 @@ from trainer_hooks.launch.preload import MODULES
 
 
 def pytest_configure() -> None:
-    """What a shell starts in the background ignores Ctrl-C, and so does all that it starts itself; here some are sent."""
+    """What a shell starts in the background ignores Ctrl-C, and so does all that it starts; some tests send it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
