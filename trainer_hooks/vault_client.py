@@ -7,12 +7,14 @@ vault on the same path; callers see at most a longer wait. Errors the vault answ
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import logging
 import mmap
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -76,13 +78,18 @@ def _error_of(answer: Failed) -> errors.EverstepError:
 
 
 class MappedSegment:
-    """A segment file mapped writable into this process. The mapping lives as long as this object or a view of it."""
+    """A segment file mapped writable into this process. The mapping lives as long as this object or a view of it.
+
+    ``descriptor``: of the file, open as long as this object lives; ``address``: of the mapping's first byte.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
-        with open(path, "r+b") as file:
-            status = os.fstat(file.fileno())
-            self._map = mmap.mmap(file.fileno(), 0)
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
+        status = os.fstat(self.descriptor)
+        self._map = mmap.mmap(self.descriptor, 0)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.identity = (status.st_dev, status.st_ino)
         self.buffer = memoryview(self._map)
         self.view = SegmentView(self.buffer)

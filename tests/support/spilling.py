@@ -12,11 +12,13 @@ from torch import nn
 
 from agent.spill.order import Order, Source
 from everstep.ids import Version
-from everstep.slots import SegmentView, format_segment, segment_bytes, slot_bytes_for
+from everstep.slots import format_segment, segment_bytes, slot_bytes_for
 from trainer_hooks.snapshot.copy import Sources, slot_view, write_blob
+from trainer_hooks.snapshot.gather import Targets
 from trainer_hooks.snapshot.layout import Sharing, encode
 from trainer_hooks.snapshot.plan import divide, manifest_for
 from trainer_hooks.state import TrackedState, TrackedTensor
+from trainer_hooks.vault_client import MappedSegment
 
 
 class Odd(nn.Module):
@@ -101,17 +103,18 @@ def fill_slots(
             file.truncate(segment_bytes(1, slot_bytes))
             buffer = memoryview(mmap.mmap(file.fileno(), 0))
         format_segment(buffer, 1, slot_bytes)
-        view = SegmentView(buffer)
+        segment = MappedSegment(str(path))
+        view = segment.view
         payload = view.begin(0, rank, version, body, manifest.payload_bytes)
         flat = torch.frombuffer(payload, dtype=torch.uint8)
-        targets = [
+        views = (
             slot_view(flat, s.at, t.dtype, s.box.size[1:] if t.own else s.box.size)
             for s in manifest.stored
             for t in (manifest.catalog[s.tensor],)
-        ]
+        )
         copies = Sources(held[rank], shares[rank])
         copies.begin()
-        copies.copy(shares[rank], targets, digest=False)
+        copies.copy(shares[rank], Targets(views, segment), digest=False)
         write_blob(payload, manifest, blob)
         view.seal(0)
         sources.append(Source(rank=rank, path=str(path), slot=0))

@@ -13,7 +13,7 @@ import torch
 
 from trainer_hooks.sdc.digest import WeightedDigest
 from trainer_hooks.snapshot.blob import dtype_of
-from trainer_hooks.snapshot.gather import Gather
+from trainer_hooks.snapshot.gather import Gather, Targets
 from trainer_hooks.snapshot.layout import BLOB_PREFIX, Box, Manifest
 from trainer_hooks.snapshot.plan import Share
 from trainer_hooks.state import TrackedTensor
@@ -64,7 +64,7 @@ class Sources:
                 torch._foreach_copy_([self._staged[i] for i, _ in self._volatile], now)
         self.mover.begin()
 
-    def copy(self, share: Share, targets: list[torch.Tensor], *, digest: bool) -> dict[str, torch.Tensor]:
+    def copy(self, share: Share, targets: Targets, *, digest: bool) -> dict[str, torch.Tensor]:
         """Copies the share's pieces to ``targets``, and digests each of its groups if asked to.
 
         From the copier thread. On a GPU both are enqueued when this returns; ``mover.finish`` waits for them.
@@ -106,18 +106,18 @@ class HostMover:
     """Copies between host tensors; done when ``run`` returns."""
 
     def __init__(self) -> None:
-        self._gathers: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor], Gather]] = {}
+        self._gathers: dict[tuple[int, int], tuple[Targets, list[torch.Tensor], Gather]] = {}
 
     def begin(self) -> None:
         """Called by the training thread when the state is as it shall be copied."""
 
     def run(
-        self, targets: list[torch.Tensor], sources: list[torch.Tensor], digests: dict[str, WeightedDigest]
+        self, targets: Targets, sources: list[torch.Tensor], digests: dict[str, WeightedDigest]
     ) -> dict[str, torch.Tensor]:
         self._gather(targets, sources).copy()
         return {group: digest.start() for group, digest in digests.items()}
 
-    def _gather(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Gather:
+    def _gather(self, targets: Targets, sources: list[torch.Tensor]) -> Gather:
         """Made once for each slot; a list is known by its identity as long as it is held here."""
         key = (id(targets), id(sources))
         if key not in self._gathers:
@@ -147,7 +147,7 @@ class DeviceMover(HostMover):
         self._ready.record(torch.cuda.current_stream(self._device))
 
     def run(
-        self, targets: list[torch.Tensor], sources: list[torch.Tensor], digests: dict[str, WeightedDigest]
+        self, targets: Targets, sources: list[torch.Tensor], digests: dict[str, WeightedDigest]
     ) -> dict[str, torch.Tensor]:
         with torch.no_grad(), torch.cuda.stream(self._stream):
             self._stream.wait_event(self._ready)

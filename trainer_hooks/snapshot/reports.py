@@ -56,6 +56,11 @@ class Reports:
         self._in_trouble = False
         self._over = False
 
+    @property
+    def copying(self) -> bool:
+        """Whether ``await_copies`` would wait now."""
+        return self._replicating is not None and not self._in_trouble and not self._replicating.done()
+
     def await_copies(self) -> None:
         """Waits until the last share has its copies; where that takes long or fails, not again until it works."""
         if self._replicating is None or self._in_trouble:

@@ -2,13 +2,13 @@
 
 ``begin`` returns at once; the copy runs beside the next forward and backward pass; ``wait``, before the next optimizer
 step, blocks until the bytes are in the slot. Hashing, sealing and telling the vault come after, outside the wait; for a
-rank that is lost in between its vault seals what is COPIED (docs/decisions/0035).
+rank that is lost in between its vault seals what is COPIED (docs/decisions/0035). What is copied sooner than another
+thread wakes up, ``begin`` copies itself (docs/decisions/0039).
 No failure in here reaches the training loop: a snapshot that cannot be made is skipped, with a warning that says why.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -28,12 +28,12 @@ from trainer_hooks.snapshot.choices import DEFAULT, Choices
 from trainer_hooks.snapshot.copy import Sources, write_blob
 from trainer_hooks.snapshot.cover import all_stored, store_with_covers
 from trainer_hooks.snapshot.exchange import Exchange
-from trainer_hooks.snapshot.layout import Layout, whole
+from trainer_hooks.snapshot.job import Filled, Job, Look, Phase
 from trainer_hooks.snapshot.pace import Pace
 from trainer_hooks.snapshot.planned import Planned, Planner
 from trainer_hooks.snapshot.reports import Reports, SealedShare
 from trainer_hooks.snapshot.retention import Retention
-from trainer_hooks.state import TrackedState, TrackedTensor
+from trainer_hooks.state import TrackedState
 from trainer_hooks.vault_client import VaultClient
 
 log = logging.getLogger(__name__)
@@ -49,43 +49,9 @@ FINISH_S = 5.0
 LONGEST_REST_S = 0.05
 """A copy on the CPU is hashed after as long a rest as it took, and this at most: ranks that share cores begin together,
 and the first to be done should not take them from those who still hold up their training."""
+LOOK_S = 0.02
+"""How often the copier looks for what the training thread has copied itself: nobody wakes it for that."""
 START = "start"
-
-
-class _Phase(enum.Enum):
-    QUEUED = enum.auto()
-    COPYING = enum.auto()
-    COPIED = enum.auto()
-    OVER = enum.auto()
-
-
-class _Look:
-    """The tensors as they were found, and the name under which the ranks exchange this layout. ``change``: what is not
-    as it was before, in words."""
-
-    def __init__(self, tensors: list[TrackedTensor], layout: Layout, tag: str, change: str = "") -> None:
-        self.tensors = tensors
-        self.layout = layout
-        self.tag = tag
-        self.change = change
-        self.sharded = any(part.box != whole(part.shape) for part in layout.parts)
-
-
-class _Job:
-    """One snapshot on its way. ``kept``: its version may be committed. ``held``: ``begin`` waits until it is copied."""
-
-    def __init__(self, version: Version, look: _Look, sources: Sources, blob: bytes, overlap: bool | None) -> None:
-        self.version = version
-        self.look = look
-        self.sources = sources
-        self.blob = blob
-        self.kept = False
-        share = sources.share  # known from the second snapshot on: of a pipeline's stage it says what the look cannot
-        alone = look.sharded or (share is not None and share.alone)
-        self.held = alone and not (sources.on_gpu if overlap is None else overlap)
-        self.phase = _Phase.QUEUED
-        self.copied = threading.Event()
-        self.over = threading.Event()
 
 
 class Snapshotter:
@@ -122,9 +88,9 @@ class Snapshotter:
         self._stop = threading.Event()
         self._wanted = threading.Event()
         self._changed = threading.Condition()
-        self._queue: _Job | None = None
-        self._last: _Job | None = None
-        self._standing: _Job | None = None
+        self._queue: Job | None = None
+        self._last: Job | None = None
+        self._standing: Job | None = None
         self._closing = False
         self._retention = Retention(spec.number, spec.restore, choices, restored)
         self._pace = Pace(store, member.rank, 1 if choices.lean else choices.every)
@@ -134,7 +100,7 @@ class Snapshotter:
         )
         self._planned: Planned | None = None
         self._sources: Sources | None = None
-        self._look: _Look | None = None
+        self._look: Look | None = None
         if state.complete():
             self._look = self._look_again(START)
         self._thread = threading.Thread(target=self._run, name="everstep-copier", daemon=True)
@@ -167,6 +133,8 @@ class Snapshotter:
     def _begin(self, step: int) -> None:
         if self._last is not None:
             self._wanted.set()
+            with self._changed:
+                self._changed.notify_all()
             self._await(self._last, self._last.over)  # so that no rank is two sealed versions behind another
         if self._clock.monotonic() < self._retry_at:
             return
@@ -175,15 +143,40 @@ class Snapshotter:
         sources = self._fitting_sources(self._look)
         sources.begin()
         version = Version(self._spec.number, step)
-        job = _Job(version, self._look, sources, self._state.blob(), self._choices.overlap)
+        job = Job(version, self._look, sources, self._state.blob(), self._choices.overlap)
+        small = self._small(job)
         with self._changed:
             if self._closing:
                 return
-            self._queue = self._last = self._standing = job
+            self._last = self._standing = job
             self._wanted.clear()
-            self._changed.notify_all()
-        if job.held:
+            if small is None:
+                self._queue = job
+                self._changed.notify_all()
+        if small is not None:
+            self._fill_at_once(job, small)
+        elif job.held:
             self._await(job, job.copied)
+
+    def _small(self, job: Job) -> Planned | None:
+        """The plan under which the training thread copies this itself; None where it is for the copier, which alone may
+        wait for others and does the digests, or where the job wants all copies under the next step."""
+        planned = self._planned
+        if planned is None or planned.layout is not job.look.layout or not planned.fits(len(job.blob)):
+            return None
+        digested = planned.share.groups and (self._retention.is_candidate(job.version.step) or self._digest_due(job))
+        others = job.sources.on_gpu or digested or self._choices.overlap or self._reports.copying
+        return planned if planned.is_small and not others else None
+
+    def _fill_at_once(self, job: Job, planned: Planned) -> None:
+        try:
+            self._attempt(partial(self._fill, job, planned), f"snapshot step {job.version.step}")
+        finally:  # also where the generation ended in the middle
+            with self._changed:
+                if job.phase is Phase.COPIED and not self._closing:
+                    self._queue = job  # whoever is woken takes the core, or Python's lock, from who goes on training
+                else:
+                    self._end(job)
 
     def wait(self) -> None:
         """Blocks until the copy of the last ``begin`` is done; call it before the state changes again.
@@ -197,7 +190,7 @@ class Snapshotter:
             self._last.sources.mover.order_before_step()
         self._standing = None
 
-    def _await(self, job: _Job, event: threading.Event) -> None:
+    def _await(self, job: Job, event: threading.Event) -> None:
         deadline = self._clock.monotonic() + PATIENCE_S
         while not event.wait(POLL_S):
             if self._clock.monotonic() > deadline and self._give_up(job):
@@ -218,8 +211,9 @@ class Snapshotter:
         with self._changed:
             self._closing = True
             if not finish:
-                self._queue = None
-                if self._last is not None and self._last.phase in (_Phase.QUEUED, _Phase.COPYING):
+                if self._queue is not None and self._queue.phase is Phase.QUEUED:
+                    self._queue = None
+                if self._last is not None and self._last.phase in (Phase.QUEUED, Phase.COPYING):
                     self._end(self._last)
             self._changed.notify_all()
         self._stop.set()
@@ -231,21 +225,21 @@ class Snapshotter:
         elif finish and self._standing is not None:
             self._attempt(partial(self._cover, self._standing), f"cover step {self._standing.version.step}")
 
-    def _look_again(self, tag: str) -> _Look:
+    def _look_again(self, tag: str) -> Look:
         """Finds the tensors anew; only where their layout is another one is there something to plan under ``tag``."""
         tensors = self._state.tensors()
         layout = self._state.layout(tensors, self._member.rank, self._spec.world_size)
         known = self._look
         self._sources = None
         if known is None:
-            return _Look(tensors, layout, tag)
+            return Look(tensors, layout, tag)
         if known.layout == layout:
-            return _Look(tensors, known.layout, known.tag, known.change)
+            return Look(tensors, known.layout, known.tag, known.change)
         change = difference(known.layout, layout)
         log.info("planned anew from step %s on, since tracked tensors changed: %s", tag, change, extra=self._where)
-        return _Look(tensors, layout, tag, change)
+        return Look(tensors, layout, tag, change)
 
-    def _fitting_sources(self, look: _Look) -> Sources:
+    def _fitting_sources(self, look: Look) -> Sources:
         """Views for what is planned; before it is planned, of everything that must be staged."""
         planned = self._planned
         share = planned.share if planned is not None and planned.layout is look.layout else None
@@ -253,10 +247,10 @@ class Snapshotter:
             self._sources = Sources(look.tensors, share)
         return self._sources
 
-    def _give_up(self, job: _Job) -> bool:
+    def _give_up(self, job: Job) -> bool:
         """Leaves a snapshot that is not being copied yet. False when it is: then its bytes must be waited for."""
         with self._changed:
-            if job.phase in (_Phase.COPYING, _Phase.COPIED):
+            if job.phase in (Phase.COPYING, Phase.COPIED):
                 return False
             self._end(job)
             self._retry_at = self._clock.monotonic() + RETRY_S
@@ -287,19 +281,20 @@ class Snapshotter:
                 self._warn_at = now + RETRY_S
                 log.warning("cannot %s, training goes on without: %s", what, error, extra=self._where)
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> Job | None:
         with self._changed:
             while self._queue is None and not self._closing:
-                self._changed.wait()
+                small = self._planned is not None and self._planned.is_small
+                self._changed.wait(LOOK_S if small else None)
             job, self._queue = self._queue, None
             return job
 
-    def _end(self, job: _Job) -> None:
-        job.phase = _Phase.OVER
+    def _end(self, job: Job) -> None:
+        job.phase = Phase.OVER
         job.copied.set()
         job.over.set()
 
-    def _advance(self, job: _Job, before: _Phase, after: _Phase) -> bool:
+    def _advance(self, job: Job, before: Phase, after: Phase) -> bool:
         """Moves a job on, unless it was given up meanwhile."""
         with self._changed:
             if job.phase is not before:
@@ -307,7 +302,7 @@ class Snapshotter:
             job.phase = after
             return True
 
-    def _plan(self, look: _Look, blob: bytes, *, on_gpu: bool) -> Planned:
+    def _plan(self, look: Look, blob: bytes, *, on_gpu: bool) -> Planned:
         planned = self._planned
         if planned is None or planned.layout is not look.layout or not planned.fits(len(blob)):
             try:
@@ -318,42 +313,51 @@ class Snapshotter:
             self._retry_at = float("-inf")
         return planned
 
-    def _snapshot(self, job: _Job) -> None:
-        planned = self._plan(job.look, job.blob, on_gpu=job.sources.on_gpu)
+    def _snapshot(self, job: Job) -> None:
+        if job.phase is Phase.QUEUED:
+            self._fill(job, self._plan(job.look, job.blob, on_gpu=job.sources.on_gpu))
+        if job.filled is not None:
+            self._seal(job, job.filled)
+
+    def _fill(self, job: Job, planned: Planned) -> None:
         view, manifest = planned.segment.view, planned.manifest
         slot = self._slot(planned)
         payload = view.begin(slot, self._member.rank, job.version, planned.manifest_bytes, manifest.payload_bytes)
         write_blob(payload, manifest, job.blob)
-        if not self._advance(job, _Phase.QUEUED, _Phase.COPYING):
+        if not self._advance(job, Phase.QUEUED, Phase.COPYING):
             return
         job.kept = self._retention.is_candidate(job.version.step)
         began = self._clock.monotonic()
         digests = job.sources.copy(planned.share, planned.targets(slot), digest=self._digest_due(job))
-        if not self._advance(job, _Phase.COPYING, _Phase.COPIED):
+        if not self._advance(job, Phase.COPYING, Phase.COPIED):
             return
         if not job.held and job.sources.on_gpu:
             job.copied.set()  # the next step is ordered behind the copy
         job.sources.mover.finish()
         view.copied(slot)
+        job.filled = Filled(planned, slot, digests, self._clock.monotonic() - began)
         job.copied.set()
+
+    def _seal(self, job: Job, filled: Filled) -> None:
+        view, manifest, share = filled.planned.segment.view, filled.planned.manifest, filled.planned.share
         if not job.sources.on_gpu:
-            self._wanted.wait(min(LONGEST_REST_S, self._clock.monotonic() - began))
-        view.seal(slot)
+            self._wanted.wait(min(LONGEST_REST_S, filled.copy_s))
+        view.seal(filled.slot)
         if job.kept:
             self._retention.keeps(job.version)
-        share = SealedShare(
+        sealed = SealedShare(
             version=job.version,
-            slot=slot,
+            slot=filled.slot,
             nbytes=manifest.payload_bytes,
             exclusive=manifest.exclusive,
             kept=job.kept,
-            digests={group: f"{unsigned(digest):016x}" for group, digest in digests.items()},
-            alike=planned.share.alike,
+            digests={group: f"{unsigned(digest):016x}" for group, digest in filled.digests.items()},
+            alike=share.alike,
         )
-        copies_keep = self._retention.copies_keep(_headers(view), self._pace.due) if share.exclusive else ()
-        self._reports.sealed(share, copies_keep)
+        copies_keep = self._retention.copies_keep(_headers(view), self._pace.due) if sealed.exclusive else ()
+        self._reports.sealed(sealed, copies_keep)
 
-    def _cover(self, job: _Job) -> None:
+    def _cover(self, job: Job) -> None:
         """Stores what ranks of this node died over, of the last finished step: no optimizer has touched it since."""
         planned, version = self._planned, job.version
         if planned is None or planned.with_covers is None or planned.layout is not job.look.layout:
@@ -363,7 +367,7 @@ class Snapshotter:
             slot = self._slot(planned)
             store_with_covers(planned.with_covers, slot, self._member.rank, version, job.blob, job.sources)
 
-    def _digest_due(self, job: _Job) -> bool:
+    def _digest_due(self, job: Job) -> bool:
         interval = self._spec.spec.digest_interval
         return interval > 0 and (job.kept or job.version.step % interval == 0)
 

@@ -2,22 +2,54 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer_hooks.snapshot.gather import RUN_BYTES, SMALL_BYTES, Gather
+from trainer_hooks.snapshot.gather import MOST_BUFFERS, SMALL_BYTES, Gather, Targets
 from trainer_hooks.snapshot.layout import ALIGN
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint8)
 UNTOUCHED = 0xA5
 
 pieces = st.tuples(
-    st.sampled_from([0, 1, 3, 16, 17, 500, SMALL_BYTES // 4, SMALL_BYTES // 4 + 1, RUN_BYTES // 4]),
+    st.sampled_from([0, 1, 3, 16, 17, 500, SMALL_BYTES // 4, SMALL_BYTES // 4 + 1, SMALL_BYTES]),
     st.sampled_from(DTYPES),
     st.sampled_from(["plain", "scalar", "strided", "negated"]),
     st.integers(0, 3),
 )
+
+
+@dataclass
+class File:
+    """A file in memory, mapped."""
+
+    descriptor: int
+    address: int
+    payload: torch.Tensor
+
+
+@contextmanager
+def mapped(nbytes: int) -> Iterator[File]:
+    """The payload begins behind what is not its own, as in a segment."""
+    descriptor = os.memfd_create("everstep-test")
+    try:
+        os.ftruncate(descriptor, mmap.PAGESIZE + nbytes)
+        whole = mmap.mmap(descriptor, 0)
+        payload = torch.frombuffer(whole, dtype=torch.uint8)[mmap.PAGESIZE :]
+        yield File(descriptor, ctypes.addressof(ctypes.c_char.from_buffer(whole)), payload)
+        assert not any(whole[: mmap.PAGESIZE])
+    finally:
+        os.close(descriptor)
 
 
 def made(count: int, dtype: torch.dtype, form: str) -> torch.Tensor:
@@ -42,23 +74,24 @@ def test_every_byte_of_each_piece_arrives_and_none_beside_it(drawn: list[tuple[i
         starts.append(at)
         sources.append(source)
         at += -(-source.nbytes // ALIGN) * ALIGN
-    payload = torch.full((at + ALIGN,), UNTOUCHED, dtype=torch.uint8)
-    targets = [
-        payload[start : start + source.nbytes].view(source.dtype).view(source.shape)
-        for start, source in zip(starts, sources, strict=True)
-    ]
-    gather = Gather(targets, sources)
-    for _ in range(2):
-        payload.fill_(UNTOUCHED)
-        gather.copy()
-        expected = [source.clone().resolve_conj().resolve_neg() for source in sources]
-        assert all(map(_same_bytes, targets, expected))
-        assert _outside(payload, starts, sources) <= {UNTOUCHED, 0}, "between pieces of one run there are zeroes"
-        for (_, _, _, others), start in zip(drawn, starts, strict=True):
-            theirs = payload[start - others * ALIGN : start]
-            assert theirs.eq(UNTOUCHED).all(), "what is between two pieces and no padding is left alone"
-        for source in sources:  # and with other values the next time
-            source.copy_(torch.zeros_like(source))
+    with mapped(at + ALIGN) as file:
+        payload = file.payload
+        targets = [
+            payload[start : start + source.nbytes].view(source.dtype).view(source.shape)
+            for start, source in zip(starts, sources, strict=True)
+        ]
+        gather = Gather(Targets(targets, file), sources)
+        for _ in range(2):
+            payload.fill_(UNTOUCHED)
+            gather.copy()
+            expected = [source.clone().resolve_conj().resolve_neg() for source in sources]
+            assert all(map(_same_bytes, targets, expected))
+            assert _outside(payload, starts, sources) <= {UNTOUCHED, 0}, "between pieces of one run there are zeroes"
+            for (_, _, _, others), start in zip(drawn, starts, strict=True):
+                theirs = payload[start - others * ALIGN : start]
+                assert theirs.eq(UNTOUCHED).all(), "what is between two pieces and no padding is left alone"
+            for source in sources:  # and with other values the next time
+                source.copy_(torch.zeros_like(source))
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -73,10 +106,30 @@ def _outside(payload: torch.Tensor, starts: list[int], sources: list[torch.Tenso
     return set(payload[mask].tolist())
 
 
+def _many(file: File, count: int) -> tuple[Gather, list[torch.Tensor]]:
+    sources = [torch.randn(256) for _ in range(count)]
+    targets = [file.payload[i << 10 : (i + 1) << 10].view(torch.float32) for i in range(count)]
+    return Gather(Targets(targets, file), sources), sources
+
+
 def test_the_pieces_of_a_state_of_small_tensors_go_in_a_few_calls() -> None:
-    payload = torch.zeros(1000 << 10, dtype=torch.uint8)
-    sources = [torch.randn(256) for _ in range(1000)]
-    targets = [payload[i << 10 : (i + 1) << 10].view(torch.float32) for i in range(1000)]
-    gather = Gather(targets, sources)
-    assert len(gather._runs) == -(-1000 // (RUN_BYTES >> 10))
-    assert not gather._sources
+    with mapped(1000 << 10) as file:
+        gather, sources = _many(file, 1000)
+        assert len(gather._runs) == -(-1000 // (MOST_BUFFERS // 2))
+        assert not gather._sources
+        gather.copy()
+        assert torch.equal(file.payload.view(torch.float32), torch.cat(sources))
+
+
+def test_what_a_limit_on_files_cuts_short_is_copied_all_the_same() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with mapped(64 << 10) as file:
+        gather, sources = _many(file, 64)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, hard))
+            gather.copy()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            signal.signal(signal.SIGXFSZ, before)
+        assert torch.equal(file.payload.view(torch.float32), torch.cat(sources))

@@ -24,6 +24,7 @@ from tests.support.vaults import Vaults, map_segment, until, vaults
 from trainer_hooks.restore import Restoration, RestoreResult
 from trainer_hooks.snapshot import snapshotter as module
 from trainer_hooks.snapshot.choices import Choices
+from trainer_hooks.snapshot.job import Phase
 from trainer_hooks.snapshot.snapshotter import Snapshotter
 from trainer_hooks.state import TrackedState
 from trainer_hooks.vault_client import VaultClient
@@ -329,7 +330,7 @@ def test_a_generation_that_ends_unfinished_leaves_the_copy_unsealed(
         return copy(*arguments, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(module.Sources, "copy", slow_copy)
-    snapshots = rank.snapshotter(1)
+    snapshots = rank.snapshotter(1, choices=Choices(overlap=True))
     rank.step(snapshots, 1)
     assert entered.wait(10)
     closing = threading.Thread(target=snapshots.close, args=(False,))
@@ -338,6 +339,50 @@ def test_a_generation_that_ends_unfinished_leaves_the_copy_unsealed(
     go_on.set()
     closing.join(10)
     assert rank.sealed() == set()
+
+
+@pytest.mark.parametrize("rows", [64, 16 << 10])
+def test_a_small_share_is_copied_when_begin_returns_and_a_large_one_by_another_thread(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    threads: list[threading.Thread] = []
+    copy = module.Sources.copy
+
+    def noted_copy(*arguments: object, **more: object) -> object:
+        threads.append(threading.current_thread())
+        return copy(*arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module.Sources, "copy", noted_copy)
+    snapshots = rank.snapshotter(1)
+    rank.model.weight = nn.Parameter(torch.zeros(rows, 64))
+    for step in (1, 2, 3):
+        rank.step(snapshots, step)
+        if rows == 64 and step > 1:
+            assert snapshots._last.copied.is_set()  # type: ignore[union-attr]
+        snapshots.wait()
+    snapshots.close(finish=True)
+    assert {Version(1, 2), Version(1, 3)} <= rank.sealed()
+    assert (threading.current_thread() in threads[1:]) == (rows == 64), "the first one may be planned yet"
+
+
+def test_a_copy_in_the_training_thread_that_the_generation_ends_is_not_waited_for(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ended(BaseException):
+        """As the guard raises it into the training thread."""
+
+    def interrupted(*_: object, **__: object) -> object:
+        raise Ended
+
+    snapshots = rank.snapshotter(1)
+    rank.step(snapshots, 1)
+    snapshots.wait()
+    monkeypatch.setattr(module.Sources, "copy", interrupted)
+    with pytest.raises(Ended):
+        rank.step(snapshots, 2)
+    snapshots.wait()
+    snapshots.close(finish=False)
+    assert rank.sealed() == {Version(1, 1)}
 
 
 @pytest.mark.parametrize("overlap", [None, True])
@@ -370,7 +415,7 @@ def test_what_one_rank_alone_holds_is_copied_before_the_next_step_begins_unless_
         assert not begun.is_alive()
         assert not first._last.copied.is_set()  # type: ignore[union-attr]
     else:
-        until(lambda: first._last.phase is module._Phase.COPYING, "the copy has begun")  # type: ignore[union-attr]
+        until(lambda: first._last.phase is Phase.COPYING, "the copy has begun")  # type: ignore[union-attr]
         assert begun.is_alive()
     go_on.set()
     begun.join(10)

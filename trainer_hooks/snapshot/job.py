@@ -1,0 +1,61 @@
+"""One snapshot on its way from the training thread to a sealed slot: what it is of, and how far it has come."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from typing import NamedTuple
+
+import torch
+
+from everstep.ids import Version
+from trainer_hooks.snapshot.copy import Sources
+from trainer_hooks.snapshot.layout import Layout, whole
+from trainer_hooks.snapshot.planned import Planned
+from trainer_hooks.state import TrackedTensor
+
+
+class Phase(enum.Enum):
+    QUEUED = enum.auto()
+    COPYING = enum.auto()
+    COPIED = enum.auto()
+    OVER = enum.auto()
+
+
+class Look:
+    """The tensors as they were found, and the name under which the ranks exchange this layout. ``change``: what is not
+    as it was before, in words."""
+
+    def __init__(self, tensors: list[TrackedTensor], layout: Layout, tag: str, change: str = "") -> None:
+        self.tensors = tensors
+        self.layout = layout
+        self.tag = tag
+        self.change = change
+        self.sharded = any(part.box != whole(part.shape) for part in layout.parts)
+
+
+class Filled(NamedTuple):
+    """What was copied, and what it took, seconds."""
+
+    planned: Planned
+    slot: int
+    digests: dict[str, torch.Tensor]
+    copy_s: float
+
+
+class Job:
+    """One snapshot on its way. ``kept``: its version may be committed. ``held``: ``begin`` waits until it is copied."""
+
+    def __init__(self, version: Version, look: Look, sources: Sources, blob: bytes, overlap: bool | None) -> None:
+        self.version = version
+        self.look = look
+        self.sources = sources
+        self.blob = blob
+        self.kept = False
+        self.filled: Filled | None = None
+        share = sources.share  # known from the second snapshot on: of a pipeline's stage it says what the look cannot
+        alone = look.sharded or (share is not None and share.alone)
+        self.held = alone and not (sources.on_gpu if overlap is None else overlap)
+        self.phase = Phase.QUEUED
+        self.copied = threading.Event()
+        self.over = threading.Event()
