@@ -48,7 +48,7 @@ class Controllers:
 
         A controller that a whole fleet calls at once must come to answer somebody.
         """
-        return max(floor_s, min(ceiling_s, floor_s * 2.0 ** self._at(url)[1].hung))
+        return max(floor_s, Backoff(floor_s, ceiling_s).limit_s(self._at(url)[1].hung))
 
     def left(self, url: str) -> None:
         """We hung up, and come back."""

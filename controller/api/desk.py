@@ -19,7 +19,7 @@ from controller.api.descriptors import Descriptors
 from controller.api.one_by_one import Soon
 from controller.core import events as ev
 from controller.core import fleet
-from controller.core.jobs import ENDED
+from controller.core.membership import ENDED
 from controller.intake import Urgency
 from controller.loop import FleetLoop
 from controller.metrics import Metrics

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from controller.core.correlation import count, expect, mind
 from controller.core.holds import enter_maintenance, window_of
 from controller.core.liveness import drop_launchers, expect_launchers, heard, watch
 from controller.core.own_findings import clear_own
 from controller.core.quarantine import begin_quarantine
-from controller.core.records import NodeRecord
+from controller.core.records import NodeRecord, Unfit
 from controller.core.rulings import convicts
 from controller.core.state import FleetState, NodeLive, Pulse
 from controller.core.turn import Turn
@@ -82,7 +84,30 @@ def _new_node(turn: Turn, words: Register) -> None:
         cure = Action.strongest(Action.DRAIN, sick.action)
         begin_quarantine(turn, node, sentence, (sick,), action=cure, offence=0.0)
         turn.verdict(node, Decision.QUARANTINE, sentence, action=record.action, evidence=(sick,))
+    if (unfit := turn.state.fleet.unfit.pop(node, None)) is not None:
+        turn.fleet_changed()
+        _come_back(turn, record, unfit)
     take_picture(turn, node, words.findings)
+
+
+def _come_back(turn: Turn, record: NodeRecord, unfit: Unfit) -> None:
+    """A name that was forgotten while its node was not fit to serve: it has to pass what that node had to. GPUs that
+    computed wrongly are as they were: they need somebody's word, or to be replaced."""
+    sentence = f"{unfit.sentence}: it must pass its diagnostics before it serves"
+    if record.state is not NodeState.QUARANTINED:
+        begin_quarantine(turn, record.node, sentence, (), action=Action.DRAIN, offence=0.0)
+        turn.verdict(record.node, Decision.QUARANTINE, sentence, action=Action.DRAIN, evidence=())
+    if record.course is not None:
+        record.course.checks = tuple(dict.fromkeys([*record.course.checks, *unfit.checks]))
+        record.course.passes = max(record.course.passes, unfit.passes)
+    if unfit.condemned and not _replaced(record, unfit.condemned):
+        record.needs_operator, record.condemned = True, list(unfit.condemned)
+
+
+def _replaced(record: NodeRecord, condemned: Collection[str]) -> bool:
+    """Whether none of these GPUs is left in the node; of one that shows none nobody can tell."""
+    uuids = {gpu.uuid for gpu in record.gpus}
+    return bool(uuids) and record.node not in condemned and not uuids & set(condemned)
 
 
 def _note(turn: Turn, record: NodeRecord, words: Register) -> None:
@@ -105,10 +130,9 @@ def _note_maintenance(turn: Turn, record: NodeRecord) -> None:
 
 def _note_repair(turn: Turn, record: NodeRecord) -> None:
     """GPUs that computed wrongly have been replaced: the node needs nobody's word any more."""
-    uuids = {gpu.uuid for gpu in record.gpus}
     if not record.needs_operator or record.state is not NodeState.QUARANTINED or not record.condemned:
         return
-    if not uuids or record.condemned == [record.node] or uuids & set(record.condemned):
+    if not _replaced(record, record.condemned):
         return
     record.needs_operator, record.condemned, record.offences = False, [], 0.0
     clear_own(turn, record.node)

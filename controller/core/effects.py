@@ -128,7 +128,7 @@ class Remedy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One action on a node, told to the outside until it is confirmed or given up. ``id`` is unique for ever.
 
     ``gpus``: UUIDs that RESET_GPU means. ``verdict``: the id of the judgement it follows from. ``evidence``: what goes
-    with a REPAIR.
+    with a REPAIR. ``due``: when a cure counts as failed, were nothing heard of it (0.0: of others).
     """
 
     id: str
@@ -140,6 +140,7 @@ class Remedy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     trace: TraceId = ""
     gpus: tuple[str, ...] = ()
     evidence: Evidence | None = None
+    due: float = 0.0
 
 
 class RequestRemedy(msgspec.Struct, frozen=True, tag=True):

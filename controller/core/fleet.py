@@ -15,10 +15,12 @@ from controller.core import (
     holds,
     invariants,
     jobs,
+    joining,
     ladder,
     liveness,
     losses,
     operators,
+    resuming,
     verdict,
 )
 from controller.core.checkpoints import check_candidate
@@ -45,6 +47,7 @@ from controller.core.examinations import check_care, check_case, check_probe, pr
 from controller.core.generations import check_boundary, heard_beyond_boundary
 from controller.core.hangs import settle
 from controller.core.homes import check_homes
+from controller.core.membership import ENDED
 from controller.core.progress import is_beyond_boundary, left_in_order, take_progress
 from controller.core.protecting import check_protection, version_protected
 from controller.core.quarantine import PROBE_PASSED, PROBE_SKIPPED
@@ -256,7 +259,7 @@ def _look(turn: Turn, kind: str, subject: str) -> None:
 
 def _check_job(turn: Turn, job: JobRecord) -> None:
     live = turn.state.live_jobs[job.job]
-    if job.state in jobs.ENDED:
+    if job.state in ENDED:
         return
     if job.state is JobState.RUNNING:
         if live.pending is not None and turn.now >= live.pending.due:
@@ -302,7 +305,7 @@ def _report(turn: Turn, event: ReportArrived) -> None:
     body, node = event.body, event.node
     match body:
         case LauncherJoined():
-            jobs.launcher_joined(turn, node, body)
+            joining.launcher_joined(turn, node, body)
         case FindingRaised():
             verdict.take_finding(turn, node, body.finding)
         case FindingCleared():
@@ -321,7 +324,7 @@ _REPORTS: dict[type[Any], Callable[[Turn, JobRecord, str, Any], None]] = {
     RankStalled: hangs.rank_stalled,
     RankUnresponsive: hangs.rank_unresponsive,
     Sealed: corruption.seal_arrived,
-    Resumed: jobs.rank_resumed,
+    Resumed: resuming.rank_resumed,
     UserError: jobs.user_error,
     RankFinished: jobs.rank_finished,
     VersionSpilled: version_spilled,

@@ -1,7 +1,8 @@
 """Nodes that are gone for good, and jobs that are over for long: forgotten by an operator's word, or by age.
 
 Nobody is forgotten whom a job may still want, and by age nobody against whom something stands that no sensor would see
-again: a node that comes back under a forgotten name is a new one.
+again. A node that comes back under a forgotten name is a new one. But of one that was not fit to serve so much is kept:
+it comes back through the diagnostics, as it would have had to (``agents``).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from controller.core import remedies
 from controller.core.effects import NoteCleared
 from controller.core.eviction import release
 from controller.core.membership import ENDED, is_seated
-from controller.core.records import JobRecord, NodeRecord
+from controller.core.records import Course, JobRecord, NodeRecord, Unfit
 from controller.core.state import FleetState
 from controller.core.turn import Turn
 from everstep.vocabulary import NodeState
@@ -20,6 +21,10 @@ LOOK_S = 600.0
 MOST_AT_ONCE = 256
 """Nodes, and jobs, that one look forgets: the rest follows a second later, so that one transaction stays short."""
 AGAIN_S = 1.0
+MOST_UNFIT = 1000
+"""Names of forgotten nodes that were not fit to serve; beyond them those go that were forgotten first."""
+UNFIT = (NodeState.QUARANTINED, NodeState.PROBATION, NodeState.REPAIR)
+"""States from which no way leads back to service but one with a probe."""
 FLEET = "fleet"
 
 
@@ -86,6 +91,7 @@ def forget_node(turn: Turn, node: str, sentence: str) -> None:
     state, record = turn.state, turn.state.nodes[node]
     release(turn, node)
     remedies.uncordon(turn, node, sentence)
+    _remember(turn, record)
     turn.audit("node.forgotten", sentence, node=node)
     for key in (*record.findings, *record.own):
         turn.emit(NoteCleared(node, key, turn.now))
@@ -98,6 +104,23 @@ def forget_node(turn: Turn, node: str, sentence: str) -> None:
         seen.pop(node, None)
     del state.nodes[node], state.live_nodes[node]
     turn.node_forgotten(node)
+
+
+def _remember(turn: Turn, record: NodeRecord) -> None:
+    """Keeps that the node was not fit to serve, should anything register under its name."""
+    if record.state not in UNFIT and not record.condemned:
+        return
+    unfit, course = turn.state.fleet.unfit, record.course or Course()
+    unfit.pop(record.node, None)
+    unfit[record.node] = Unfit(
+        sentence=f"{record.node} was forgotten while it was out of service ({record.sentence})",
+        checks=course.checks,
+        passes=course.passes,
+        condemned=tuple(record.condemned),
+    )
+    while len(unfit) > MOST_UNFIT:
+        del unfit[next(iter(unfit))]
+    turn.fleet_changed()
 
 
 def _strike(turn: Turn, job: JobRecord, node: str) -> None:

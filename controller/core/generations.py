@@ -27,6 +27,7 @@ from controller.core.spilling import reconsider_spill
 from controller.core.state import FleetState, JobLive
 from controller.core.turn import Turn
 from controller.core.wording import named, nodes
+from everstep.backoff import Backoff
 from everstep.vocabulary import GenerationReason, JobState
 from everstep.wire.v1.training import GenerationSpec, Holder
 
@@ -201,8 +202,7 @@ def _begin(turn: Turn, job: JobRecord, live: JobLive, spec: GenerationSpec) -> N
     live.pace.entered, live.resumed, live.slowest = set(), set(), None
     live.inherited, live.first_step = False, None
     live.witnesses, live.stalls, live.pending = set(), {}, None
-    patience = min(turn.policy.resume_deadline_max_s, turn.policy.resume_deadline_s * 2.0**live.resume_attempts)
-    live.resume_due, live.gather_due = turn.now + patience, 0.0
+    live.resume_due, live.gather_due = turn.now + resume_patience_s(turn, live), 0.0
     if job.leaving is None:
         forget_running(live)
     else:
@@ -211,6 +211,12 @@ def _begin(turn: Turn, job: JobRecord, live: JobLive, spec: GenerationSpec) -> N
         turn.wake(live.fallback_at, "job", job.job)
     turn.wake(live.resume_due, "job", job.job)
     turn.job_changed(job.job)
+
+
+def resume_patience_s(turn: Turn, live: JobLive) -> float:
+    """Until a generation is to step: twice as long after each one in a row that did not."""
+    waits = Backoff(floor_s=turn.policy.resume_deadline_s, ceiling_s=turn.policy.resume_deadline_max_s)
+    return waits.limit_s(live.resume_attempts)
 
 
 def forget_running(live: JobLive) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from controller.core import correlation, suspicion
-from controller.core.jobs import offer_to_jobs
+from controller.core.joining import offer_to_jobs
 from controller.core.losses import lose_doubtful, remove_launcher, running_spec
 from controller.core.membership import ENDED, jobs_seated_on, most_nodes, seats_of
 from controller.core.quarantine import begin_probation, check_probation, check_quarantine, set_state

@@ -12,6 +12,7 @@ from controller.core.records import JobRecord
 from controller.core.state import Pending
 from controller.core.turn import Turn
 from controller.core.wording import named
+from everstep.backoff import Backoff
 from everstep.vocabulary import Finding, FindingKind, GenerationReason, JobState, Severity
 from everstep.wire.v1.training import CollectiveFailed, GenerationSpec, LauncherLeft, RankLost
 
@@ -169,8 +170,8 @@ def _recall_accused(turn: Turn, spec: GenerationSpec) -> None:
 def _collective_wait(turn: Turn, job: JobRecord) -> float:
     live = turn.state.live_jobs[job.job]
     live.blind = [at for at in live.blind if at > turn.now - turn.policy.flap_window_s]
-    doubled = turn.policy.collective_settle_s * 2.0 ** min(len(live.blind), 20)
-    return min(doubled, turn.policy.collective_settle_max_s)
+    waits = Backoff(floor_s=turn.policy.collective_settle_s, ceiling_s=turn.policy.collective_settle_max_s)
+    return waits.limit_s(len(live.blind))
 
 
 def regroup_blind(turn: Turn, job: JobRecord, pending: Pending, reason: GenerationReason) -> None:

@@ -8,9 +8,10 @@ from controller.core import forgetting, holds, jobs
 from controller.core.events import OperatorAction, OperatorCommand, ProbeRequested
 from controller.core.eviction import needed_by, release, reset_breaker
 from controller.core.generations import Cause
-from controller.core.jobs import offer_to_jobs
+from controller.core.joining import offer_to_jobs
 from controller.core.ladder import to_repair
 from controller.core.losses import forgive, node_left_jobs
+from controller.core.membership import ENDED
 from controller.core.own_findings import clear_own
 from controller.core.probes import start_probe
 from controller.core.quarantine import begin_probation, begin_quarantine
@@ -49,7 +50,7 @@ def _check_job(state: FleetState, command: OperatorCommand) -> None:
     job = state.jobs.get(command.job or "")
     if job is None:
         raise NotFound(f"no job {command.job}")
-    if job.state in jobs.ENDED:
+    if job.state in ENDED:
         raise Conflict(f"job {job.job} is {job.state} already")
     if command.kind is OperatorAction.RESIZE_JOB:
         least, most = job.spec.min_nodes, job.spec.max_nodes

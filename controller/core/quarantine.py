@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from controller.core import ladder, offenders, second_pass
-from controller.core.jobs import offer_to_jobs
+from controller.core.joining import offer_to_jobs
 from controller.core.losses import forgive
 from controller.core.membership import jobs_seated_on
 from controller.core.own_findings import raise_own
@@ -15,6 +15,7 @@ from controller.core.rules import RUNGS, SecondPass, next_rung, remember_step
 from controller.core.rulings import INCURABLE, convicts
 from controller.core.standing import kept_out, set_state
 from controller.core.turn import Turn
+from everstep.backoff import Backoff
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, JobState, NodeState, ProbeKind, Severity
 
 __all__ = ["begin_probation", "begin_quarantine", "check_probation", "check_quarantine", "set_state"]
@@ -214,7 +215,8 @@ def failed(turn: Turn, node: str, failure: str, offence: float = offenders.FAILE
     """Back into quarantine; the diagnostics begin anew after a wait that doubles each time."""
     record, policy = turn.state.nodes[node], turn.policy
     record.probe_failures += 1
-    wait_s = min(policy.probe_retry_max_s, policy.probe_retry_s * 2.0 ** min(record.probe_failures - 1, 30))
+    waits = Backoff(floor_s=policy.probe_retry_s, ceiling_s=policy.probe_retry_max_s)
+    wait_s = waits.limit_s(record.probe_failures - 1)
     finding = Finding(
         kind=FindingKind.PROBE_FAILED,
         subject="diagnostics",

@@ -36,13 +36,24 @@ class Eviction(msgspec.Struct, frozen=True, kw_only=True):
     jobs: tuple[JobId, ...] = ()
 
 
+class Unfit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is kept of a node that was forgotten while it was not fit to serve: why, what it had to pass on its way back
+    (as in ``Course``), and which of its GPUs computed wrongly (as ``NodeRecord.condemned``)."""
+
+    sentence: str
+    checks: tuple[ProbeKind, ...] = ()
+    passes: int = 1
+    condemned: tuple[str, ...] = ()
+
+
 class FleetRecord(msgspec.Struct, kw_only=True):
     """What belongs to no single node or job.
 
     ``breaker``: the sentence of a latched eviction breaker, empty while evictions are allowed. ``evicted``: the
     evictions inside the budget's window, oldest first. ``probes`` counts probes ever asked for, so that ids are new;
     ``remedies`` the same. ``remedied``: wall seconds of automatic resets and reboots inside their window,
-    ``restarted`` of restarts of ranks. ``maintenance``: windows that are not over, planned ones too.
+    ``restarted`` of restarts of ranks. ``maintenance``: windows that are not over, planned ones too. ``unfit``: by name
+    what was forgotten of nodes that must not come back as if nothing had been, oldest first.
     """
 
     breaker: str = ""
@@ -53,6 +64,7 @@ class FleetRecord(msgspec.Struct, kw_only=True):
     remedied: list[float] = []
     restarted: list[float] = []
     maintenance: list[Window] = []
+    unfit: dict[NodeId, Unfit] = {}
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -33,11 +33,12 @@ def repair(turn: Turn, node: str, sentence: str) -> None:
 
 
 def treat(turn: Turn, node: str, cure: Action, sentence: str) -> str:
-    """Asks for a reset or a reboot, and counts it under both caps. Returns the remedy's id."""
+    """Asks for a reset or a reboot, and counts it under both caps. Returns the remedy's id; nobody is to work at it any
+    more when ``remedy_timeout_s`` is over."""
     record, fleet = turn.state.nodes[node], turn.state.fleet
     record.remedied = caps.noted(record.remedied, turn.now, turn.policy.remedy_node_window_s)
     fleet.remedied = caps.noted(fleet.remedied, turn.now, turn.policy.remedy_fleet_window_s)
-    return _request(turn, node, KINDS[cure], sentence)
+    return _request(turn, node, KINDS[cure], sentence, due=turn.now + turn.policy.remedy_timeout_s)
 
 
 def node_cap(turn: Turn, node: str) -> str:
@@ -54,7 +55,7 @@ def fleet_cap(turn: Turn) -> tuple[str, float]:
     return (f"{count} nodes were reset or rebooted within {window_s:g} s" if count else ""), at
 
 
-def _request(turn: Turn, node: str, kind: RemedyKind, sentence: str) -> str:
+def _request(turn: Turn, node: str, kind: RemedyKind, sentence: str, due: float = 0.0) -> str:
     """Ids hold the controller's life: one whose database is away may give a number that another gives too."""
     state, record = turn.state, turn.state.nodes[node]
     state.fleet.remedies += 1
@@ -75,6 +76,7 @@ def _request(turn: Turn, node: str, kind: RemedyKind, sentence: str) -> str:
             trace=turn.trace,
             gpus=tuple(gpu.uuid for gpu in gpus),
             evidence=evidence_of(state, node, turn.now) if kind is RemedyKind.REPAIR else None,
+            due=due,
         )
     )
     return name

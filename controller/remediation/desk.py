@@ -40,6 +40,9 @@ PATIENCE_S = {
 firmware's memory test. What is to stand, a cordon or a node's return, is asked for until the outside answers: given up,
 it would stay as it is, and nobody would ask again."""
 _CURES = frozenset({RemedyKind.RESET_GPU, RemedyKind.REBOOT})
+OWN_SHARE = 0.9
+"""Of the time that the core waits for a cure: it is given up here before it is given up there, and the core, which then
+asks for the next one, never has two at work on a node."""
 _GIVES_WAY_TO = {
     RemedyKind.CORDON: frozenset({RemedyKind.UNCORDON}),
     RemedyKind.UNCORDON: frozenset({RemedyKind.CORDON}),
@@ -150,10 +153,14 @@ class RemedyDesk:
             return f"{self._remediator.name} cannot {remedy.kind.replace('_', ' ')}"
         patience_s = self._patience_s[remedy.kind]
         until = self._now() + patience_s
+        if remedy.due:
+            until = min(until, remedy.at + OWN_SHARE * (remedy.due - remedy.at))
         ask, attempt, trouble = not look_first, 0, "it was not confirmed"
         while True:
             try:
                 self._check_leading()
+                if ask and remedy.due and self._now() >= until:
+                    return f"{trouble}, and it is too late to ask for it"
                 if ask:
                     await self._in_thread(self._remediator.apply, remedy)
                     ask = False

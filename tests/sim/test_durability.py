@@ -67,7 +67,7 @@ def test_a_directive_that_its_node_had_is_not_missed(records: Records) -> None:
 
 
 def test_what_a_new_leader_orders_of_a_life_that_is_over_is_void_when_the_node_registers(records: Records) -> None:
-    """The node began another life while the database was away: its leader then knew of it, and the next one does not."""
+    """The node began another life while the database was away: the leader then knew of it, and the next does not."""
     records.lives(1)
     records.ordered()
     records.lives(2)

@@ -22,13 +22,13 @@ from controller.core import (
     corruption,
     eviction,
     generations,
-    jobs,
     liveness,
     losses,
     membership,
     quarantine,
     remedies,
     restart,
+    resuming,
     standing,
 )
 from controller.push import Outbox
@@ -278,5 +278,5 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("ranks share samples", _overlapping_shares),
     # after a takeover
     Mutant("a new controller forgets its deadlines", lambda: swapped(restart.started, _nothing)),
-    Mutant("a resumed generation is not noticed", lambda: swapped(jobs.rank_resumed, _nothing)),
+    Mutant("a resumed generation is not noticed", lambda: swapped(resuming.rank_resumed, _nothing)),
 )

@@ -87,6 +87,13 @@ def test_patience_grows_with_each_time_that_it_hung_and_ends_with_a_session() ->
     assert controllers.patience_s(A, 1.0, 5.0) == 1.0
 
 
+def test_patience_with_a_controller_that_hung_for_weeks_is_as_long_as_it_may_be() -> None:
+    controllers = Controllers([A])
+    for _ in range(2000):
+        controllers.hung(A, 0.0, BACKOFF, 0.5)
+    assert controllers.patience_s(A, 1.0, 5.0) == 5.0
+
+
 def test_without_an_address_there_is_nothing_to_do() -> None:
     with pytest.raises(ValueError, match="no controller"):
         Controllers([])

@@ -11,6 +11,7 @@ from controller.core.events import OperatorAction, StoreChanged
 from controller.core.policy import CorePolicy
 from everstep.errors import Conflict, NotFound
 from everstep.vocabulary import JobState, NodeState
+from everstep.wire.v1.agent import Gpu
 from tests.support.core_fleet import CoreFleet, audits, generations, xid
 
 DAY = 86400.0
@@ -100,11 +101,87 @@ def test_nothing_leads_to_a_forgotten_node_and_it_comes_back_as_a_new_one() -> N
     assert audits(effects, "node.forgotten") == ["ada ordered to forget n4: because"]
     assert b'"n4"' not in msgspec.json.encode((fleet.state.jobs, fleet.state.sightings, fleet.state.held))
     fleet.advance(60.0, "n1", "n2", "n3")
+    before = len(fleet.effects)
+    fleet.register("n4")
+    fleet.raise_finding("n4", xid())
+    assert next(e.verdict.id for e in fleet.effects[before:] if isinstance(e, PutVerdict)) == "n4-1"
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_who_was_forgotten_in_quarantine_comes_back_through_a_probe(restarted: bool) -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n4", xid())
+    _lose_quarantined(fleet, "n4")
+    fleet.order(OperatorAction.FORGET, node="n4")
+    if restarted:
+        fleet.restart()
+    _comes_back_through_a_probe(fleet, "n4")
+    assert "n4" not in fleet.state.fleet.unfit
+
+
+def test_who_was_forgotten_in_repair_comes_back_through_a_probe() -> None:
+    fleet = _fleet()
+    fleet.order(OperatorAction.REPAIR, node="n4")
+    _lose_quarantined(fleet, "n4")
+    fleet.order(OperatorAction.FORGET, node="n4")
+    _comes_back_through_a_probe(fleet, "n4")
+
+
+def test_who_was_forgotten_by_age_in_quarantine_comes_back_through_a_probe() -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n4", xid())
+    _lose_quarantined(fleet, "n4")
+    _pass(fleet, 2.5)
+    assert "n4" not in fleet.state.nodes
+    _comes_back_through_a_probe(fleet, "n4")
+
+
+def test_who_was_forgotten_when_lost_and_nothing_else_comes_back_as_anybody_new() -> None:
+    fleet = _fleet()
+    _lose(fleet, "n4")
+    fleet.order(OperatorAction.FORGET, node="n4")
     fleet.register("n4")
     assert fleet.node_state("n4") is NodeState.HEALTHY
-    before = len(fleet.effects)
+
+
+def test_gpus_that_computed_wrongly_need_somebodys_word_also_after_their_node_was_forgotten() -> None:
+    fleet = _fleet()
     fleet.raise_finding("n4", xid())
-    assert [e.verdict.id for e in fleet.effects[before:] if isinstance(e, PutVerdict)] == ["n4-1"]
+    fleet.state.nodes["n4"].condemned = ["GPU-n4"]
+    _lose_quarantined(fleet, "n4")
+    fleet.order(OperatorAction.FORGET, node="n4")
+    fleet.register("n4", gpus=(_gpu("GPU-n4"),))
+    fleet.advance(60.0, *fleet.state.nodes)
+    assert (fleet.node_state("n4"), fleet.state.nodes["n4"].needs_operator) == (NodeState.QUARANTINED, True)
+    fleet.register("n4", gpus=(_gpu("GPU-new"),))
+    fleet.advance(3.0, *fleet.state.nodes)
+    assert fleet.node_state("n4") is NodeState.PROBATION
+
+
+def test_of_very_many_names_those_that_were_forgotten_first_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forgetting, "MOST_UNFIT", 1)
+    fleet = _fleet(nodes=2, spares=2)
+    for node in ("n3", "n4"):
+        fleet.raise_finding(node, xid())
+        _lose_quarantined(fleet, node)
+        fleet.order(OperatorAction.FORGET, node=node)
+    assert list(fleet.state.fleet.unfit) == ["n4"]
+
+
+def _gpu(uuid: str) -> Gpu:
+    return Gpu(index=0, uuid=uuid, name="H100", pci_bus_id="0", memory_bytes=80 << 30)
+
+
+def _comes_back_through_a_probe(fleet: CoreFleet, node: str) -> None:
+    fleet.advance(60.0, *fleet.state.nodes)
+    before = len(fleet.effects)
+    fleet.register(node)
+    assert fleet.node_state(node) is NodeState.QUARANTINED
+    assert "was forgotten while it was out of service" in fleet.state.nodes[node].sentence
+    assert [e.verdict.node for e in fleet.effects[before:] if isinstance(e, PutVerdict)] == [node]
+    fleet.advance(3.0, *fleet.state.nodes)
+    assert fleet.node_state(node) is NodeState.PROBATION
+    assert any(node in probe.nodes for probe in fleet.state.probes.values())
 
 
 def _lose_quarantined(fleet: CoreFleet, node: str) -> None:

@@ -251,6 +251,19 @@ def test_a_generation_nobody_entered_is_sent_once_more() -> None:
     assert set(sent(effects, NewGeneration)) == {"n1", "n2"}
 
 
+def test_a_generation_that_does_not_resume_for_weeks_is_looked_at_as_often_as_at_first() -> None:
+    """A wait that has doubled a thousand times is beyond any number."""
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.lose_rank(0)
+    fleet.state.live_jobs["job"].resume_attempts = 2000
+    assert audits(fleet.advance(31.0, "n1", "n2"), "generation.overdue")
+    longest_s = fleet.policy.resume_deadline_max_s
+    assert fleet.state.live_jobs["job"].resume_due <= fleet.now + longest_s
+    fleet.lose_rank(0)
+    assert fleet.state.live_jobs["job"].resume_due == fleet.now + longest_s
+
+
 # --- ending ------------------------------------------------------------------------------------------------------
 
 

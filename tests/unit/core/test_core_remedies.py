@@ -151,6 +151,14 @@ def test_a_node_that_got_well_by_itself_waits_for_the_cure_that_may_still_come()
     assert fleet.node_state("n2") is NodeState.HEALTHY
 
 
+def test_a_cure_says_when_nothing_is_to_be_heard_of_it_any_more() -> None:
+    fleet = _reset_due()
+    (reset,) = (remedy for remedy in _asked(fleet.effects) if remedy.kind is RemedyKind.RESET_GPU)
+    course = fleet.state.nodes["n2"].course
+    assert course is not None
+    assert reset.due == course.remedy_due == reset.at + fleet.policy.remedy_timeout_s
+
+
 def test_a_cure_that_failed_leads_to_the_next() -> None:
     fleet = _reset_due()
     assert _kinds(_report(fleet, RemedyKind.RESET_GPU, ok=False, detail="nvidia-smi: in use")) == ["reboot"]

@@ -12,6 +12,7 @@ import pytest
 
 from controller.core.effects import Remedy, RemedyKind
 from controller.core.events import ActionReported
+from controller.core.policy import CorePolicy
 from controller.lease import NotLeading
 from controller.remediation.base import Standing
 from controller.remediation.desk import PATIENCE_S, RemedyDesk
@@ -81,8 +82,11 @@ class Book:
         return [row.state.value for row in self.written if row.id == remedy]
 
 
-def wanted(number: int, kind: RemedyKind = RemedyKind.CORDON, node: str = "n1", **more: Any) -> RemedyRow:
-    remedy = Remedy(id=f"{node}-a{number}", node=node, kind=kind, sentence="it fell off the bus", at=1.0, trace="t")
+def wanted(
+    number: int, kind: RemedyKind = RemedyKind.CORDON, node: str = "n1", at: float = 1.0, due: float = 0.0, **more: Any
+) -> RemedyRow:
+    sentence = "it fell off the bus"
+    remedy = Remedy(id=f"{node}-a{number}", node=node, kind=kind, sentence=sentence, at=at, trace="t", due=due)
     row = RemedyRow(
         id=remedy.id,
         node=node,
@@ -203,6 +207,43 @@ def test_a_cure_is_not_asked_for_any_more_when_patience_is_over_even_of_an_outsi
     run(machine, book, wanted(1, RemedyKind.REBOOT))
     assert machine.applied == []
     assert [(told.ok, told.detail) for told in book.told] == [(False, "it does not answer within 3600 s")]
+
+
+@pytest.mark.parametrize("kind", [RemedyKind.RESET_GPU, RemedyKind.REBOOT])
+def test_the_core_waits_longer_for_a_cure_than_the_desk_does(kind: RemedyKind) -> None:
+    assert PATIENCE_S[kind] < CorePolicy().remedy_timeout_s
+
+
+def test_a_cure_is_given_up_before_the_core_does_however_late_it_was_begun() -> None:
+    """It waited behind another for most of the time that the core gives it."""
+    machine, book = Machine(pending=10**9), Book()
+    due = book.now + PATIENCE_S[RemedyKind.REBOOT] / 2
+    done = machine.is_done
+
+    def later(remedy: Remedy) -> bool:
+        book.now += 100.0
+        return done(remedy)
+
+    machine.is_done = later  # type: ignore[method-assign]
+    run(machine, book, wanted(1, RemedyKind.REBOOT, at=book.now, due=due))
+    assert [told.ok for told in book.told] == [False]
+    assert machine.applied == ["n1-a1"]
+    assert book.now < due
+
+
+def test_a_cure_that_the_core_has_given_up_is_not_asked_for() -> None:
+    machine, book = Machine(), Book()
+    run(machine, book, wanted(1, RemedyKind.REBOOT, at=book.now - 100.0, due=book.now))
+    assert machine.applied == []
+    assert "too late to ask" in book.told[0].detail
+
+
+def test_a_cure_that_is_done_is_done_however_late_an_heir_looks() -> None:
+    machine, book = Machine(), Book()
+    machine.applied = ["n1-a1"]
+    row = wanted(1, RemedyKind.REBOOT, at=book.now - 100.0, due=book.now)
+    run(machine, book, left=[msgspec.structs.replace(row, state=RemedyState.BEGUN)])
+    assert [told.ok for told in book.told] == [True]
 
 
 def test_what_the_outside_cannot_do_is_told_with_its_name() -> None:

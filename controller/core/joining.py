@@ -1,0 +1,171 @@
+"""Launchers offer their nodes to a job, and its first generation forms."""
+
+from __future__ import annotations
+
+from controller.core.blocks import contradiction
+from controller.core.checkpoints import NOTHING
+from controller.core.generations import (
+    Cause,
+    consider_growth,
+    own_numbers,
+    regroup,
+)
+from controller.core.membership import ENDED, is_seated, least_nodes, most_nodes, next_seats
+from controller.core.priorities import consider_taking
+from controller.core.records import JobRecord, LauncherRecord
+from controller.core.signals import is_untold
+from controller.core.state import JobLive
+from controller.core.turn import Turn
+from controller.core.wording import nodes
+from everstep.vocabulary import GenerationReason, JobState
+from everstep.wire.v1.directives import NewGeneration, StopJob
+from everstep.wire.v1.training import LauncherJoined
+
+
+def launcher_joined(turn: Turn, node: str, report: LauncherJoined) -> None:
+    """Takes a node's offer: a new job, a spare, a catching up after a reconnect, or a launcher's new life."""
+    job = turn.state.jobs.get(report.job)
+    if why := contradiction(report.spec):
+        _refuse(turn, node, report, f"job {report.job} cannot be: {why}")
+        return
+    if job is None:
+        job = _create(turn, report)
+    elif job.state in ENDED:
+        if report.launcher <= int(job.since * 1000):
+            turn.send(node, StopJob(job=job.job, ok=job.state is JobState.FINISHED, reason=job.sentence[:4096]))
+            return
+        _start_over(turn, job, report)
+    if report.spec != job.spec and not _take_spec(turn, job, node, report):
+        return
+    before = job.launchers.get(node)
+    if before is not None and report.launcher < before.incarnation:
+        turn.ignore("launcher_joined.stale")
+        return
+    restarted = before is not None and report.launcher > before.incarnation
+    new_agent = before is not None and not before.confirmed
+    _note_launcher(turn, job, node, report)
+    _catch_up(turn, job, node, report, restarted=restarted, new_agent=new_agent)
+
+
+def _create(turn: Turn, report: LauncherJoined) -> JobRecord:
+    if len(turn.entropy) < 64:
+        raise AssertionError("a job's secret needs 64 hex digits of entropy with its first report")
+    job = JobRecord(job=report.job, spec=report.spec, secret=turn.entropy, created_at=turn.now, since=turn.now)
+    job.sentence = "waits for its launchers"
+    if report.generation:
+        job.last_number = own_numbers(turn.state, report.generation)
+    turn.state.jobs[job.job] = job
+    turn.state.live_jobs[job.job] = JobLive()
+    turn.audit("job.created", f"job {job.job} asked for by its first launcher", job=job.job)
+    turn.job_changed(job.job)
+    return job
+
+
+def _start_over(turn: Turn, job: JobRecord, report: LauncherJoined) -> None:
+    """A launcher younger than the job's end: the same name, run once more. Generation numbers go on."""
+    job.spec, job.state, job.since, job.created_at = report.spec, JobState.FORMING, turn.now, turn.now
+    job.sentence, job.trace = "waits for its launchers, to run once more", turn.trace
+    job.generation, job.leaving, job.launchers, job.resumed_at = None, None, {}, None
+    job.ceiling, job.retries, job.raised, job.finished = NOTHING, 0, {}, []
+    job.losses, job.excluded, job.former, job.slow, job.homes = {}, {}, [], {}, None
+    turn.state.live_jobs[job.job] = JobLive()
+    turn.audit("job.created", f"job {job.job} is run once more", job=job.job)
+    turn.job_changed(job.job)
+
+
+def _take_spec(turn: Turn, job: JobRecord, node: str, report: LauncherJoined) -> bool:
+    """A different specification: accepted from the only launcher there is, refused beside others."""
+    if any(other != node for other in job.launchers):
+        reason = f"the launcher on {node} asks for another shape of job {job.job} than those before it: "
+        reason += "start all launchers with the same options"
+        _refuse(turn, node, report, reason)
+        return False
+    job.spec = report.spec
+    turn.job_changed(job.job)
+    return True
+
+
+def _refuse(turn: Turn, node: str, report: LauncherJoined, reason: str) -> None:
+    turn.audit("launcher.refused", reason, node=node, job=report.job)
+    turn.send(node, StopJob(job=report.job, ok=False, reason=reason))
+
+
+def _note_launcher(turn: Turn, job: JobRecord, node: str, report: LauncherJoined) -> None:
+    before = job.launchers.get(node)
+    same_life = before is not None and before.incarnation == report.launcher
+    if before is not None and same_life:
+        before.store, before.generation = report.store, report.generation
+        before.able, before.confirmed, before.why_not = True, True, ""
+    else:
+        job.launchers.pop(node, None)
+        job.launchers[node] = LauncherRecord(
+            node=node,
+            incarnation=report.launcher,
+            store=report.store,
+            generation=report.generation,
+        )
+        job.excluded.pop(node, None)
+        job.losses.pop(node, None)
+        job.slow.pop(node, None)
+        turn.audit("launcher.joined", f"the launcher on {node} offers it to {job.job}", node=node, job=job.job)
+    turn.state.live_nodes[node].jobs[job.job] = None
+    turn.job_changed(job.job)
+
+
+def _catch_up(
+    turn: Turn, job: JobRecord, node: str, report: LauncherJoined, *, restarted: bool, new_agent: bool
+) -> None:
+    """``new_agent``: it has forgotten the generation that its ranks are in, and its vault will ask it for that."""
+    if report.generation > job.last_number:
+        sentence = f"ranks on {node} are in generation {report.generation}, the records end at {job.last_number}"
+        job.last_number = own_numbers(turn.state, report.generation)
+        turn.audit("job.records_behind", sentence, node=node, job=job.job)
+    if job.state is JobState.FORMING:
+        consider_forming(turn, job)
+        return
+    if job.generation is None:
+        return
+    if job.state is JobState.RUNNING and job.last_number > job.generation.number:
+        sentence = f"ranks on {node} are ahead of the records"
+        regroup(turn, job, Cause(reason=GenerationReason.FORMED, sentence=sentence, trace=turn.trace))
+        return
+    if job.state is JobState.RUNNING and is_seated(job, node) and restarted:
+        sentence = f"the launcher on {node} started anew"
+        regroup(turn, job, Cause(reason=GenerationReason.RANK_LOST, sentence=sentence, trace=turn.trace))
+        return
+    spec = job.leaving if is_untold(turn, job) else job.generation
+    if job.state is JobState.RUNNING and spec is not None and (new_agent or report.generation < spec.number):
+        turn.send(node, NewGeneration(spec=spec))
+    consider_growth(turn, job)
+
+
+def offer_to_jobs(turn: Turn, node: str) -> None:
+    """A node became able: that may be what a forming, paused or small job of its launchers waits for."""
+    for name in turn.state.live_nodes[node].jobs:
+        job = turn.state.jobs[name]
+        if job.state is JobState.FORMING:
+            consider_forming(turn, job)
+        else:
+            consider_growth(turn, job)
+
+
+def consider_forming(turn: Turn, job: JobRecord) -> None:
+    """Opens the first generation: with all nodes asked for, or with enough of them when waiting is over.
+
+    Not while the database is away: nobody else would know of it.
+    """
+    if turn.state.store_away:
+        return
+    most, least = most_nodes(job), least_nodes(job)
+    due = job.created_at + job.spec.join_wait_s
+    if turn.now < due and len(job.launchers) < most:
+        turn.wake(due, "job", job.job)
+        return
+    seats = len(next_seats(turn.state, job))
+    if seats >= most or (seats >= least and turn.now >= due):
+        sentence = f"{seats} of {nodes(most)} asked for have joined"
+        regroup(turn, job, Cause(reason=GenerationReason.FORMED, sentence=sentence, trace=turn.trace))
+    elif turn.now < due:
+        turn.wake(due, "job", job.job)
+    elif seats < least:
+        consider_taking(turn, job)
