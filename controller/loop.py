@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
+from controller.answers import AnyWaiting, Result, Stimulus, tell_all
 from controller.boards import Boards
 from controller.core import events as ev
 from controller.core import fleet
@@ -39,47 +40,15 @@ from everstep.vocabulary import Verdict
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Stimulus = Callable[[Transaction, float], T]
-"""Runs events in a transaction at a time; what it returns is what its submitter gets once all is durable. It raises
-EverstepError only before anything was changed."""
-
-_Waiting = Waiting[Stimulus[Any]]
 
 UNSURE_S = 0.05
 """Seconds between two looks whether this controller may be sure again that it leads."""
 LONGEST_STRETCH_S = 0.0005
 """Seconds of work after which beats are read and answered, in the middle of a transaction's events too: fifteen or so
 have come meanwhile from 12,500 nodes, and wait as long again for one another."""
-TOLD_AT_ONCE = 16
-"""Answers that are sent in one turn of the event loop: half a millisecond's work."""
 TICKS_APART_S = 0.01
 """Least seconds between two Ticks. A fleet of 12,500 nodes has 2,500 deadlines a second at which all is well:
 twenty-five to a Tick, they cost a tenth. Nothing that is counted in deadlines is shorter than five times this."""
-UNPROMISED = (
-    "the database is away, so this is kept in memory only, and not promised: send it again; what was ordered may count "
-    "when the database is back"
-)
-
-
-class _Result(NamedTuple):
-    """What became of a stimulus. ``forgettable``: see ``Transaction``."""
-
-    waiting: _Waiting
-    value: Any
-    error: EverstepError | None
-    forgettable: bool
-
-    def tell(self, away: Absence | None) -> None:
-        """Answers, with a refusal where a promise is asked for that an absent database does not let us give."""
-        done = self.waiting.done
-        if done.done():
-            return  # its client is gone; what it asked for is done all the same
-        if self.error is not None:
-            done.set_exception(self.error)
-        elif away is None or self.forgettable:
-            done.set_result(self.value)
-        else:
-            done.set_exception(Unavailable(f"{UNPROMISED}: {away.reason}"))
 
 
 class _Stretch:
@@ -168,7 +137,7 @@ class FleetLoop:
         self._on_remedies = on_remedies
         self._decide = decide
         self._queue: Intake[Stimulus[Any]] = Intake(queue_limit, group, metrics.shed)
-        self._in_flight: list[_Waiting] = []
+        self._in_flight: list[AnyWaiting] = []
         self._work = asyncio.Event()
         self._resting: asyncio.TimerHandle | None = None
         self._armed: _Timer | None = None
@@ -234,7 +203,7 @@ class FleetLoop:
         finally:
             self._end()
 
-    def _first(self) -> _Waiting:
+    def _first(self) -> AnyWaiting:
         event = ev.ControllerStarted(epoch=self._epoch, trace=new_trace())
         done = asyncio.get_running_loop().create_future()
         return Waiting(lambda tx, now: tx.handle(event, now), done, "", Urgency.URGENT)
@@ -269,7 +238,7 @@ class FleetLoop:
             handle = asyncio.get_running_loop().call_later(due - self.now(), self._work.set)
             self._armed = _Timer(deadline, due, handle)
 
-    async def _turn(self, taken: list[_Waiting]) -> None:
+    async def _turn(self, taken: list[AnyWaiting]) -> None:
         """Everything that waits, then the timer: what was heard counts before anybody is called late."""
         started = time.perf_counter()
         self._in_flight = taken
@@ -284,33 +253,26 @@ class FleetLoop:
             await self._note_poison(transaction.handling)
             raise
         durable = await self._keep(transaction, len(taken))
-        await self._tell_all(results, None if durable else self._keeper.away)
+        await tell_all(results, None if durable else self._keeper.away)
         self._in_flight = []
         self._queue.rest_after(taken, time.perf_counter() - started)
 
-    async def _apply_all(self, taken: list[_Waiting], transaction: Transaction) -> list[_Result]:
+    async def _apply_all(self, taken: list[AnyWaiting], transaction: Transaction) -> list[Result]:
         """Beats are answered in between: what they touch is no part of a transaction."""
-        results: list[_Result] = []
+        results: list[Result] = []
         stretch = _Stretch()
         for waiting in taken:
             results.append(self._apply(waiting, transaction))
             await stretch.rest()
         return results
 
-    async def _tell_all(self, results: list[_Result], away: Absence | None) -> None:
-        """Each answer is put together and sent by the callback of its future, in the event loop's next turn."""
-        for number, result in enumerate(results, 1):
-            result.tell(away)
-            if number % TOLD_AT_ONCE == 0:
-                await asyncio.sleep(0)
-
-    def _apply(self, waiting: _Waiting, transaction: Transaction) -> _Result:
+    def _apply(self, waiting: AnyWaiting, transaction: Transaction) -> Result:
         transaction.forgettable = False
         try:
             value = waiting.stimulus(transaction, self.now())
         except EverstepError as error:
-            return _Result(waiting, None, error, True)
-        return _Result(waiting, value, None, transaction.forgettable)
+            return Result(waiting, None, error, True)
+        return Result(waiting, value, None, transaction.forgettable)
 
     def _tell_of_store(self, transaction: Transaction) -> None:
         """The core hears of the database before of anything that came later."""
@@ -322,7 +284,7 @@ class FleetLoop:
             held_back, self._held_back = self._held_back, []
             transaction.send_again(held_back)
 
-    def _tick(self, transaction: Transaction, taken: Iterable[_Waiting]) -> None:
+    def _tick(self, transaction: Transaction, taken: Iterable[AnyWaiting]) -> None:
         deadline, now = fleet.next_deadline(self.state), self.now()
         if deadline is None or deadline > now:
             return

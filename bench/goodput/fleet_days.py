@@ -12,49 +12,29 @@ from dataclasses import dataclass
 
 from bench.failures import Failure, load
 from bench.goodput.accounts import HOUR_S, Accounts
-from bench.goodput.fleet_time import BEAT_S, START, FleetInTime, Node, Observer
+from bench.goodput.fleet_nodes import JOB, FleetOfNodes, FleetPlan
+from bench.goodput.fleet_time import BEAT_S, START, Node, Observer
 from bench.goodput.recovery_model import RecoveryModel
 from bench.goodput.symptoms import SYMPTOMS, Sign, Symptom
 from controller.core import events as ev
-from controller.core.effects import Audit, Effect, PutGeneration, PutVerdict, RemedyKind, RequestRemedy, Send
+from controller.core.effects import Audit, Effect, PutGeneration, PutVerdict, RequestRemedy, Send
 from controller.core.policy import CorePolicy
-from everstep.errors import EverstepError
 from everstep.ids import Version
 from everstep.vocabulary import Decision, JobState, NodeState
-from everstep.wire.v1.agent import Domain, Gpu, Register
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import (
     CollectiveFailed,
     FindingRaised,
     GenerationSpec,
-    JobSpec,
-    LauncherJoined,
-    ProbeFinished,
     RankLost,
     RankProgress,
     Resumed,
     Sealed,
 )
 
-JOB = "run"
 PROBE_S = 10.0
 TRANSIENTS_S = {"agent_restart": 2.0, "network_blip": 8.0}
 """How long a node is away for nothing."""
-REBOOT_S = 300.0
-
-
-@dataclass(frozen=True)
-class FleetPlan:
-    """``nodes`` are the job's, ``spares`` wait beside them. ``reset_s``: after how long somebody looks at a latched
-    breaker and resets it. ``transients_per_node_day``: short absences that mean nothing."""
-
-    nodes: int
-    spares: int
-    hours: float
-    per_rack: int = 16
-    least_share: float = 0.9
-    reset_s: float = 900.0
-    transients_per_node_day: float = 0.05
 
 
 @dataclass(frozen=True)
@@ -66,7 +46,7 @@ class Regrouped:
     at_boundary: bool
 
 
-class FleetDays(FleetInTime):
+class FleetDays(FleetOfNodes):
     """One run. ``accounts`` hold the outcome; ``decisions`` are (second, words) of what was decided."""
 
     def __init__(
@@ -80,8 +60,7 @@ class FleetDays(FleetInTime):
         eager: bool = False,
         observe: Observer | None = None,
     ) -> None:
-        super().__init__(policy, plan.nodes + plan.spares, plan.hours, eager=eager, observe=observe)
-        self.plan = plan
+        super().__init__(plan, policy, eager=eager, observe=observe)
         self.model = model
         self.accounts = Accounts(plan.nodes)
         self.decisions: list[tuple[float, str]] = []
@@ -158,13 +137,6 @@ class FleetDays(FleetInTime):
         if kind in DECIDED:
             self.decisions.append((self.now - START, f"{kind}: {sentence}"))
 
-    def _command(self, kind: ev.OperatorAction, node: str | None = None) -> None:
-        command = ev.OperatorCommand(kind=kind, actor="on call", reason="mended", node=node, trace=self._trace())
-        try:
-            self._handle(command)
-        except EverstepError:
-            pass  # it stands as the order wants it already
-
     def _reset(self) -> None:
         if self.state.fleet.breaker:
             self.counts["breaker resets"] += 1
@@ -180,79 +152,6 @@ class FleetDays(FleetInTime):
 
     def _spokesman(self) -> Node | None:
         return self.by_name[self._stepping.seats[0]] if self._stepping is not None else None
-
-    # --- nodes come --------------------------------------------------------------------------------------------------
-
-    def _register(self, node: Node) -> None:
-        node.life += 1
-        self._numbers[node.name] = 0
-        index = int(node.name[1:])
-        gpu = Gpu(index=0, uuid=f"{node.name}-{node.gpus}", name="H100", pci_bus_id="0", memory_bytes=80 << 30)
-        rack = f"r{index // self.plan.per_rack}"
-        words = Register(
-            protocols=(1,),
-            node=node.name,
-            incarnation=node.life,
-            agent_version="1",
-            vault=f"{node.name}:7000",
-            boot_id=f"{node.name}-{node.boots}",
-            domain=Domain(rack=rack, switch=rack),
-            gpus=(gpu,),
-            findings=node.findings,
-        )
-        node.sleeps = False
-        self._handle(ev.AgentRegistered(register=words, trace=self._trace()))
-        self._beat_until_well(node, node.life)
-
-    def _join(self, node: Node) -> None:
-        plan = self.plan
-        spec = JobSpec(job=JOB, min_nodes=int(plan.least_share * plan.nodes), max_nodes=plan.nodes, digest_interval=10)
-        words = LauncherJoined(
-            job=JOB, at=self.now, spec=spec, launcher=node.boots + 1, store=f"{node.name}:8000", generation=0
-        )
-        self._report(node, words)
-
-    def _back(self, node: Node) -> None:
-        """It is there again: its agent registers, its launcher joins."""
-        if node.away_until is None or node.away_until > self.now + 1e-6:
-            return
-        node.away_until = None
-        self._register(node)
-        self._join(node)
-
-    def _repaired(self, node: Node, cause: str) -> None:
-        """What was broken is whole again; somebody gives the node back where that needs a word."""
-        if node.ill != cause or node.ill_until > self.now + 1e-6:
-            return
-        node.ill, node.findings, node.lies = "", (), False
-        node.gpus += 1
-        node.boots += 1
-        if node.away_until is None:
-            self._register(node)
-            self._join(node)
-        else:
-            node.away_until = self.now
-            self._back(node)
-        record = self.state.nodes[node.name]
-        if record.needs_operator or record.state in (NodeState.REPAIR, NodeState.HELD):
-            self._command(ev.OperatorAction.READMIT, node.name)
-            self._beat_until_well(node, node.life)
-        job = self.state.jobs[JOB]
-        if node.name in job.excluded or not job.launchers[node.name].able:
-            self._command(ev.OperatorAction.READMIT, node.name)
-
-    def _remedy(self, remedy: str, name: str, kind: RemedyKind) -> None:
-        """Carried out; what is broken stays so until it is repaired."""
-        wait_s = REBOOT_S if kind in (RemedyKind.REBOOT, RemedyKind.RESET_GPU) else 1.0
-        event = ev.ActionReported(id=remedy, node=name, ok=True, trace=self._trace())
-        self._after(wait_s, lambda: self._handle(event))
-
-    def _probe(self, name: str, body: RunProbe) -> None:
-        well = all(self.by_name[n].away_until is None and not self.by_name[n].ill for n in body.nodes)
-        rows = ((8, 1e-5, 1e11),) if well else ()
-        self._report(
-            self.by_name[name], ProbeFinished(probe=body.probe, ok=well, detail="" if well else "failed", rows=rows)
-        )
 
     # --- nodes fail --------------------------------------------------------------------------------------------------
 
@@ -402,10 +301,6 @@ class FleetDays(FleetInTime):
 
     # --- the job -----------------------------------------------------------------------------------------------------
 
-    def _able(self, name: str) -> bool:
-        node = self.by_name[name]
-        return node.away_until is None and not node.findings
-
     def _interrupt(self, cause: str) -> None:
         """The job stands still from now on."""
         if self.accounts.stepping:
@@ -442,10 +337,6 @@ class FleetDays(FleetInTime):
         """Healthy nodes beside the roster."""
         healthy = (NodeState.HEALTHY, NodeState.SUSPECT)
         return sum(1 for n in self.nodes if n.name not in spec.seated and self._fit(n, healthy))
-
-    def _fit(self, node: Node, states: tuple[NodeState, ...]) -> bool:
-        record = self.state.nodes.get(node.name)
-        return record is not None and record.state in states and node.away_until is None and not node.ill
 
     def _leave_at_boundary(self, attempt: int, cause: str) -> None:
         if attempt == self._resumes and self.accounts.stepping:

@@ -1,0 +1,132 @@
+"""Nodes that register, offer themselves to the one job, are treated, probed, repaired and given back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bench.goodput.fleet_time import FleetInTime, Node, Observer
+from controller.core import events as ev
+from controller.core.effects import RemedyKind
+from controller.core.policy import CorePolicy
+from everstep.errors import EverstepError
+from everstep.vocabulary import NodeState
+from everstep.wire.v1.agent import Domain, Gpu, Register
+from everstep.wire.v1.directives import RunProbe
+from everstep.wire.v1.training import (
+    JobSpec,
+    LauncherJoined,
+    ProbeFinished,
+)
+
+JOB = "run"
+REBOOT_S = 300.0
+
+
+@dataclass(frozen=True)
+class FleetPlan:
+    """``nodes`` are the job's, ``spares`` wait beside them. ``reset_s``: after how long somebody looks at a latched
+    breaker and resets it. ``transients_per_node_day``: short absences that mean nothing."""
+
+    nodes: int
+    spares: int
+    hours: float
+    per_rack: int = 16
+    least_share: float = 0.9
+    reset_s: float = 900.0
+    transients_per_node_day: float = 0.05
+
+
+class FleetOfNodes(FleetInTime):
+    """What nodes do as long as nothing breaks them, and when it is mended."""
+
+    def __init__(
+        self, plan: FleetPlan, policy: CorePolicy, *, eager: bool = False, observe: Observer | None = None
+    ) -> None:
+        super().__init__(policy, plan.nodes + plan.spares, plan.hours, eager=eager, observe=observe)
+        self.plan = plan
+
+    def _register(self, node: Node) -> None:
+        node.life += 1
+        self._numbers[node.name] = 0
+        index = int(node.name[1:])
+        gpu = Gpu(index=0, uuid=f"{node.name}-{node.gpus}", name="H100", pci_bus_id="0", memory_bytes=80 << 30)
+        rack = f"r{index // self.plan.per_rack}"
+        words = Register(
+            protocols=(1,),
+            node=node.name,
+            incarnation=node.life,
+            agent_version="1",
+            vault=f"{node.name}:7000",
+            boot_id=f"{node.name}-{node.boots}",
+            domain=Domain(rack=rack, switch=rack),
+            gpus=(gpu,),
+            findings=node.findings,
+        )
+        node.sleeps = False
+        self._handle(ev.AgentRegistered(register=words, trace=self._trace()))
+        self._beat_until_well(node, node.life)
+
+    def _join(self, node: Node) -> None:
+        plan = self.plan
+        spec = JobSpec(job=JOB, min_nodes=int(plan.least_share * plan.nodes), max_nodes=plan.nodes, digest_interval=10)
+        words = LauncherJoined(
+            job=JOB, at=self.now, spec=spec, launcher=node.boots + 1, store=f"{node.name}:8000", generation=0
+        )
+        self._report(node, words)
+
+    def _back(self, node: Node) -> None:
+        """It is there again: its agent registers, its launcher joins."""
+        if node.away_until is None or node.away_until > self.now + 1e-6:
+            return
+        node.away_until = None
+        self._register(node)
+        self._join(node)
+
+    def _repaired(self, node: Node, cause: str) -> None:
+        """What was broken is whole again; somebody gives the node back where that needs a word."""
+        if node.ill != cause or node.ill_until > self.now + 1e-6:
+            return
+        node.ill, node.findings, node.lies = "", (), False
+        node.gpus += 1
+        node.boots += 1
+        if node.away_until is None:
+            self._register(node)
+            self._join(node)
+        else:
+            node.away_until = self.now
+            self._back(node)
+        record = self.state.nodes[node.name]
+        if record.needs_operator or record.state in (NodeState.REPAIR, NodeState.HELD):
+            self._command(ev.OperatorAction.READMIT, node.name)
+            self._beat_until_well(node, node.life)
+        job = self.state.jobs[JOB]
+        if node.name in job.excluded or not job.launchers[node.name].able:
+            self._command(ev.OperatorAction.READMIT, node.name)
+
+    def _remedy(self, remedy: str, name: str, kind: RemedyKind) -> None:
+        """Carried out; what is broken stays so until it is repaired."""
+        wait_s = REBOOT_S if kind in (RemedyKind.REBOOT, RemedyKind.RESET_GPU) else 1.0
+        event = ev.ActionReported(id=remedy, node=name, ok=True, trace=self._trace())
+        self._after(wait_s, lambda: self._handle(event))
+
+    def _probe(self, name: str, body: RunProbe) -> None:
+        well = all(self.by_name[n].away_until is None and not self.by_name[n].ill for n in body.nodes)
+        rows = ((8, 1e-5, 1e11),) if well else ()
+        self._report(
+            self.by_name[name], ProbeFinished(probe=body.probe, ok=well, detail="" if well else "failed", rows=rows)
+        )
+
+    def _command(self, kind: ev.OperatorAction, node: str | None = None) -> None:
+        command = ev.OperatorCommand(kind=kind, actor="on call", reason="mended", node=node, trace=self._trace())
+        try:
+            self._handle(command)
+        except EverstepError:
+            pass  # it stands as the order wants it already
+
+    def _able(self, name: str) -> bool:
+        node = self.by_name[name]
+        return node.away_until is None and not node.findings
+
+    def _fit(self, node: Node, states: tuple[NodeState, ...]) -> bool:
+        record = self.state.nodes.get(node.name)
+        return record is not None and record.state in states and node.away_until is None and not node.ill
