@@ -26,6 +26,7 @@ from controller.serving import (
     Server,
     address_of,
     check_certificate,
+    ears,
     listen,
     raise_file_limit,
     server_config,
@@ -89,7 +90,7 @@ async def _serve(settings: ControllerSettings) -> int:
     member.on_change = server.hang_up
     running.add_done_callback(lambda _task: server.end())
     announcing = asyncio.create_task(_announce(server, settings, address, *operators))
-    await server.serve(sockets=listeners)
+    await server.serve(sockets=[*ears(listeners[0]), *listeners[1:]])
     announcing.cancel()
     if settings.ready_file:
         Path(settings.ready_file).unlink(missing_ok=True)

@@ -196,7 +196,7 @@ class Fleet:
 
     def open(self) -> None:
         """Registers everybody."""
-        self.all("open", window=max(8, 128 // len(self.crowds)))
+        self.all("open", window=max(8, 1024 // len(self.crowds)))
         self.until("registering", lambda status: status["phases"]["shown"] >= self.nodes, 60 + self.nodes / 200)
 
     def join(self) -> None:

@@ -20,8 +20,9 @@ from everstep.tokens import JOB_PREFIX, STORED_PREFIX, Identity, TokenRole, job_
 
 Headers = Iterable[tuple[bytes, bytes]]
 
-MOST_REMEMBERED = 1 << 16
-"""Verified tokens that are remembered: more than the nodes of a large fleet, 20 MiB at most."""
+MOST_REMEMBERED = 1 << 18
+"""Verified tokens that are remembered: more than the nodes of a million GPUs, whose agents may all hang up between
+beats and come with their token again. Some 0.4 KiB each."""
 LONGEST_TOKEN = 512
 _BEARER = b"bearer "
 _BY_JOB = "job"

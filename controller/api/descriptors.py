@@ -11,13 +11,16 @@ RESERVED = 256
 """File descriptors kept for everything that is no agent's connection: the database, logs, libraries, operators."""
 SCARCE_SHARE = 0.75
 """Of the descriptors, from which on agents whose nodes no job waits for hang up between beats."""
+CROWDED_SHARE = 0.8
+"""From which on a connection that comes makes others leave. Above the share from which on new ones are not held, or a
+fleet that stands there with all it has open would lose two sessions to each beat, and open each again for the next."""
 EXHAUSTED_SHARE = 0.85
-"""From which on all agents do: better that directives come with the next beat than that an agent is refused. Of a fleet
-of a million GPUs that beats every 20 s, thousands of connections are on their way in a bad half second."""
+"""From which on all agents hang up: better that directives come with the next beat than that an agent is refused. Of a
+fleet of a million GPUs that beats every 20 s, thousands of connections are on their way in a bad half second."""
 
 
 LET_GO_EACH = 2
-"""Sessions that are let go for each new connection while descriptors are scarce: more leave than come."""
+"""Sessions that are let go for each new connection then: more leave than come."""
 LOOK_AT_EACH = 8
 """Sessions that are looked at for that: where all are needed, a connection costs no more than this."""
 
@@ -39,12 +42,13 @@ class Descriptors:
         limit: connections that may be open at once; further ones are closed on arrival.
     """
 
-    __slots__ = ("_held", "exhausted_from", "limit", "open", "scarce_from")
+    __slots__ = ("_held", "crowded_from", "exhausted_from", "limit", "open", "scarce_from")
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.open = 0
         self.scarce_from = round(limit * SCARCE_SHARE)
+        self.crowded_from = round(limit * CROWDED_SHARE)
         self.exhausted_from = round(limit * EXHAUSTED_SHARE)
         self._held: OrderedDict[Lettable, None] = OrderedDict()
 
@@ -70,8 +74,8 @@ class Descriptors:
         self._held.pop(session, None)
 
     def make_room(self) -> None:
-        """A connection has come: where descriptors are scarce, lets others go, those first that were opened first."""
-        if not self.scarce:
+        """A connection has come: where they crowd, lets others go, those first that were opened first."""
+        if self.open < self.crowded_from:
             return
         left = LET_GO_EACH
         for _ in range(min(LOOK_AT_EACH, len(self._held))):

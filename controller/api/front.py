@@ -121,9 +121,7 @@ class Front(asyncio.Protocol):
         self._connections.add(session)
         self._descriptors.hold(session)
         self._transport.set_protocol(session)
-        self._transport.write(_ACCEPTED)
-        if first:
-            session.data_received(first)
+        session.begin(_ACCEPTED, first)
 
     def _ended(self, session: Session) -> None:
         self._connections.discard(session)

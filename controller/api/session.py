@@ -69,6 +69,7 @@ class Session(asyncio.Protocol):
     __slots__ = (
         "_attached",
         "_beats_busy",
+        "_before",
         "_buffer",
         "_closed",
         "_desk",
@@ -99,16 +100,23 @@ class Session(asyncio.Protocol):
         self._node = identity.subject
         self._transport = transport
         self._on_end = on_end
+        self._before = b""
         self._buffer: bytearray | None = None
         self._parked: list[tuple[Frame, bytes]] | None = None
         self._stalled: asyncio.TimerHandle | None = None
         self._attached = False
         self._held = True
-        self._closed = False
-        self._beats_busy = False
-        self._reports_busy = False
+        self._closed = self._beats_busy = self._reports_busy = False
 
     # --- the connection ------------------------------------------------------------------------------------------
+
+    def begin(self, before: bytes, data: bytes) -> None:
+        """Takes what came with the upgrade; ``before`` leaves first, in one write with an answer that is there."""
+        self._before = before
+        self.data_received(data)
+        if self._before:
+            self._transport.write(before)
+            self._before = b""
 
     def data_received(self, data: bytes) -> None:
         if self._buffer is not None:
@@ -360,7 +368,8 @@ class Session(asyncio.Protocol):
 
     def _send(self, kind: Frame, body: bytes) -> None:
         if not self._closed:
-            self._transport.write(encode_frame(kind, body))
+            self._transport.write(self._before + encode_frame(kind, body))
+            self._before = b""
 
     def _result(self, kind: Frame, done: asyncio.Future[Any]) -> bool:
         """Whether it went well; else the agent is told why not."""

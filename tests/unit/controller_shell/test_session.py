@@ -357,7 +357,7 @@ def test_an_agent_that_stalls_is_cut_off_after_a_while(
 
 def scarce(controller: Served, *, exhausted: bool = False) -> None:
     """As if the process had hardly a file descriptor, or none, to spare."""
-    controller.descriptors.scarce_from = 0
+    controller.descriptors.scarce_from = controller.descriptors.crowded_from = 0
     controller.descriptors.exhausted_from = 0 if exhausted else 1000
 
 
@@ -394,6 +394,18 @@ def test_where_descriptors_are_scarce_a_new_connection_makes_an_idle_one_leave_w
     idle.close()
     controller.until(lambda: not controller.controller.outbox.has_receiver("n1"))
     assert live(controller).gone_at is None
+
+
+def test_a_fleet_that_stands_where_descriptors_are_scarce_loses_no_session_to_each_connection(
+    controller: Served, dial: Dial
+) -> None:
+    idle = ready(dial)
+    scarce(controller)
+    controller.descriptors.crowded_from = 1000
+    with closing(Line(controller.address)) as other:
+        other.send(upgrade("n2", bearer(TokenRole.AGENT, "n2")))
+        assert other.head()[0] == 101
+        assert not idle.beat().hold  # no other frame came before its answer
 
 
 def test_a_new_connection_makes_nobody_leave_that_a_job_waits_for_or_who_waits_for_an_answer(
