@@ -8,8 +8,8 @@ STAMP := $(VENV)/.installed
 # Where torch comes from besides the package index. PyPI's needs gigabytes of CUDA; a machine without a GPU can do with
 # make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
-# Processes that share the tests, a file at a time: much of a test is waiting. 0: this one alone.
-WORKERS ?= 0
+# Processes that share the tests, a file at a time: much of a test is waiting. 0: one alone.
+WORKERS ?= 2
 
 .PHONY: help
 help: ## list the targets
@@ -30,7 +30,7 @@ demo: $(STAMP) ## a real training run through seven faults, on this machine (FAS
 	$(BIN)/python -m examples.demo $(if $(FAST),--fast) $(if $(LAYOUT),--layout $(LAYOUT))
 
 .PHONY: test
-test: $(STAMP) ## all tests (WORKERS=2)
+test: $(STAMP) ## all tests, two files at a time (WORKERS=0: one after another)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: lint

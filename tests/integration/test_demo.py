@@ -92,7 +92,7 @@ def demo(tmp_path: Path, short_path: Path) -> Iterator[Demo]:
 
 @pytest.mark.timeout(280)
 def test_every_fault_is_recovered_and_the_run_is_as_if_nothing_had_happened(tmp_path: Path, short_path: Path) -> None:
-    demo = Demo(tmp_path, short_path, "--fast", "--steps", "450")
+    demo = Demo(tmp_path, short_path, "--fast", "--steps", "350")
     try:
         status = demo.wait(260)
     finally:

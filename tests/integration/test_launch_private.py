@@ -191,21 +191,21 @@ source = "this test: whatever runs on the GPU has to be started again"
 """
 
 
-def test_the_rank_on_a_gpu_that_stopped_gets_another_process_and_the_job_ends_well(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAIN.replace("until=60", "until=300"))
-    rules, control = tmp_path / "site.toml", tmp_path / "control.json"
+def test_the_rank_on_a_gpu_that_stopped_gets_another_process_and_the_job_ends_well(short_path: Path) -> None:
+    (short_path / "train.py").write_text(TRAIN.replace("until=60", "until=300"))
+    rules, control = short_path / "site.toml", short_path / "control.json"
     rules.write_text(STOPPED)
-    argv = ["--nproc-per-node", "2", "--standby-delay-s", "0.1", "--state-dir", str(tmp_path / "state"), "train.py"]
+    argv = ["--nproc-per-node", "2", "--standby-delay-s", "0.1", "--state-dir", str(short_path / "state"), "train.py"]
     site = {
         "EVERSTEP_AGENT_SITE_POLICY": str(rules),
         "EVERSTEP_AGENT_VIRTUAL": "default:2",
         "EVERSTEP_AGENT_VIRTUAL_CONTROL": str(control),
     }
-    with launched(tmp_path, *argv, **site) as launcher:
-        run = Run(tmp_path, launcher)
+    with launched(short_path, *argv, **site) as launcher:
+        run = Run(short_path, launcher)
         victim = run.pid_at(rank=1, step=10)
-        (tmp_path / "new.json").write_text('{"gpus": {"1": {"xid": 43}}}')
-        (tmp_path / "new.json").rename(control)
+        (short_path / "new.json").write_text('{"gpus": {"1": {"xid": 43}}}')
+        (short_path / "new.json").rename(control)
         assert launcher.wait() == 0, launcher.err
     lines = run.lines()
     assert len({pid for rank, _, _, pid in lines if rank == 1} - {victim}) == 1

@@ -64,15 +64,15 @@ class Stored:
         return sorted(path.name for path in self.folder.glob("step-*"))
 
 
-def _script(tmp_path: Path, width: int) -> str:
-    path = tmp_path / "train.py"
+def _script(short_path: Path, width: int) -> str:
+    path = short_path / "train.py"
     path.write_text(TRAIN.replace("WIDTH", str(width)))
     return str(path)
 
 
-def _argv(tmp_path: Path, *more: str, every: int = 30) -> list[str]:
-    spill = ["--spill-to", str(tmp_path / "stored"), "--spill-every", str(every), *more]
-    return ["--nproc-per-node", "2", "--job", "spilled", "--state-dir", str(tmp_path / "state"), *spill]
+def _argv(short_path: Path, *more: str, every: int = 30) -> list[str]:
+    spill = ["--spill-to", str(short_path / "stored"), "--spill-every", str(every), *more]
+    return ["--nproc-per-node", "2", "--job", "spilled", "--state-dir", str(short_path / "state"), *spill]
 
 
 def _named(launcher: Launched, words: str) -> int:
@@ -87,12 +87,12 @@ def _named(launcher: Launched, words: str) -> int:
     return 0
 
 
-def _load_elsewhere(tmp_path: Path, folder: Path, width: int) -> None:
+def _load_elsewhere(short_path: Path, folder: Path, width: int) -> None:
     """In a process that has never heard of Everstep."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, "-c", LOADED, str(folder), str(width)],
-        cwd=tmp_path,
+        cwd=short_path,
         env=clean,
         capture_output=True,
         text=True,
@@ -102,20 +102,20 @@ def _load_elsewhere(tmp_path: Path, folder: Path, width: int) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_versions_go_to_storage_as_ordinary_checkpoints_and_old_ones_go(tmp_path: Path) -> None:
-    stored = Stored(tmp_path / "stored", "spilled")
-    with launched(tmp_path, *_argv(tmp_path, "--spill-keep", "2"), _script(tmp_path, 64)) as launcher:
+def test_versions_go_to_storage_as_ordinary_checkpoints_and_old_ones_go(short_path: Path) -> None:
+    stored = Stored(short_path / "stored", "spilled")
+    with launched(short_path, *_argv(short_path, "--spill-keep", "2"), _script(short_path, 64)) as launcher:
         launcher.eventually(lambda: len(stored.whole()) == 2, "two checkpoints")
         first = stored.whole()[0]
         launcher.eventually(lambda: first not in stored.begun(), "the first goes when the third is there")
-    _load_elsewhere(tmp_path, stored.folder / stored.whole()[-1], 64)  # with nobody there any more who removes it
+    _load_elsewhere(short_path, stored.folder / stored.whole()[-1], 64)  # with nobody there any more who removes it
 
 
 @pytest.mark.parametrize("victim", ["agent.vault.main", "agent.main", "controller.main"])
-def test_a_write_goes_on_when_who_asked_for_it_is_killed(tmp_path: Path, victim: str) -> None:
-    stored = Stored(tmp_path / "stored", "spilled")
-    argv = _argv(tmp_path, "--spill-keep", "0", every=20)
-    with launched(tmp_path, *argv, _script(tmp_path, 1024)) as launcher:
+def test_a_write_goes_on_when_who_asked_for_it_is_killed(short_path: Path, victim: str) -> None:
+    stored = Stored(short_path / "stored", "spilled")
+    argv = _argv(short_path, "--spill-keep", "0", every=20)
+    with launched(short_path, *argv, _script(short_path, 1024)) as launcher:
 
         def caught() -> int:
             """A writer is at work, and the version it writes is not whole."""
@@ -125,12 +125,12 @@ def test_a_write_goes_on_when_who_asked_for_it_is_killed(tmp_path: Path, victim:
         (name,) = set(stored.begun()) - set(stored.whole())
         os.kill(_named(launcher, victim), signal.SIGKILL)
         launcher.eventually(lambda: name in stored.whole(), f"{name} whole after the death of {victim}")
-        _load_elsewhere(tmp_path, stored.folder / name, 1024)
+        _load_elsewhere(short_path, stored.folder / name, 1024)
 
 
-def test_a_job_that_was_stopped_goes_on_from_storage_by_itself(tmp_path: Path) -> None:
-    script = _script(tmp_path, 64)
-    with World(tmp_path / "out", ["n1"]) as world:
+def test_a_job_that_was_stopped_goes_on_from_storage_by_itself(short_path: Path) -> None:
+    script = _script(short_path, 64)
+    with World(short_path / "out", ["n1"]) as world:
         world.start_controller()
         node = world.nodes["n1"]
         node.boot()
@@ -139,7 +139,7 @@ def test_a_job_that_was_stopped_goes_on_from_storage_by_itself(tmp_path: Path) -
 
         def launch() -> None:
             command = ["-m", "trainer_hooks.launch", "--job", "spilled", "--agent-socket", str(node.agent_socket)]
-            command += ["--spill-to", str(tmp_path / "stored"), "--spill-every", "20", script]
+            command += ["--spill-to", str(short_path / "stored"), "--spill-every", "20", script]
             node.join(command, {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
 
         def stored() -> list[KeptVersion]:
@@ -154,7 +154,7 @@ def test_a_job_that_was_stopped_goes_on_from_storage_by_itself(tmp_path: Path) -
         client.post("/v1/jobs/spilled/stop", op.Because(reason="to go on later"), op.Changed)
         assert node.launcher is not None
         node.launcher.wait(60)
-        steps, newest = tmp_path / "steps-0", stored()[0]
+        steps, newest = short_path / "steps-0", stored()[0]
         steps.unlink()
         launch()
         wait_for(lambda: steps.exists() and bool(steps.read_text()), "the first step of the second run")
@@ -182,22 +182,22 @@ everstep.main(train)
 """
 
 
-def test_several_nodes_write_one_checkpoint_and_people_see_it(tmp_path: Path) -> None:
-    script = tmp_path / "sharded.py"
+def test_several_nodes_write_one_checkpoint_and_people_see_it(short_path: Path) -> None:
+    script = short_path / "sharded.py"
     script.write_text(SHARDED)
-    stored = Stored(tmp_path / "stored", "sharded")
-    with World(tmp_path / "out", ["n1", "n2"]) as world:
+    stored = Stored(short_path / "stored", "sharded")
+    with World(short_path / "out", ["n1", "n2"]) as world:
         world.start_controller()
         for node in world.nodes.values():
             node.boot()
         for node in world.nodes.values():
             wait_for(lambda node=node: node.booted, f"{node.name} is up")  # type: ignore[misc]
             command = ["-m", "trainer_hooks.launch", "--job", "sharded", "--nnodes", "2"]
-            command += ["--agent-socket", str(node.agent_socket), "--spill-to", str(tmp_path / "stored")]
+            command += ["--agent-socket", str(node.agent_socket), "--spill-to", str(short_path / "stored")]
             command += ["--spill-every", "20", "--spill-keep", "0", str(script)]
             node.join(command, {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
         wait_for(lambda: bool(stored.whole()), "a checkpoint of both nodes")
-        token = tmp_path / "token"
+        token = short_path / "token"
         world.write_secret(token, world.operator_token)
         asked = [sys.executable, "-m", "everstep.cli.main", "--controller", world.url, "--token-file", str(token)]
         said = subprocess.run(
@@ -207,4 +207,4 @@ def test_several_nodes_write_one_checkpoint_and_people_see_it(tmp_path: Path) ->
         assert "storage" in said.stdout
     newest = stored.folder / stored.whole()[-1]
     assert sorted(path.name for path in newest.glob("*.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
-    _load_elsewhere(tmp_path, newest, 64)
+    _load_elsewhere(short_path, newest, 64)
