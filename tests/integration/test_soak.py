@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.timeout(280)
 def test_a_job_comes_through_random_faults_exactly_and_nothing_is_left(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench.soak", "--seconds", str(FAULTS_S), "--seed", str(SEED)]
+    command = [sys.executable, "-m", "bench.soak", "--seconds", str(FAULTS_S), "--seed", str(SEED), "--pace", "0.1"]
     soak = subprocess.Popen(
         [*command, "--out", str(tmp_path)],
         cwd=ROOT,
