@@ -219,7 +219,10 @@ class Agent:
     def readable(self) -> None:
         """Reads what there is. Raises OSError when the connection broke."""
         assert self.sock is not None
-        data, notes, _, _ = self.sock.recvmsg(1 << 18, NOTE_BYTES)
+        try:
+            data, notes, _, _ = self.sock.recvmsg(1 << 18, NOTE_BYTES)
+        except BlockingIOError:
+            return  # it was seen of the connection that had this descriptor before, and was closed in the same round
         now = self.read_at = _arrived(notes)
         if not data:
             raise ConnectionResetError("the controller hung up")

@@ -41,8 +41,8 @@ everstep.main(train)
 
 
 @pytest.mark.slow
-def test_the_generation_after_a_loss_loads_the_last_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAIN)
-    with launched(tmp_path, "--nproc-per-node", "2", "--state-dir", str(tmp_path / "s"), "train.py") as launcher:
+def test_the_generation_after_a_loss_loads_the_last_checkpoint(short_path: Path) -> None:
+    (short_path / "train.py").write_text(TRAIN)
+    with launched(short_path, "--nproc-per-node", "2", "--state-dir", str(short_path / "s"), "train.py") as launcher:
         assert launcher.wait() == 0, launcher.err
         assert "loaded step 10, weights 10.0 to 10.0" in launcher.out

@@ -15,7 +15,7 @@ from everstep.vocabulary import GenerationReason
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.training import GenerationSpec
 from tests.support.agents import agent_process
-from tests.support.controllers import SECRET, VIEWER, ControllerProcess
+from tests.support.controllers import PATIENT, SECRET, VIEWER, ControllerProcess
 from tests.support.forked import ForkPool
 from tests.support.launched import Launched, alive, launched
 from tests.support.postgres import postgres, postgres_server
@@ -111,7 +111,7 @@ class Training:
 @pytest.fixture
 def controllers(program_forks: ForkPool, short_path: Path, postgres: str) -> Iterator[list[ControllerProcess]]:
     settings = short_path / "settings.toml"
-    settings.write_text(SHORT_LEASE)
+    settings.write_text(f"{SHORT_LEASE}[policy]\n{PATIENT}")
     made = []
     for name in "abc":
         (short_path / name).mkdir()
@@ -157,7 +157,8 @@ def test_training_regroups_under_whoever_leads_and_loses_no_step(training: Train
     third = training.leader()
     assert third not in (first, second)
     reasons = [GenerationReason.FORMED, GenerationReason.RANK_LOST, GenerationReason.RANK_LOST]
-    assert [spec.reason for spec in training.generations()] == reasons
+    generations = training.generations()
+    assert [spec.reason for spec in generations] == reasons, [spec.sentence for spec in generations]
     below = training.launcher.descendants()
     last = training.end()
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from bench.load.agent import Agent
 from bench.load.trials import JUDGEMENTS
 
 ROOT = Path(__file__).parents[2]
@@ -34,3 +38,17 @@ def test_a_small_fleet_registers_trains_fails_and_storms_with_nothing_lost(tmp_p
     assert sum(said.values()) == 100
     assert min(said.values()) > 0, "some leave within the budget, some are held, some are too many"
     assert rows["resident memory"] > 0
+
+
+def test_an_agent_that_is_read_for_the_connection_which_had_its_descriptor_before_is_not_broken() -> None:
+    """One event of a round ends a connection, another agent opens one at its descriptor, and a later event was its."""
+    agent = Agent(0, "j", b"upgrade", Mock())
+    with socket.create_server(("127.0.0.1", 0)) as listener, closing(agent):
+        agent.connect(listener.getsockname(), "")
+        agent.readable()
+        peer, _ = listener.accept()
+        peer.close()
+        assert agent.sock is not None
+        agent.sock.setblocking(True)
+        with pytest.raises(ConnectionResetError, match="hung up"):
+            agent.readable()
