@@ -24,6 +24,8 @@ MOST_IN_A_REQUEST = 1024
 SO_TIMESTAMPNS = 35
 """Linux: each read says when the kernel had the last of its bytes."""
 NOTE_BYTES = socket.CMSG_SPACE(16)
+ESTABLISHED = 1
+"""Linux: the state, first byte of TCP_INFO, of a connection that is there."""
 IP_BIND_ADDRESS_NO_PORT = 24
 """Linux: ports are then counted per pair of addresses, not per source address."""
 
@@ -138,15 +140,17 @@ class Agent:
             sock.setsockopt(socket.IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1)
             sock.bind((source, 0))
         sock.setblocking(False)
-        connected = sock.connect_ex(address)  # on loopback at once, unless the controller's backlog is full
-        if connected not in (0, errno.EINPROGRESS):
+        result = sock.connect_ex(address)
+        if result not in (0, errno.EINPROGRESS):
             sock.close()
-            raise OSError(connected, os.strerror(connected))
+            raise OSError(result, os.strerror(result))
+        # On loopback it is there at once, though connect says otherwise, unless the controller's backlog is full.
+        connected = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == ESTABLISHED
         self.sock, self.buffer, self._head = sock, b"", True
         self._spool.extendleft(reversed(self._asked))  # what was not acknowledged is said again
         self.number -= len(self._asked)
         self._asked = []
-        self._later = b"" if connected else None
+        self._later = None if connected else b""
 
     @property
     def connecting(self) -> bool:
