@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Where torch comes from besides the package index. PyPI's needs gigabytes of CUDA; a machine without a GPU can do with
-# make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# make demo TORCH_INDEX=... and the address of PyTorch's index of CPU builds, which its installation page gives.
 TORCH_INDEX ?=
 # Processes that share the tests, a file at a time: much of a test is waiting. 0: one alone.
 WORKERS ?= 2
