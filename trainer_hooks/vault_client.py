@@ -15,6 +15,7 @@ import os
 import socket
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -30,6 +31,9 @@ from everstep.slots import SLOTS, SegmentView
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.local import (
     MAX_FRAME_BYTES,
+    Connect,
+    Connected,
+    ConnectionBroke,
     Failed,
     Fetch,
     Fetched,
@@ -51,6 +55,8 @@ from trainer_hooks.locality import numa_node
 log = logging.getLogger(__name__)
 
 RECEIVE_BYTES = 1 << 16
+MOST_DESCRIPTORS = 16
+"""In one call; the kernel ends a read behind the first frame that has one."""
 TICK_S = 0.25
 """How often the reader looks for requests whose deadline passed."""
 OPEN_TIMEOUT_S = 300.0
@@ -100,6 +106,14 @@ class MappedSegment:
     def directory(self) -> str:
         """Where scratch files that the vault may write to go."""
         return os.path.dirname(self.path)
+
+
+class Lent(msgspec.Struct, frozen=True):
+    """A proved connection to another node's vault, and how long to wait on it."""
+
+    sock: socket.socket
+    answer_timeout_s: float
+    io_timeout_s: float
 
 
 class _Pending(msgspec.Struct):
@@ -227,6 +241,15 @@ class VaultClient:
             None if group is None else DECODE_TIMEOUT_S,
         )
 
+    def connect(self, *, job: str, node: str) -> Future[Lent]:
+        """A connection of the caller's own to ``node``'s vault, which the vault here has proved. Returns at once; the
+        future raises NotFound, Unavailable, AuthenticationError."""
+        return self._ask(lambda n: Connect(request=n, job=job, node=node))
+
+    def connection_broke(self, *, job: str, node: str, why: str) -> None:
+        """Tells the vault that such a connection ended without the caller's doing. Returns at once."""
+        self._ask(lambda n: ConnectionBroke(request=n, job=job, node=node, why=why[:1000]))
+
     def close(self) -> None:
         """Ends the connection and its thread; what is unanswered raises Unavailable. Mappings stay valid."""
         self._closed.set()
@@ -303,38 +326,57 @@ class VaultClient:
 
     def _serve(self, connection: socket.socket) -> None:
         decoder: FrameDecoder[FromVault] = FrameDecoder(FromVault, MAX_FRAME_BYTES)
-        while not self._closed.is_set():
-            try:
-                data = connection.recv(RECEIVE_BYTES)
-            except TimeoutError:
-                self._expire()
-                continue
-            except OSError:
-                data = b""
-            try:
-                answers = decoder.feed(data)
-            except errors.MalformedMessage as error:
-                log.warning("the vault sent what cannot be read, connecting anew: %s", error)
-                data, answers = b"", []
-            for answer in answers:
-                self._take(answer)
-            if not data:
-                with self._lock:
-                    if self._socket is connection:
-                        self._drop_connection()
-                return
+        lent: deque[socket.socket] = deque()
+        try:
+            while not self._closed.is_set() and self._receive(connection, decoder, lent):
+                pass
+        finally:
+            for sock in lent:
+                sock.close()
 
-    def _take(self, answer: FromVault) -> None:
+    def _receive(self, connection: socket.socket, decoder: FrameDecoder[FromVault], lent: deque[socket.socket]) -> bool:
+        """Takes what came, or notes that nothing did; False where the connection has ended. A descriptor comes with or
+        before the end of the frame that it belongs to, in the order of those frames."""
+        data = b""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(
+                connection, RECEIVE_BYTES, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            )
+            lent.extend(socket.socket(fileno=descriptor) for descriptor in descriptors)
+        except TimeoutError:
+            self._expire()
+            return True
+        except OSError:
+            pass
+        try:
+            for answer in decoder.feed(data):
+                self._take(answer, lent)
+        except errors.MalformedMessage as error:
+            log.warning("the vault sent what cannot be read, connecting anew: %s", error)
+            data = b""
+        if not data:
+            with self._lock:
+                if self._socket is connection:
+                    self._drop_connection()
+        return bool(data)
+
+    def _take(self, answer: FromVault, lent: deque[socket.socket]) -> None:
         if isinstance(answer, VaultFinding | PeerLost):
             return  # for supervisors
+        result: FromVault | Lent = answer
+        if isinstance(answer, Connected):
+            if not lent:
+                raise errors.MalformedMessage("a connection was announced, and none came")
+            result = Lent(lent.popleft(), answer.answer_timeout_s, answer.io_timeout_s)
         with self._lock:
             pending = self._pending.pop(answer.request, None)
-        if pending is None:
-            return  # answered after its deadline, or twice after a reconnect
-        if isinstance(answer, Failed):
+        if pending is None:  # answered after its deadline, or twice after a reconnect
+            if isinstance(result, Lent):
+                result.sock.close()
+        elif isinstance(answer, Failed):
             pending.future.set_exception(_error_of(answer))
         else:
-            pending.future.set_result(answer)
+            pending.future.set_result(result)
 
     def _expire(self) -> None:
         now = self._clock.monotonic()

@@ -8,15 +8,16 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 
-from agent.vault.channel import Channel
 from agent.vault.findings import Findings
 from agent.vault.peers import Peers
-from agent.vault.reading import Library, Range, RangeHasher
+from agent.vault.reading import Library, Range
 from agent.vault.scratch import Scratch
 from agent.vault.segments import MOST_SLOT_BYTES, SegmentStore
 from agent.vault.settings import VaultSettings
 from agent.vault.statistics import Tally
+from everstep.channel import Channel
 from everstep.errors import DigestMismatch, MalformedMessage, NotFound
+from everstep.range_digests import RangeHasher
 from everstep.slots import CHUNK_BYTES
 from everstep.wire.v1.local import Fetch
 from everstep.wire.v1.transfer import MAX_RANGES, MAX_TRANSFER_FRAME_BYTES, Data, DataEnd, Get

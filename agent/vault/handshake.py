@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 
-from agent.vault.channel import Channel
 from agent.vault.jobs import JobBook, JobFacts
+from everstep.channel import Channel
 from everstep.errors import AuthenticationError, MalformedMessage
 from everstep.wire.v1.transfer import NONCE_BYTES, Challenge, Greeting, Proof, Refused, prove, proves, refused_error
 from everstep.wire.version import SPOKEN, negotiate

@@ -10,7 +10,10 @@ import struct
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from everstep.errors import AuthenticationError, EverstepError, MalformedMessage
+import msgspec
+
+from everstep.channel import Channel
+from everstep.errors import AuthenticationError, EverstepError, MalformedMessage, Unavailable
 from everstep.framing import FrameDecoder, encode_frame
 from everstep.wire.v1.local import MAX_FRAME_BYTES, Failed, FromVault, ToVault
 
@@ -42,11 +45,35 @@ class Client:
             return
         self._writer.write(encode_frame(message))
 
+    def hand_over(self, message: FromVault, descriptor: int) -> None:
+        """Sends a frame with a descriptor beside it; the other process gets one of its own.
+
+        Raises Unavailable where what was sent before has not been taken yet: then the descriptor would come with
+        another frame.
+        """
+        transport = self._writer.transport
+        if transport.is_closing() or transport.get_write_buffer_size():
+            raise Unavailable("the client is gone, or behind with its answers")
+        frame = encode_frame(message)
+        with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as own:
+            try:
+                sent = socket.send_fds(own, [frame], [descriptor])
+            except OSError as error:
+                raise Unavailable(f"the client takes no descriptor: {error}") from error
+        self._writer.write(frame[sent:])
+
     def close(self) -> None:
         self._writer.close()
 
 
-Handler = Callable[[ToVault, Client], Awaitable[FromVault]]
+class Handover(msgspec.Struct, frozen=True):
+    """An answer, and the connection that goes with it."""
+
+    answer: FromVault
+    channel: Channel
+
+
+Handler = Callable[[ToVault, Client], Awaitable[FromVault | Handover]]
 
 
 class LocalServer:
@@ -106,7 +133,12 @@ class LocalServer:
 
     async def _answer(self, message: ToVault, client: Client) -> None:
         try:
-            client.send(await self._handle(message, client))
+            answer = await self._handle(message, client)
+            if isinstance(answer, Handover):
+                with answer.channel.detach() as sock:
+                    client.hand_over(answer.answer, sock.fileno())
+            else:
+                client.send(answer)
         except EverstepError as error:
             self._refuse(client, message.request, error)
         except Exception as error:

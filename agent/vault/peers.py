@@ -7,12 +7,12 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import TypeVar
 
-from agent.vault.channel import Channel, connect
 from agent.vault.handshake import introduce
 from agent.vault.jobs import JobBook, JobFacts
 from agent.vault.settings import VaultSettings
 from agent.vault.witness import Witness
 from everstep.backoff import Backoff
+from everstep.channel import Channel, connect
 from everstep.clock import Clock
 from everstep.errors import NotFound, Unavailable
 
@@ -52,6 +52,19 @@ class Peers:
             except Unavailable:
                 self._drop(key)
         return self._use(key, self._introduced(facts, node, key, timeout_s), action, timeout_s)
+
+    def lend(self, job: str, node: str) -> Channel:
+        """A new connection to ``node``'s vault, for the caller to keep. Raises what ``call`` does."""
+        facts = self._book.facts(job)
+        key = (job, node, facts.address(node), facts.secret)
+        channel = self._introduced(facts, node, key, None)
+        with self._lock:
+            self._busy.discard(channel)
+        return channel
+
+    def broke(self, job: str, node: str, why: str) -> None:
+        """One that was lent ended without its new owner's doing."""
+        self._witness.broke(job, node, why)
 
     def _take(self, key: Key) -> Channel | None:
         with self._lock:

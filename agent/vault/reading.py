@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Container, Iterator, Sequence
-
-import xxhash
 
 from agent.vault.findings import Findings
 from agent.vault.segments import Segment, SegmentStore
@@ -61,6 +58,14 @@ class Reading:
         self.require_still()
         return touched
 
+    def sealed(self, piece: Range) -> bytes | None:
+        """What was sealed as the digest of just these bytes, if they are one chunk."""
+        offset, length = piece
+        index, within = divmod(offset, CHUNK_BYTES)
+        if within or not length or length != min(CHUNK_BYTES, len(self.payload) - offset):
+            return None
+        return self.digests[index + 1]
+
     def views(self, ranges: Sequence[Range]) -> list[memoryview]:
         """The ranges' bytes."""
         return [self.payload[offset : offset + length] for offset, length in ranges]
@@ -86,34 +91,6 @@ def cut(ranges: Sequence[Range]) -> Iterator[list[Range]]:
                 piece, room = [], CHUNK_BYTES
     if piece:
         yield piece
-
-
-class RangeHasher:
-    """xxh3-128 of each range, fed with the ranges' bytes one after another while they are still in the cache."""
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self._left = deque(lengths)
-        self._digests: list[bytes] = []
-        self._hash = xxhash.xxh3_128()
-
-    def update(self, view: memoryview) -> None:
-        while view:
-            self._close_finished()
-            taken = min(self._left[0], len(view))
-            self._hash.update(view[:taken])
-            self._left[0] -= taken
-            view = view[taken:]
-
-    def _close_finished(self) -> None:
-        while self._left and not self._left[0]:
-            self._left.popleft()
-            self._digests.append(self._hash.digest())
-            self._hash = xxhash.xxh3_128()
-
-    def digests(self) -> bytes:
-        """All digests, one after another. To be asked once everything was fed."""
-        self._close_finished()
-        return b"".join(self._digests)
 
 
 def _chunk_runs(ranges: Sequence[Range], length: int) -> list[Range]:

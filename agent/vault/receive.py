@@ -14,11 +14,11 @@ from collections import defaultdict
 
 import xxhash
 
-from agent.vault.channel import Channel
 from agent.vault.findings import Findings
 from agent.vault.jobs import JobBook
 from agent.vault.segments import Segment, SegmentKey, SegmentStore
 from agent.vault.statistics import Tally
+from everstep.channel import Channel
 from everstep.errors import Conflict, DigestMismatch, EverstepError, MalformedMessage, NotFound
 from everstep.slots import CHUNK_BYTES, chunk_count, slot_bytes_for, slot_to_fill
 from everstep.wire.v1.transfer import Part, Put, split_digests

@@ -13,11 +13,11 @@ from functools import partial
 import msgspec
 import xxhash
 
-from agent.vault.channel import Channel
 from agent.vault.jobs import JobBook
 from agent.vault.peers import Peers
 from agent.vault.segments import Segment
 from agent.vault.settings import VaultSettings
+from everstep.channel import Channel
 from everstep.errors import DigestMismatch, EverstepError, MalformedMessage, NotFound
 from everstep.slots import CHUNK_BYTES, SlotHeader
 from everstep.wire.v1.transfer import MAX_TRANSFER_FRAME_BYTES, Data, DataEnd, Get

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Executor
 
-from agent.vault.channel import Channel
 from agent.vault.findings import Findings
 from agent.vault.pacing import Pace
 from agent.vault.peers import Peers
@@ -15,6 +14,7 @@ from agent.vault.reading import Reading
 from agent.vault.segments import Segment
 from agent.vault.settings import VaultSettings
 from agent.vault.statistics import Tally
+from everstep.channel import Channel
 from everstep.clock import Clock
 from everstep.errors import ConfigurationError, Conflict, DigestMismatch, EverstepError, MalformedMessage, Unavailable
 from everstep.ids import Version

@@ -6,15 +6,15 @@ import logging
 import socket
 import threading
 
-from agent.vault.channel import Channel
 from agent.vault.handshake import admit
 from agent.vault.jobs import JobBook
-from agent.vault.reading import Library, RangeHasher, Reading
+from agent.vault.reading import Library, Reading
 from agent.vault.receive import Receiver
 from agent.vault.segments import SegmentStore
 from agent.vault.settings import VaultSettings
 from agent.vault.statistics import Tally
 from agent.vault.witness import Witness
+from everstep.channel import Channel
 from everstep.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -23,6 +23,7 @@ from everstep.errors import (
     NotFound,
     Unavailable,
 )
+from everstep.range_digests import RangeHasher
 from everstep.slots import CHUNK_BYTES
 from everstep.wire.v1.transfer import (
     MAX_TRANSFER_FRAME_BYTES,
@@ -260,7 +261,7 @@ class Answers:
         pieces = self._library.pieces(job, get.rank, get.version, get.ranges, parity=get.parity)
         piece = next(pieces, None)
         channel.send(Data(bytes=sum(lengths)))
-        hasher = RangeHasher(lengths)
+        hasher = RangeHasher(lengths, [] if piece is None else [piece[0].sealed(each) for each in get.ranges])
         while piece is not None:
             reading, views = piece
             for view in views:

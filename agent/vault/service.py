@@ -10,11 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from agent.vault.channel import Channel
 from agent.vault.fetch import Fetcher
 from agent.vault.findings import Findings
 from agent.vault.jobs import JobBook
-from agent.vault.local import Client, LocalServer
+from agent.vault.local import Client, Handover, LocalServer
 from agent.vault.pages import near
 from agent.vault.parity.decode import Decoder
 from agent.vault.parity.encode import Encoder
@@ -33,10 +32,14 @@ from agent.vault.settings import VaultSettings
 from agent.vault.spills import Spiller
 from agent.vault.statistics import Tally
 from agent.vault.witness import Witness
+from everstep.channel import Channel
 from everstep.clock import Clock
 from everstep.errors import EverstepError
 from everstep.wire.v1.local import (
     Configure,
+    Connect,
+    Connected,
+    ConnectionBroke,
     Done,
     Fetch,
     Fetched,
@@ -133,7 +136,7 @@ class Vault:
 
     # --- requests -------------------------------------------------------------------------------------------------
 
-    async def handle(self, message: ToVault, client: Client) -> FromVault:
+    async def handle(self, message: ToVault, client: Client) -> FromVault | Handover:
         """The answer to one request. Raises EverstepError for a refusal."""
         if isinstance(message, Configure | Forget | Protect | Spill | Statistics):
             self._meet_supervisor(client)
@@ -146,6 +149,20 @@ class Vault:
                 fetcher = self._decoder if message.group else self._fetcher
                 landed = await self._in_thread(lambda: fetcher.fetch(message))
                 return Fetched(request=message.request, bytes=landed)
+            case Connect():
+                lent = await self._in_thread(lambda: self._peers.lend(message.job, message.node))
+                settings = self._settings
+                return Handover(
+                    Connected(
+                        request=message.request,
+                        answer_timeout_s=settings.settle_timeout_s,
+                        io_timeout_s=settings.io_timeout_s,
+                    ),
+                    lent,
+                )
+            case ConnectionBroke():
+                self._peers.broke(message.job, message.node, message.why)
+                return Done(request=message.request)
             case Protect():
                 made = await self._in_thread(lambda: self._encoder.protect(message))
                 return Protected(request=message.request, parity=made.letter, members=made.members_digest)

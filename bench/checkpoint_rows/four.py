@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
+from bench.checkpoint_rows import spare
 from bench.checkpoint_rows.fleet import Fleet, MemoryWatch
 from bench.checkpoint_rows.limits import loopback
 from bench.checkpoint_rows.processes import Crew
@@ -53,6 +54,7 @@ def shards(crew: Crew, size: Size, repeats: int, judged: bool) -> list[Row]:
         filled = _restores(crew, fleet, (*NODES[:3], SPARE), size, repeats, version)
         rows += _lost(name, filled, one_stream, judged)
         fleet.lose(SPARE)
+        rows += spare.rows(name, crew, fleet, NODES[:3], size, version, one_stream, repeats, REPLICAS)
         filled = _restores(crew, fleet, NODES[:3], size, repeats, version)
     took = median(max(one.fill[number] for one in filled) for number in range(repeats))
     total = f"{size.nbytes / MIB:.0f} MiB of FSDP2 state: 4 ranks to 3"

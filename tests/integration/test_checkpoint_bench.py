@@ -32,6 +32,7 @@ def test_shards_are_copied_survive_a_lost_node_and_come_back_on_three_ranks() ->
     assert (rows["memory, r = 2: most over what the vaults state"].value or 2) <= 1
     lost = next(row for name, row in rows.items() if name.endswith("a lost node's shard from a peer"))
     assert lost.value is not None
+    assert rows["4 FSDP2 shards of 0 MiB: a spare's first restore from a peer"].value is not None
     assert "remote" in next(row.against for name, row in rows.items() if name.endswith("4 ranks to 3"))
 
 

@@ -1,7 +1,7 @@
-"""Slot bytes into live tensors: this node's slots straight from their mapping, others' through the vault.
+"""Slot bytes into live tensors: this node's slots straight from their mapping, others' from the vaults that hold them.
 
 Nothing is used unchecked: of a local slot the chunks that are read are hashed, here or by the rank that wrote it; what
-comes from elsewhere was hashed by the two vaults. A slot that fails is named, never guessed around.
+comes from elsewhere is hashed by the vault there and here. A slot that fails is named, never guessed around.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from everstep.errors import MalformedMessage
 from everstep.slots import PAGE
 from everstep.wire.v1.local import Fetched, SlotInfo
 from everstep.wire.v1.training import Member
-from trainer_hooks.restore.landing import Landing, batches_of
+from trainer_hooks.restore.batches import Batch, batches_of
+from trainer_hooks.restore.landing import Landing
 from trainer_hooks.restore.local import BadSlot, Check, LocalSlots
-from trainer_hooks.restore.moves import Moves, is_plain
+from trainer_hooks.restore.moves import Filled, Moves, is_plain
 from trainer_hooks.restore.reshard import MOST_RUNS, Read, box_to_fetch
+from trainer_hooks.restore.streams import Streams
 from trainer_hooks.snapshot.blob import dtype_of
 from trainer_hooks.snapshot.copy import part_of, slot_view
 from trainer_hooks.snapshot.layout import BLOB_PREFIX, Box, Manifest, Tensor
@@ -105,40 +107,46 @@ class Loader:
         self._local = local
         self._check = check
         self._scratch: Path | None = None
+        self._kept: set[tuple[int, Box]] = set()
+        self._kept_bytes = dict(NOTHING_READ)
         self.bytes_by_source = dict(NOTHING_READ)
 
     def load(self, reads: Sequence[Read], supplies: Sequence[Supply], blob_of: int) -> tuple[bytes, list[BadSlot]]:
         """Fills the targets; returns the Python state of supply ``blob_of``, and the slots that failed.
 
-        Where any failed, what was filled is not to be used.
+        Where any failed, what was filled is not to be used. The next call, which may have other supplies, does not
+        bring anew what came from other nodes and hashed right, unless the slot that it came from proved corrupt.
         """
-        self.bytes_by_source = dict(NOTHING_READ)
+        self.bytes_by_source = dict(self._kept_bytes)
         of_supply: dict[int, list[Read]] = defaultdict(list)
         of_supply[blob_of] = []
         for read in reads:
             of_supply[read.supply].append(read)
         local = {i: r for i, r in of_supply.items() if supplies[i].slot.is_on(self._member.node)}
-        remote = {i: r for i, r in of_supply.items() if i not in local}
+        remote = {
+            i: [read for read in r if (read.want, read.box) not in self._kept]
+            for i, r in of_supply.items()
+            if i not in local
+        }
         arrivals = [
             self._arrivals(supplies[i], some, with_blob=parameters and i == blob_of)
             for parameters in (True, False)
             for i, mine in remote.items()
             for some in ([read for read in mine if self._targets[read.want].parameter is parameters],)
         ]
-        landing = self._landing(arrivals)
         blobs: list[bytes] = []
         failures: list[BadSlot] = []
-        try:
-            landing.begin()
+
+        def read_local() -> None:
             for index, mine in local.items():
                 try:
                     blobs.append(self._read_local(supplies[index], mine, index == blob_of))
                 except BadSlot as failure:
                     failures.append(failure)
-            failures += landing.finish()
-        finally:
-            landing.close()
-        blobs += self._settle(arrivals, failures)
+
+        failed, landed = self._bring(arrivals, meanwhile=read_local)
+        failures += failed
+        blobs += self._settle(arrivals, failures, landed)
         return b"".join(blobs), failures
 
     def python_state(self, supply: Supply) -> bytes:
@@ -146,18 +154,27 @@ class Loader:
         if supply.slot.is_on(self._member.node):
             return self._read_local(supply, [], with_blob=True)
         arrivals = [self._arrivals(supply, [], with_blob=True)]
-        landing = self._landing(arrivals)
-        try:
-            failures = landing.finish()
-        finally:
-            landing.close()
+        failures, landed = self._bring(arrivals)
         if failures:
             raise failures[0]
-        return self._settle(arrivals, failures)[0]
+        return self._settle(arrivals, failures, landed)[0]
 
-    def _landing(self, arrivals: Sequence[_Arrivals]) -> Landing:
-        batches = (batch for each in arrivals for batch in batches_of(each.supply.slot, each.moves.rows()))
-        return Landing(self._vault, self._job, self._scratch_file, batches)
+    def _bring(
+        self, arrivals: Sequence[_Arrivals], meanwhile: Callable[[], None] = lambda: None
+    ) -> tuple[list[BadSlot], list[Batch]]:
+        """All of it, from holders and from parity; the slots that failed, and what came of others and of those."""
+        batches = [batch for each in arrivals for batch in batches_of(each.supply.slot, each.moves.rows())]
+        streams = Streams(self._vault, self._job, (batch for batch in batches if batch.slot.group is None))
+        lost = (batch for batch in batches if batch.slot.group is not None)
+        landing = Landing(self._vault, self._job, self._scratch_file, lost)
+        try:
+            streams.begin()
+            landing.begin()
+            meanwhile()
+            return streams.finish() + landing.finish(), streams.landed
+        finally:
+            streams.close()
+            landing.close()
 
     def fetch_manifest(self, slot: SlotInfo) -> bytes:
         """A remote slot's manifest. Raises what the vault answers, Unavailable where it does not."""
@@ -249,19 +266,41 @@ class Loader:
             moves.add(blob, [supply.blob_range])
         return _Arrivals(supply, reads, moves, asides, blob)
 
-    def _settle(self, arrivals: Sequence[_Arrivals], failures: list[BadSlot]) -> list[bytes]:
-        """After all has landed; the Python state, where it was among it."""
+    def _settle(self, arrivals: Sequence[_Arrivals], failures: list[BadSlot], landed: Sequence[Batch]) -> list[bytes]:
+        """After all has come; the Python state, where it was among it. Where anything failed, what came from others and
+        hashed right need not come again."""
         blobs = []
         for each in arrivals:
             each.moves.settle()
-            if any(failure.slot is each.supply.slot for failure in failures):
+            failure = next((failure for failure in failures if failure.slot is each.supply.slot), None)
+            if failure is not None:
+                if not failure.corrupt:
+                    self._keep(each.supply, self._landed_reads(each, landed))
                 continue
-            for aside, landed in each.asides:
-                self._copy(aside, each.supply, [landed])
-            self._count(each.supply, each.reads)
+            for aside, item in each.asides:
+                self._copy(aside, each.supply, [item])
+            self._keep(each.supply, each.reads)
             if each.blob.numel():
                 blobs.append(_blob(each.blob, 0))
         return blobs
+
+    def _landed_reads(self, arrivals: _Arrivals, landed: Sequence[Batch]) -> list[Read]:
+        """Those reads of a slot that failed whose targets had been filled before that, with what hashed right."""
+        supply = arrivals.supply
+        filled = Filled([batch.rows for batch in landed if batch.slot is supply.slot])
+        aside = {id(item.read) for _, item in arrivals.asides}
+        return [
+            read
+            for read in arrivals.reads
+            if id(read) not in aside and filled.holds(self._part(read, supply.tensor(read)))
+        ]
+
+    def _keep(self, supply: Supply, reads: list[Read]) -> None:
+        before = dict(self.bytes_by_source)
+        self._count(supply, reads)
+        for kind, nbytes in self.bytes_by_source.items():
+            self._kept_bytes[kind] += nbytes - before[kind]
+        self._kept.update((read.want, read.box) for read in reads)
 
     def _scratch_file(self) -> Path:
         """Beside this rank's segment; a rank that has none yet gets the smallest."""

@@ -1,78 +1,33 @@
-"""What comes from other nodes: fetched batch by batch into a small window, and copied out of it while more comes.
+"""What the node's vault makes again from parity: batch by batch in a small window, copied out of it while more comes.
 
 The window is a scratch file that the vault writes and this rank reads. Its pages are made once, which takes as long as
 fetching as much, and are kept for the next restore: so it is small, and used again and again. Every byte in it was
-hashed by two vaults.
+hashed by the vault.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
-from everstep.boxes import Range
 from everstep.errors import DigestMismatch, EverstepError
-from everstep.slots import CHUNK_BYTES
 from everstep.wire.v1.local import Fetched, SlotInfo
+from trainer_hooks.restore.batches import BATCH_BYTES, Batch
 from trainer_hooks.restore.local import BadSlot, map_readable
-from trainer_hooks.restore.moves import Rows, copy_rows
+from trainer_hooks.restore.moves import copy_rows
 from trainer_hooks.snapshot.layout import ALIGN
 from trainer_hooks.vault_client import VaultClient
 
-BATCH_BYTES = 2 * CHUNK_BYTES
-"""Of a slot in one fetch: whole chunks, so that each is hashed once where it lies."""
 PLACES = 4
 MOST_AT_ONCE = 16
 """Fetches, where all that is fetched fits into the window. A vault works on 64 of one process."""
 WINDOW_BYTES = PLACES * BATCH_BYTES
 """Kept for the next restore, which then needs none of the 50 ms that making these pages takes. Goes with the job."""
-GAP_BYTES = 4 << 10
-"""Bytes between two ranges that are cheaper to fetch than another range."""
-MOST_RANGES = 1 << 16
-"""A quarter of what a vault takes in one request."""
-
-
-class Batch(msgspec.Struct, frozen=True):
-    """Ranges of a slot that are fetched together, and the copies out of where they land one after another."""
-
-    slot: SlotInfo
-    ranges: tuple[Range, ...]
-    rows: Rows
-    nbytes: int
-
-
-def batches_of(slot: SlotInfo, rows: Rows) -> Iterator[Batch]:
-    """Copies out of a slot by way of the window; ``rows`` have offsets in the slot's payload."""
-    rows = rows.cut(BATCH_BYTES)
-    block = rows.source // BATCH_BYTES
-    for first, last in _runs(block[1:] != block[:-1], len(block)):
-        for begin in range(first, last, MOST_RANGES):
-            yield _batch(slot, Rows(*(column[begin : min(begin + MOST_RANGES, last)] for column in rows)))
-
-
-def _runs(breaks: np.ndarray, count: int) -> Iterator[tuple[int, int]]:
-    """(first, one behind the last) of each run; ``breaks`` says of each member but the first whether it begins one."""
-    if count:
-        begins = [0, *(np.flatnonzero(breaks) + 1).tolist()]
-        yield from zip(begins, [*begins[1:], count], strict=True)
-
-
-def _batch(slot: SlotInfo, rows: Rows) -> Batch:
-    ends = np.maximum.accumulate(rows.source + rows.length)
-    runs = list(_runs(rows.source[1:] > ends[:-1] + GAP_BYTES, len(ends)))
-    begins = np.array([int(rows.source[first]) for first, _ in runs])
-    lengths = np.array([int(ends[last - 1]) for _, last in runs]) - begins
-    lands = np.cumsum(lengths) - lengths
-    counts = [last - first for first, last in runs]
-    landed = rows.source + np.repeat(lands - begins, counts)
-    ranges = tuple(zip(begins.tolist(), lengths.tolist(), strict=True))
-    return Batch(slot, ranges, Rows(landed, rows.target, rows.length), int(lengths.sum()))
 
 
 class Landing:

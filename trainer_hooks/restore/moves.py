@@ -45,7 +45,11 @@ class Rows(NamedTuple):
         block = np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + first[which]
         start = np.maximum(self.source[which], block * every)
         end = np.minimum(self.source[which] + self.length[which], (block + 1) * every)
-        return Rows(start, self.target[which] + start - self.source[which], end - start)
+        cut = Rows(start, self.target[which] + start - self.source[which], end - start)
+        if np.any(start[1:] < start[:-1]):  # pieces of two copies of the same bytes
+            order = np.argsort(start, kind="stable")
+            cut = Rows(*(column[order] for column in cut))
+        return cut
 
 
 NOTHING = Rows(*(np.zeros(0, np.int64) for _ in range(3)))
@@ -89,6 +93,23 @@ class Moves:
     def settle(self) -> None:
         """Tells torch that the tensors were written, as its own writes would have."""
         torch.autograd.graph.increment_version(self._tensors)
+
+
+class Filled:
+    """Live memory that copies have filled, whose targets do not overlap."""
+
+    def __init__(self, done: Sequence[Rows]) -> None:
+        rows = Rows(*(np.concatenate(columns) for columns in zip(NOTHING, *done, strict=True)))
+        order = np.argsort(rows.target)
+        begins, ends = rows.target[order], (rows.target + rows.length)[order]
+        first = np.flatnonzero(np.concatenate(([True], begins[1:] > ends[:-1]))) if len(begins) else order
+        self._begins = begins[first]
+        self._ends = ends[np.append(first[1:] - 1, len(ends) - 1)] if len(begins) else ends
+
+    def holds(self, target: torch.Tensor) -> bool:
+        """Whether all of a tensor's bytes, which lie in a row, are among it."""
+        at = int(np.searchsorted(self._begins, target.data_ptr(), side="right")) - 1
+        return at >= 0 and target.data_ptr() + target.nbytes <= int(self._ends[at])
 
 
 def copy_rows(base: int, rows: Rows) -> None:

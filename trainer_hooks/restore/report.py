@@ -9,6 +9,7 @@ from everstep.clock import Clock
 from everstep.vocabulary import Finding, FindingKind, Mode, Severity
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Member
 from trainer_hooks.restore.local import BadSlot
+from trainer_hooks.restore.streams import BadTransfer
 
 log = logging.getLogger(__name__)
 
@@ -17,7 +18,8 @@ class SlotReporter:
     """Tells of bad slots; callable from any thread.
 
     Args:
-        on_finding: takes findings about slots on this rank's node; of a slot elsewhere its own vault tells.
+        on_finding: takes findings about slots on this rank's node, and about what came otherwise than it was sent; of
+            a slot elsewhere its own vault tells.
     """
 
     def __init__(
@@ -35,17 +37,28 @@ class SlotReporter:
 
     def __call__(self, bad: BadSlot) -> None:
         log.warning("rank %d's slot on %s is not used: %s", bad.slot.rank, bad.slot.node, bad.reason, extra=self._where)
-        if not bad.corrupt or self._on_finding is None or not bad.slot.is_on(self._member.node):
+        slot = bad.slot
+        if isinstance(bad, BadTransfer):
+            evidence = {"rank": str(slot.rank), "version": str(slot.version), "received_by": self._member.node}
+            self._tell(FindingKind.TRANSFER_CORRUPT, slot.node, bad.reason, evidence)
+        elif bad.corrupt and slot.is_on(self._member.node):
+            evidence = {"path": slot.path, "slot": str(slot.slot)}
+            self._tell(
+                FindingKind.SLOT_CORRUPT, f"{self._spec.job}/rank{slot.rank}/{slot.version}", bad.reason, evidence
+            )
+
+    def _tell(self, kind: FindingKind, subject: str, reason: str, evidence: dict[str, str]) -> None:
+        if self._on_finding is None:
             return
         finding = Finding(
-            kind=FindingKind.SLOT_CORRUPT,
-            subject=f"{self._spec.job}/rank{bad.slot.rank}/{bad.slot.version}",
+            kind=kind,
+            subject=subject,
             severity=Severity.WARNING,
-            message=f"{bad.reason}; found while restoring, another copy is used",
+            message=f"{reason}; found while restoring, another copy is used",
             mode=Mode.OBSERVE,
             source="xxh3-128 of each 8 MiB chunk",
             since=self._clock.wall(),
             trace=self._spec.trace,
-            evidence={"path": bad.slot.path, "slot": str(bad.slot.slot)},
+            evidence=evidence,
         )
         self._on_finding(FindingRaised(finding=finding, job=self._spec.job))

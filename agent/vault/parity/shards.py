@@ -9,12 +9,12 @@ from typing import TypeVar
 import msgspec
 import xxhash
 
-from agent.vault.channel import Channel
 from agent.vault.findings import Findings
 from agent.vault.parity.manifest import Facts
 from agent.vault.peers import Peers
 from agent.vault.reading import Library
 from agent.vault.settings import VaultSettings
+from everstep.channel import Channel
 from everstep.errors import DigestMismatch, EverstepError, MalformedMessage, NotFound
 from everstep.ids import Version
 from everstep.slots import CHUNK_BYTES, DIGEST_BYTES

@@ -262,6 +262,36 @@ class Fetched(Message, frozen=True, kw_only=True, tag=True):
     bytes: int
 
 
+class Connect(Message, frozen=True, kw_only=True, tag=True):
+    """From a rank: let me read slots of ``node``'s vault myself. The vault answers ``Connected``, with a descriptor."""
+
+    request: int
+    job: JobId
+    node: NodeId
+
+
+class Connected(Message, frozen=True, kw_only=True, tag=True):
+    """Beside this frame comes the descriptor (SCM_RIGHTS) of a connection between vaults, proved and unused.
+
+    It is the rank's from now on, for requests as ``transfer`` has them. ``answer_timeout_s``: how long to wait for the
+    answer to a request, ``io_timeout_s``: for the next byte after that.
+    """
+
+    request: int
+    answer_timeout_s: float
+    io_timeout_s: float
+
+
+class ConnectionBroke(Message, frozen=True, kw_only=True, tag=True):
+    """From a rank: such a connection ended without its doing. The vault looks whether the peer is there, and answers
+    ``Done``."""
+
+    request: int
+    job: JobId
+    node: NodeId
+    why: ShortText
+
+
 class Done(Message, frozen=True, kw_only=True, tag=True):
     request: int
 
@@ -332,10 +362,10 @@ class StatisticsAnswer(Message, frozen=True, kw_only=True, tag=True):
     """Counts since the vault started (``counters``), requests refused since then by code, and what is there now.
 
     Counters: replicated_slots, replicated_bytes (sent and acknowledged), received_slots, received_bytes (sealed
-    here for others), reused_bytes (of those: were here already, and not sent), superseded, served_bytes, fetched_bytes,
-    parity_slots, parity_bytes (made here), decoded_bytes (made again from parity), spilled_slots, spilled_bytes (on
-    storage), scrubbed_slots, scrubbed_bytes, corrupt_slots, corrupt_transfers. Levels: segment_bytes, free_bytes,
-    sealed_slots, peer_connections.
+    here for others), reused_bytes (of those: were here already, and not sent), superseded, served_bytes, fetched_bytes
+    (for ranks, but for what they read themselves), parity_slots, parity_bytes (made here), decoded_bytes (made again
+    from parity), spilled_slots, spilled_bytes (on storage), scrubbed_slots, scrubbed_bytes, corrupt_slots,
+    corrupt_transfers. Levels: segment_bytes, free_bytes, sealed_slots, peer_connections.
     """
 
     request: int
@@ -362,12 +392,25 @@ class VaultFinding(Message, frozen=True, kw_only=True, tag=True):
     finding: FindingRaised
 
 
-ToVault = OpenSegment | SlotSealed | Configure | Forget | Inventory | Fetch | Protect | Spill | Statistics
+ToVault = (
+    OpenSegment
+    | SlotSealed
+    | Configure
+    | Forget
+    | Inventory
+    | Fetch
+    | Connect
+    | ConnectionBroke
+    | Protect
+    | Spill
+    | Statistics
+)
 FromVault = (
     Segment
     | Replicated
     | InventoryAnswer
     | Fetched
+    | Connected
     | Protected
     | Spilled
     | Done

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from everstep.errors import DigestMismatch, EverstepError, Unavailable
 from everstep.ids import Version
 from everstep.wire.v1.local import Fetched, SlotInfo
+from trainer_hooks.restore import batches as cutting
 from trainer_hooks.restore import landing as module
-from trainer_hooks.restore.landing import Batch, Landing, batches_of
+from trainer_hooks.restore.batches import Batch, batches_of
+from trainer_hooks.restore.landing import Landing
 from trainer_hooks.restore.moves import Moves
 
 BATCH = 1 << 12
@@ -58,6 +60,7 @@ class Peer:
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BATCH_BYTES", BATCH)
+    monkeypatch.setattr(cutting, "BATCH_BYTES", BATCH)
     monkeypatch.setattr(module, "WINDOW_BYTES", module.PLACES * BATCH)
 
 
@@ -89,6 +92,7 @@ spots = st.tuples(st.integers(0, 39 * BATCH), st.integers(1, BATCH))
 def test_whatever_is_wanted_of_a_slot_lands_where_it_belongs(pieces: list[tuple[int, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setattr(module, "BATCH_BYTES", BATCH)
+        patch.setattr(cutting, "BATCH_BYTES", BATCH)
         patch.setattr(module, "WINDOW_BYTES", module.PLACES * BATCH)
         targets, batches = planned(pieces)
         assert all(batch.nbytes <= BATCH for batch in batches)
@@ -111,7 +115,7 @@ def test_much_goes_through_a_window_that_does_not_grow(tmp_path: Path) -> None:
 
 
 def test_neighbours_are_fetched_as_one_range_and_far_ones_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "GAP_BYTES", 100)
+    monkeypatch.setattr(cutting, "GAP_BYTES", 100)
     _, (batch,) = planned([(0, 10), (64, 10), (174, 10), (285, 5), (20, 30)])
     assert batch.ranges == ((0, 184), (285, 5))
     assert batch.nbytes == 189

@@ -15,10 +15,10 @@ import msgspec
 import pytest
 import xxhash
 
-from agent.vault.channel import Channel
 from agent.vault.handshake import admit
 from agent.vault.jobs import JobBook
 from agent.vault.parity.stripes import STRIPE_BYTES, parity_bytes
+from everstep.channel import Channel
 from everstep.errors import Unavailable
 from everstep.ids import Version
 from everstep.slots import CHUNK_BYTES, chunk_digests, slot_bytes_for

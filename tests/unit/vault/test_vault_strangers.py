@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 import xxhash
 
-from agent.vault.channel import Channel, connect
 from agent.vault.handshake import introduce
 from agent.vault.jobs import JobFacts
+from everstep.channel import Channel, connect
 from everstep.errors import (
     AuthenticationError,
     Conflict,

@@ -1,0 +1,109 @@
+"""Connections that a vault proves and hands to its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from everstep.channel import Channel
+from everstep.errors import AuthenticationError, NotFound, Unavailable
+from everstep.ids import Version
+from everstep.slots import CHUNK_BYTES, chunk_digests, slot_bytes_for
+from everstep.wire.v1 import local
+from everstep.wire.v1.transfer import Data, DataEnd, Get
+from tests.support.forked import ForkPool
+from tests.support.vaults import JOB, SECRET, RankMemory, Vaults, noise, vaults
+from trainer_hooks.vault_client import VaultClient
+
+V = Version(1, 1)
+PAYLOAD = noise(CHUNK_BYTES + 1000)
+
+
+@pytest.fixture
+def fleet(forks: ForkPool) -> Iterator[Vaults]:
+    with vaults(forks) as running:
+        running.start("n1"), running.start("n2")
+        running.configure()
+        yield running
+
+
+@pytest.fixture
+def rank(fleet: Vaults) -> Iterator[VaultClient]:
+    """A rank on n1. Rank 3 on n2 has a sealed slot."""
+    RankMemory(fleet.all[1].client(), rank=3, slot_bytes=slot_bytes_for(64, len(PAYLOAD))).fill(0, V, PAYLOAD)
+    client = VaultClient(str(fleet.all[0].run_dir / "vault.sock"))
+    yield client
+    client.close()
+
+
+def borrowed(rank: VaultClient) -> Channel:
+    lent = rank.connect(job=JOB, node="n2").result()
+    assert lent.answer_timeout_s >= lent.io_timeout_s > 0
+    return Channel(lent.sock, "n2", lent.io_timeout_s)
+
+
+def read(channel: Channel, *ranges: tuple[int, int]) -> tuple[bytes, bytes]:
+    """Bytes of less than a chunk, or just one, and their digests."""
+    channel.send(Get(rank=3, version=V, ranges=ranges))
+    data = bytearray(channel.answer(Data).bytes)
+    channel.receive_into(memoryview(data))
+    assert channel.status()
+    return bytes(data), channel.answer(DataEnd).digests
+
+
+def test_a_rank_reads_slots_over_a_connection_that_its_vault_has_proved(rank: VaultClient) -> None:
+    channel = borrowed(rank)
+    data, digests = read(channel, (0, CHUNK_BYTES))
+    assert data == PAYLOAD[:CHUNK_BYTES]
+    assert digests == next(chunk_digests(memoryview(PAYLOAD)))
+    assert read(channel, (5, 7), (CHUNK_BYTES + 1, 9))[0] == PAYLOAD[5:12] + PAYLOAD[CHUNK_BYTES + 1 :][:9]
+    channel.close()
+
+
+def test_many_are_lent_at_once_and_each_is_the_ranks_own(rank: VaultClient) -> None:
+    asked = [rank.connect(job=JOB, node="n2") for _ in range(20)]
+    channels = [Channel(one.result().sock, "n2", 10.0) for one in asked]
+    channels[0].close()
+    assert {read(channel, (3, 4))[0] for channel in channels[1:]} == {PAYLOAD[3:7]}
+    for channel in channels[1:]:
+        channel.close()
+
+
+def test_an_unknown_job_and_a_node_that_holds_nothing_of_it_are_refused(rank: VaultClient) -> None:
+    with pytest.raises(NotFound, match="is not known here"):
+        rank.connect(job="another", node="n2").result()
+    with pytest.raises(NotFound, match="n7 is not among the holders"):
+        rank.connect(job=JOB, node="n7").result()
+
+
+def test_a_vault_that_has_another_secret_of_the_job_lends_nothing(fleet: Vaults, rank: VaultClient) -> None:
+    fleet.configure(fleet.all[0], generation=2, secret=SECRET[::-1])
+    with pytest.raises(AuthenticationError):
+        rank.connect(job=JOB, node="n2").result()
+
+
+def test_a_connection_ends_when_the_jobs_secret_is_another(fleet: Vaults, rank: VaultClient) -> None:
+    channel = borrowed(rank)
+    fleet.configure(generation=2, secret=SECRET[::-1])
+    with pytest.raises(AuthenticationError, match="prove the new one"):
+        read(channel, (0, 1))
+    channel.close()
+
+
+def test_a_peer_that_is_gone_is_unavailable_and_its_loss_is_told(fleet: Vaults, rank: VaultClient) -> None:
+    channel = borrowed(rank)
+    fleet.all[1].kill()
+    with pytest.raises(Unavailable) as broken:
+        read(channel, (0, 1))
+    channel.close()
+    rank.connection_broke(job=JOB, node="n2", why=str(broken.value))
+    assert fleet.supervisors["n1"].peer_lost().peer == "n2"
+    with pytest.raises(Unavailable):
+        rank.connect(job=JOB, node="n2").result()
+
+
+def test_a_client_that_takes_no_descriptor_gets_its_answer_and_the_vault_keeps_nothing_open(fleet: Vaults) -> None:
+    client = fleet.all[0].client()
+    assert isinstance(client.ask(local.Connect, job=JOB, node="n2"), local.Connected)
+    assert fleet.all[0].client().ask(local.Statistics).levels["peer_connections"] == 0

@@ -1,0 +1,218 @@
+"""What comes from other nodes: received straight into live memory, and hashed while it is in the cache.
+
+The node's vault proves a connection to the holder's vault and hands it over. Bytes reach live memory before their
+digests are known, so a batch counts only when it has come to its end and hashed right. Whoever waits, or goes away,
+may be sure that nothing is written any more once ``finish`` has returned, or ``close``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from everstep.channel import Channel
+from everstep.errors import DigestMismatch, EverstepError, MalformedMessage, Unavailable
+from everstep.range_digests import RangeHasher
+from everstep.slots import CHUNK_BYTES
+from everstep.wire.v1.local import SlotInfo
+from everstep.wire.v1.transfer import Data, DataEnd, Get
+from trainer_hooks.restore.batches import Batch
+from trainer_hooks.restore.local import BadSlot
+from trainer_hooks.restore.moves import Rows, copy_rows
+from trainer_hooks.vault_client import VaultClient
+
+STREAMS = 2
+"""Connections at once: one is bound by one core at each end, and waits while the other end hashes."""
+WORTH_A_STREAM_BYTES = 32 << 20
+BLOCK_BYTES = 1 << 20
+"""Received, then hashed: half of a core's own cache. Divides CHUNK_BYTES."""
+MOST_VIEWS = 32
+"""Copies out of a block that are received each into its place; more come through a buffer."""
+
+
+class BadTransfer(BadSlot):
+    """What arrived is not what the holder says that it sent."""
+
+    def __init__(self, slot: SlotInfo, reason: str) -> None:
+        super().__init__(slot, reason, corrupt=True)
+
+
+class Streams:
+    """Carries out batches, about in their order, from threads of its own."""
+
+    def __init__(self, vault: VaultClient, job: str, batches: Iterable[Batch]) -> None:
+        self._vault = vault
+        self._job = job
+        self._todo = deque(batches)
+        self._count = len(self._todo)
+        self._failed = 0
+        self._changed = threading.Condition()
+        self._open: set[Channel] = set()
+        self._stopped = False
+        self._threads: list[threading.Thread] = []
+        self.landed: list[Batch] = []
+        self.failures: list[BadSlot] = []
+
+    def begin(self) -> None:
+        """Returns at once. What was begun is not begun again."""
+        if self._threads or not self._todo:
+            return
+        worth = sum(batch.nbytes for batch in self._todo) // WORTH_A_STREAM_BYTES
+        self._threads = [
+            threading.Thread(target=self._work, name="everstep-receive", daemon=True)
+            for _ in range(max(1, min(STREAMS, worth)))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def finish(self) -> list[BadSlot]:
+        """Waits for all of it; the slots that failed. Of those only what ``landed`` may be used."""
+        self.begin()
+        for thread in self._threads:
+            thread.join()
+        left = self._count - len(self.landed) - self._failed
+        assert self._stopped or not left, f"{left} batches neither came nor failed"
+        return self.failures
+
+    def close(self) -> None:
+        """Leaves what is not finished."""
+        with self._changed:
+            self._stopped = True
+            for channel in self._open:
+                channel.shutdown()
+            self._changed.wait_for(lambda: not self._open)
+
+    # --- in threads
+
+    def _work(self) -> None:
+        receivers: dict[str, _Receiver] = {}
+        buffer = bytearray(BLOCK_BYTES)
+        try:
+            while (batch := self._next()) is not None:
+                try:
+                    self._receive(batch, receivers, buffer)
+                except EverstepError as error:
+                    self._fail(batch.slot, error)
+        finally:
+            for receiver in receivers.values():
+                self._leave(receiver)
+
+    def _next(self) -> Batch | None:
+        with self._changed:
+            while self._todo and not self._stopped:
+                batch = self._todo.popleft()
+                if all(failure.slot is not batch.slot for failure in self.failures):
+                    return batch
+                self._failed += 1
+        return None
+
+    def _receive(self, batch: Batch, receivers: dict[str, _Receiver], buffer: bytearray) -> None:
+        node = batch.slot.node
+        if node not in receivers:
+            receivers[node] = self._connected(node, buffer)
+        try:
+            receivers[node].receive(batch)
+        except EverstepError as error:
+            self._leave(receivers.pop(node))
+            if isinstance(error, Unavailable) and not self._stopped:
+                self._vault.connection_broke(job=self._job, node=node, why=str(error))
+            raise
+        with self._changed:
+            self.landed.append(batch)
+
+    def _connected(self, node: str, buffer: bytearray) -> _Receiver:
+        lent = self._vault.connect(job=self._job, node=node).result()
+        channel = Channel(lent.sock, node, lent.io_timeout_s)
+        with self._changed:
+            if not self._stopped:
+                self._open.add(channel)
+                return _Receiver(channel, lent.answer_timeout_s, lent.io_timeout_s, buffer)
+        channel.close()
+        raise Unavailable("the restore was left")
+
+    def _leave(self, receiver: _Receiver) -> None:
+        receiver.channel.close()
+        with self._changed:
+            self._open.discard(receiver.channel)
+            self._changed.notify_all()
+
+    def _fail(self, slot: SlotInfo, error: EverstepError) -> None:
+        with self._changed:
+            self._failed += 1
+            if any(failure.slot is slot for failure in self.failures):
+                return
+            if isinstance(error, _NotAsSent):
+                self.failures.append(BadTransfer(slot, str(error)))
+            else:
+                self.failures.append(BadSlot(slot, str(error), corrupt=isinstance(error, DigestMismatch)))
+
+
+class _NotAsSent(DigestMismatch):
+    """Found here, and not by the holder."""
+
+
+class _Receiver:
+    """Asks for batches over one connection. ``buffer``: of BLOCK_BYTES, for what is not received into its place."""
+
+    def __init__(self, channel: Channel, answer_timeout_s: float, io_timeout_s: float, buffer: bytearray) -> None:
+        self.channel = channel
+        self._answer_timeout_s = answer_timeout_s
+        self._io_timeout_s = io_timeout_s
+        self._buffer = memoryview(buffer)
+        self._address = np.frombuffer(buffer, np.uint8).ctypes.data
+
+    def receive(self, batch: Batch) -> None:
+        """Fills the batch's targets. Raises DigestMismatch, Unavailable, MalformedMessage, and what the holder refuses
+        for; after any of them the connection is of no more use, and what was filled is not to be used."""
+        slot, channel = batch.slot, self.channel
+        channel.send(Get(rank=slot.rank, version=slot.version, ranges=batch.ranges))
+        channel.patience(self._answer_timeout_s)
+        announced = channel.answer(Data).bytes
+        if announced != batch.nbytes:
+            raise MalformedMessage(f"{slot.node} announced {announced} bytes where {batch.nbytes} were asked for")
+        channel.patience(self._io_timeout_s)
+        hasher = RangeHasher([length for _, length in batch.ranges])
+        for at, rows in _blocks(batch):
+            self._block(at, min(BLOCK_BYTES, batch.nbytes - at), rows, hasher)
+            end = min(at + BLOCK_BYTES, batch.nbytes)
+            if (end % CHUNK_BYTES == 0 or end == batch.nbytes) and not channel.status():
+                channel.answer(DataEnd)  # raises what the peer refuses for
+                raise MalformedMessage(f"{slot.node} said that the slot cannot be read on, and then that it can")
+        if channel.answer(DataEnd).digests != hasher.digests():
+            raise _NotAsSent(f"what {slot.node} sent of rank {slot.rank}'s version {slot.version} did not hash right")
+
+    def _block(self, at: int, length: int, rows: Rows, hasher: RangeHasher) -> None:
+        views = self._views(at, length, rows)
+        self.channel.receive_vector(views)
+        for view in views:
+            hasher.update(view)
+        if len(views) == 1 and views[0].obj is self._buffer.obj:
+            copy_rows(self._address - at, rows)
+
+    def _views(self, at: int, length: int, rows: Rows) -> list[memoryview]:
+        """Where the bytes from ``at`` on go: into live memory, and into the buffer where nobody wants them; all into
+        the buffer where there are many rows, or bytes that two of them want."""
+        if len(rows.source) > MOST_VIEWS or np.any(rows.source[1:] < rows.source[:-1] + rows.length[:-1]):
+            return [self._buffer[:length]]
+        views, here = [], at
+        for source, target, count in zip(*(column.tolist() for column in rows), strict=True):
+            if source > here:
+                views.append(self._buffer[here - at : source - at])
+            views.append(memoryview((ctypes.c_ubyte * count).from_address(target)).cast("B"))
+            here = source + count
+        if here < at + length:
+            views.append(self._buffer[here - at : length])
+        return views
+
+
+def _blocks(batch: Batch) -> Iterator[tuple[int, Rows]]:
+    """(where it begins, copies out of it) of each block of a batch's bytes."""
+    rows = batch.rows.cut(BLOCK_BYTES)
+    starts = np.arange(0, batch.nbytes, BLOCK_BYTES)
+    bounds = np.searchsorted(rows.source, np.append(starts, batch.nbytes)).tolist()
+    for start, first, last in zip(starts.tolist(), bounds[:-1], bounds[1:], strict=True):
+        yield start, Rows(*(column[first:last] for column in rows))
