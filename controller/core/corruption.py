@@ -12,6 +12,7 @@ from controller.core.own_findings import clear_own, raise_own
 from controller.core.records import JobRecord
 from controller.core.rules import SecondPass
 from controller.core.second_pass import open_case
+from controller.core.standing import OUT
 from controller.core.state import Case
 from controller.core.turn import Turn
 from controller.core.verdict import judge_own
@@ -110,7 +111,8 @@ def _second_opinion(turn: Turn, job: JobRecord, tied: list[str], what: str) -> b
         return True
     until = "while it does work whose result is known" if trying else "until a second opinion"
     for node in tied:
-        words = f"{what}; {node} is under suspicion and stays, {until}"
+        stays = "is out already" if turn.state.nodes[node].state in OUT else "stays"
+        words = f"{what}; {node} is under suspicion and {stays}, {until}"
         turn.verdict(node, Decision.NO_ACTION, words, evidence=(findings[node],))
     return trying
 

@@ -109,8 +109,8 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     clears are over, unless they are seen again. ``causes``: keys of findings that must
     clear before a quarantined node may come back; ``needs_operator``: they never do by themselves. ``returns_at``:
     not before this may it leave quarantine. ``evictions``: times of this node's evictions; repeat offenders wait
-    longer. ``verdicts`` counts verdicts ever given, for their ids. ``probe``: the one it must pass. ``against``: with
-    whom it was in an undecided digest vote. ``condemned``: UUIDs of GPUs (or its name, without any) that computed
+    longer. ``verdicts`` counts verdicts ever given, for their ids; ``stands_by``: the one by which it is out, or back.
+    ``probe``: the one it must pass. ``against``: with whom it was in an undecided digest vote. ``condemned``: UUIDs of GPUs (or its name, without any) that computed
     wrongly; when none of them is left, the node is repaired. ``overruled``: key of the finding whose eviction is
     held, ``held_by`` what holds it (a scope of ``eviction``).
 
@@ -148,6 +148,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     returns_at: float = 0.0
     evictions: list[float] = []
     verdicts: int = 0
+    stands_by: str = ""
     probe: str = ""
     probe_failures: int = 0
     against: list[NodeId] = []

@@ -72,7 +72,7 @@ def _request(turn: Turn, node: str, kind: RemedyKind, sentence: str, due: float 
             kind=kind,
             sentence=sentence,
             at=turn.now,
-            verdict=f"{node}-{record.verdicts}" if record.verdicts and kind is not RemedyKind.CORDON else "",
+            verdict=record.stands_by if kind is not RemedyKind.CORDON else "",
             trace=turn.trace,
             gpus=tuple(gpu.uuid for gpu in gpus),
             evidence=evidence_of(state, node, turn.now) if kind is RemedyKind.REPAIR else None,

@@ -230,7 +230,8 @@ class Turn:
             trace=self.trace if trace is None else trace,
         )
         self.emit(PutVerdict(verdict))
-        self._verdicts[node] = verdict.id
+        if decision in MOVING:
+            record.stands_by = self._verdicts[node] = verdict.id
         casebook.enter(record, self.now, "verdict", f"{decision}: {sentence}", {"verdict": verdict.id})
         self.audit(f"verdict.{decision}", sentence, node=node, trace=verdict.trace, data={"verdict": verdict.id})
 
@@ -256,6 +257,10 @@ class Turn:
 
     def _with_verdict(self, remedy: Remedy) -> Remedy:
         return msgspec.structs.replace(remedy, verdict=self._verdicts.get(remedy.node, remedy.verdict))
+
+
+MOVING = (Decision.EVICT, Decision.QUARANTINE, Decision.READMIT, Decision.REPAIR)
+"""Decisions by which a node is where it is; what is asked of the outside follows from one of them."""
 
 
 def _by_subject(reads: Iterable[Read]) -> dict[tuple[type, str], deque[Any]]:

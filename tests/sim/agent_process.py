@@ -14,15 +14,18 @@ from agent.local_seats import LocalJob
 from agent.uplink.heartbeat import Conversation, NodeFacts
 from agent.uplink.session import Session, Words
 from agent.uplink.spool import Spool
+from agent.vault_orders import VaultOrders
 from everstep.backoff import Backoff
 from everstep.errors import EverstepError
 from everstep.vocabulary import Finding
 from everstep.wire.v1.agent import ReportsAnswer
-from everstep.wire.v1.directives import Directive, RunProbe
+from everstep.wire.v1.directives import Directive, ProtectVersion, RunProbe, SpillVersion
 from everstep.wire.v1.session import PREFIX_BYTES, Frame, encode_frame
 from everstep.wire.v1.training import AnyReport, FindingRaised, ProbeFinished, RankProgress
 from tests.sim import facts
+from tests.sim.event_loop import VirtualLoop
 from tests.sim.timeline import Timer
+from tests.sim.vault_process import VaultLink
 from tests.sim.wires import Line
 
 if TYPE_CHECKING:
@@ -46,6 +49,9 @@ class AgentProcess:
         self.jobs = LocalJobs(
             machine.name, machine.clock, self, exit_grace_s=0.003, silence_s=2.5, unresponsive_after_s=4.0
         )
+        self._loop = VirtualLoop(self.world.timeline, do=self._do, real_s=machine.clock.real_s, carry=_no_threads)
+        self.vault = VaultLink(machine, self._loop)
+        self.orders = VaultOrders(machine.name, self.vault, self.report, machine.clock)  # type: ignore[arg-type]
         self._line: Line | None = None
         self._session: Session | None = None
         self._controller = self.world.rng.randrange(len(self.world.controllers))
@@ -58,11 +64,18 @@ class AgentProcess:
     def die(self, *, power: bool = False) -> None:
         """SIGKILL, or the end of the machine's power: then nobody hears of the connection's end."""
         self.alive = False
+        self._loop.end()
         self.spool.close()
         for timer in self._timers.values():
             timer.cancel()
         if self._line is not None and not power:
             self._line.close(0)
+
+    def _do(self, call: Callable[[], None]) -> None:
+        if self.alive and self.machine.frozen:
+            self.machine.when_thawed(lambda: self._do(call))
+        elif self.alive:
+            call()
 
     def _later(self, name: str, delay_s: float, call: Callable[[], None]) -> None:
         """One timer of each name, by this machine's clock; asleep while the machine is frozen."""
@@ -180,10 +193,13 @@ class AgentProcess:
         for directive in directives:
             self.world.see(facts.Delivered(self.machine.name, self.incarnation, directive.seq, directive.body))
         bodies: list[Any] = [directive.body for directive in directives]
-        self.jobs.directives([body for body in bodies if not isinstance(body, RunProbe)])
+        apart = RunProbe | SpillVersion | ProtectVersion
+        self.jobs.directives([body for body in bodies if not isinstance(body, apart)])
         for body in bodies:
             if isinstance(body, RunProbe):
                 self.machine.probe(body, self._probe_finished)
+            elif isinstance(body, SpillVersion | ProtectVersion):
+                self._loop.enter(lambda order=body: self.orders.take(order))  # type: ignore[misc]
 
     def _probe_finished(self, result: ProbeFinished) -> None:
         if self.alive:
@@ -213,7 +229,12 @@ class AgentProcess:
 
     def configure_vault(self, job: LocalJob) -> None:
         if job.spec is not None:
-            self.machine.vault.configure(job.name, job.oldest)
+            self.vault.configure(job.name, job.oldest)
 
     def forget_in_vault(self, job: str) -> None:
-        self.machine.vault.forget(job)
+        self._loop.enter(lambda: self.orders.forget(job))
+        self.vault.forget(job)
+
+
+def _no_threads(*_: Any) -> None:
+    raise AssertionError("orders to a vault block nowhere")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from everstep.errors import NotRestorable
-from everstep.ids import Version
+from everstep.errors import ConfigurationError, NotRestorable, Unavailable
 from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.training import GenerationSpec
 from tests.sim import facts
+from tests.sim.lost_shards import made_again
 from tests.sim.training_state import TrainingState, manifest_of, scratch, seen_by_all
 from tests.sim.vault_memory import Slot
-from trainer_hooks.restore.choose import choose
+from trainer_hooks.restore.choose import Choice, choose
 
 if TYPE_CHECKING:
+    from tests.sim.machine import Machine
     from tests.sim.rank_process import RankProcess
     from tests.sim.world import World
 
@@ -70,30 +71,74 @@ class Collective:
             self.world.timeline.after(LOOK_AGAIN_S, self._form)
             return
         try:
-            version, state, torn = self._restore()
+            start = self._restore()
+        except Unavailable:
+            self.world.timeline.after(LOOK_AGAIN_S, self._form)
+            return
         except NotRestorable as error:
             self.world.see(facts.Unrestorable(self.spec, str(error)))
             for member in list(self.members.values()):
                 member.cannot_restore(self, str(error))
             return
         self.inside = True
-        self.world.see(facts.Restored(self.spec, version, state, torn))
+        self.world.see(start)
         for member in list(self.members.values()):
-            member.formed(state, version)
+            member.formed(start.state, start.version)
         self._begin_step()
 
-    def _restore(self) -> tuple[Version | None, TrainingState, bool]:
-        """What the vaults within reach hold, and the real choice among it. Raises NotRestorable."""
-        found: dict[SlotInfo, Slot] = {}
+    def _restore(self) -> facts.Restored:
+        """What the vaults within reach hold, and the real choice among it. Raises NotRestorable, and Unavailable for
+        storage that does not answer."""
+        found = self._slots()
+        try:
+            choice = self._choose(found)
+        except NotRestorable:
+            if self.spec.restore.protection is None:
+                raise
+            choice = None
+        protection = self.spec.restore.protection
+        if (choice is None or choice.version is None) and protection is not None:
+            there = {info.rank for info in found if info.version == protection.version}
+            found |= dict(made_again(self.spec.job, protection, there, self._vault_of))
+            choice = self._choose(found)
+        assert choice is not None
+        if choice.version is not None:
+            return facts.Restored(self.spec, choice.version, *_joined([found[info].state for info in choice.slots]))
+        return self._from_storage()
+
+    def _from_storage(self) -> facts.Restored:
+        """The checkpoint that the rule names, or the very beginning where it names none."""
+        url = self.spec.restore.storage
+        if not url:
+            return facts.Restored(self.spec, None, scratch(), False)
+        try:
+            states = self.world.storage.load(url)
+        except ConfigurationError as error:
+            raise NotRestorable(str(error)) from error
+        if states is None:
+            self.world.see(facts.StorageBare(self.spec))
+            raise NotRestorable(f"there is no checkpoint at {url}")
+        return facts.Restored(self.spec, None, *_joined(states), storage=url)
+
+    def _choose(self, found: dict[SlotInfo, Slot]) -> Choice:
+        layouts = {"/".join(map(str, slot.layout)): slot.layout for slot in found.values()}
+        return choose(self.spec.restore, list(found), lambda digest: manifest_of(*layouts[digest]))
+
+    def _vault_of(self, node: str) -> Machine | None:
+        """Its machine, where its vault is known and answers."""
+        machine = self.world.machines[node]
+        known = any(holder.node == node for holder in self.spec.holders)
         chair = self.spec.roster[0].node
+        answers = machine.power and not machine.frozen and self.world.wires.connected(chair, node)
+        return machine if known and answers else None
+
+    def _slots(self) -> dict[SlotInfo, Slot]:
+        found: dict[SlotInfo, Slot] = {}
         for holder in self.spec.holders:
-            machine = self.world.machines[holder.node]
-            if not machine.power or machine.frozen or not self.world.wires.connected(chair, holder.node):
-                continue
-            for segment in machine.vault.of_job(self.spec.job):
+            machine = self._vault_of(holder.node)
+            for segment in machine.vault.of_job(self.spec.job) if machine is not None else ():
                 for index, slot in enumerate(segment.slots):
                     if slot is not None and slot.sealed and not slot.rotten:
-                        digest = "/".join(map(str, slot.layout))
                         info = SlotInfo(
                             node=holder.node,
                             rank=slot.layout[0],
@@ -101,15 +146,10 @@ class Collective:
                             path=f"{segment.node}-{segment.rank}",
                             slot=index,
                             replica=segment.replica,
-                            manifest_digest=digest,
+                            manifest_digest="/".join(map(str, slot.layout)),
                         )
                         found[info] = slot
-        layouts = {"/".join(map(str, slot.layout)): slot.layout for slot in found.values()}
-        choice = choose(self.spec.restore, list(found), lambda digest: manifest_of(*layouts[digest]))
-        if choice.version is None:
-            return None, scratch(), False
-        states = [found[info].state for info in choice.slots]
-        return choice.version, *_joined(states)
+        return found
 
     # --- steps -------------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ class Crew:
         world.trace("crew", "everything is mended from here on")
         world.wires.heal()
         world.database.away, world.database.fail_next, world.database.latency_s = False, "", 0.002
+        world.storage.mend()
         world.outside.away, world.outside.slow_s = False, 0.0
         for controller in world.controllers:
             controller.resume()

@@ -93,12 +93,14 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The ranks of a generation agreed on what to start from (None: from scratch). ``torn``: its shares differ."""
+    """The ranks of a generation agreed on what to start from (None: from scratch). ``torn``: its shares differ.
+    ``storage``: from which checkpoint there, of which there is no version in memory."""
 
     spec: GenerationSpec
     version: Version | None
     state: TrainingState
     torn: bool
+    storage: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,36 @@ class Unrestorable:
 
     spec: GenerationSpec
     sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWhole:
+    """A vault has written a version's ``.metadata``, or found it. ``removed``: folders that went, ``left``: versions
+    that can be loaded now."""
+
+    job: str
+    version: Version
+    removed: tuple[str, ...]
+    left: tuple[Version, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StorageBare:
+    """A generation was told of a checkpoint that is not on storage, or not whole."""
+
+    spec: GenerationSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ParityMade:
+    """A vault has made P or Q. ``members``: the same for both where they are of the same shards."""
+
+    job: str
+    node: str
+    version: Version
+    group: int
+    letter: str
+    members: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +222,9 @@ Fact = (
     | Stepped
     | Restored
     | Unrestorable
+    | StoredWhole
+    | StorageBare
+    | ParityMade
     | MemoryLost
     | FaultBegan
     | ProbeAnswered

@@ -18,6 +18,7 @@ from tests.sim.agent_process import AgentProcess
 from tests.sim.rank_process import LOCAL_S, RankProcess
 from tests.sim.timeline import MachineClock
 from tests.sim.vault_memory import VaultMemory
+from tests.sim.vault_process import VaultProcess
 
 if TYPE_CHECKING:
     from tests.sim.plan import JobPlan
@@ -40,6 +41,7 @@ class Machine:
         self.lying = False
         self.probes_fail = False
         self.vault = VaultMemory()
+        self.vault_process = VaultProcess(self)
         self.agent: AgentProcess | None = None
         self.launchers: dict[str, Launcher] = {}
         self.assigned: dict[str, JobPlan] = {}
@@ -69,6 +71,7 @@ class Machine:
             return
         self.power = self.frozen = False
         self.vault.clear()
+        self.vault_process.lose_power()
         self.world.see(facts.MemoryLost(self.name))
         self.world.wires.lose_power(self.name)
         agent, self.agent = self.agent, None

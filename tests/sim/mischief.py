@@ -118,6 +118,10 @@ class Mischief:
         if slots:
             max(slots, key=lambda slot: slot.version).rotten = True
 
+    def kill_vault(self, fault: Fault) -> None:
+        """SIGKILL; what it holds stays where it is."""
+        self._machine(fault).vault_process.crash()
+
     def sense(self, fault: Fault) -> None:
         kind, _, action = fault.detail.partition(":")
         machine = self._machine(fault)
@@ -286,6 +290,27 @@ class Mischief:
     def scheduler_away(self, fault: Fault) -> None:
         self.world.outside.away = True
         self._later(fault, lambda: setattr(self.world.outside, "away", False))
+
+    # --- storage -----------------------------------------------------------------------------------------------------
+
+    def _ails(self, fault: Fault, how: str, much: object, well: object) -> None:
+        storage = self.world.storage
+        setattr(storage, how, much)
+        self._later(fault, lambda: setattr(storage, how, well))
+
+    def storage_away(self, fault: Fault) -> None:
+        self._ails(fault, "away", True, False)
+
+    def storage_refuses(self, fault: Fault) -> None:
+        self._ails(fault, "refuses", True, False)
+
+    def storage_lists_late(self, fault: Fault) -> None:
+        self._ails(fault, "lists_late", True, False)
+
+    def slow_storage(self, fault: Fault) -> None:
+        self._ails(fault, "slow_s", fault.value, 0.0)
+
+    # --- the scheduler -----------------------------------------------------------------------------------------------
 
     def slow_scheduler(self, fault: Fault) -> None:
         self.world.outside.slow_s = fault.value

@@ -18,7 +18,7 @@ from controller.core.rules import Rulebook
 from controller.rulebook import shipped_rulebook
 from everstep.vocabulary import Action, FindingKind, Mode
 from everstep.wire.v1.agent import Domain
-from everstep.wire.v1.training import JobSpec
+from everstep.wire.v1.training import JobSpec, SpillPlan
 
 FAULTS_BEGIN_S = 12.0
 FAULTS_END_S = 90.0
@@ -105,8 +105,12 @@ def make(seed: int) -> Plan:
         loss=rng.choice((0.0, 0.0, 0.01, 0.05)),
         delay_s=rng.choice((0.0005, 0.002, 0.02)),
     )
-    faults = sorted(_faults(rng, plan), key=lambda fault: fault.at)
-    return _with_faults(plan, tuple(enumerate(faults)))
+    faults = _faults(rng, plan)
+    apart = random.Random(seed ^ 0xCAFE)  # worlds whose jobs keep nothing besides are what they were
+    plan = _with_protection(apart, plan)
+    if any(job.spec.spill is not None or job.spec.parity for job in plan.jobs):
+        faults += _faults_of_keeping(apart, plan)
+    return _with_faults(plan, tuple(enumerate(sorted(faults, key=lambda fault: fault.at))))
 
 
 def _machines(rng: random.Random) -> tuple[MachinePlan, ...]:
@@ -148,6 +152,29 @@ def _job(rng: random.Random, name: str, nodes: list[str], most: int) -> JobPlan:
     )
     until = rng.randint(40, 120) if rng.random() < 0.1 else None
     return JobPlan(name, spec, tuple(nodes), rng.choice((0.4, 0.7, 1.2)), replicated, until)
+
+
+def _with_protection(rng: random.Random, plan: Plan) -> Plan:
+    """Some jobs ask for parity or for checkpoints on storage. Parity takes nodes of which no two share a rack."""
+    jobs = tuple(_protected(rng, job) for job in plan.jobs)
+    machines = plan.machines
+    if any(job.spec.parity for job in jobs) and rng.random() < 0.8:
+        machines = tuple(
+            MachinePlan(m.name, Domain(rack=f"rack-{m.name}"), m.clock_rate, m.clock_offset_s) for m in machines
+        )
+    return Plan(**{**plan.__dict__, "jobs": jobs, "machines": machines})
+
+
+def _protected(rng: random.Random, job: JobPlan) -> JobPlan:
+    spec = job.spec
+    if rng.random() < 0.3:
+        plan = SpillPlan(every=rng.choice((4, 12)), to="/checkpoints", keep=rng.choice((0, 1, 2)))
+        spec = msgspec.structs.replace(spec, spill=plan)
+    if spec.max_nodes >= 4 and rng.random() < 0.5:
+        spec = msgspec.structs.replace(spec, parity=rng.choice((2, 3, 4)))
+        if rng.random() < 0.6:  # in place of copies
+            spec = msgspec.structs.replace(spec, replicas=1, min_nodes=max(4, spec.min_nodes))
+    return JobPlan(**{**job.__dict__, "spec": spec})
 
 
 def _policy(rng: random.Random) -> CorePolicy:
@@ -306,6 +333,23 @@ _KINDS: tuple[tuple[float, Callable[[_Draw], Fault]], ...] = (
     (0.7, lambda d: d.fault("scheduler_away", "", 1.0, 20.0)),
     (0.5, lambda d: d.fault("slow_scheduler", "", 2.0, 20.0, value=d.rng.uniform(0.2, 3.0))),
 )
+
+
+_OF_KEEPING: tuple[Callable[[_Draw], Fault], ...] = (
+    lambda d: d.fault("kill_vault", d.seat()),
+    lambda d: d.fault("lose_power", d.seat(), 2.0, 20.0),
+    lambda d: d.fault("rot_slots", d.seat()),
+    lambda d: d.fault("fill_memory", d.seat(), 5.0, 30.0),
+    lambda d: d.fault("storage_away", "", 1.0, 20.0),
+    lambda d: d.fault("storage_refuses", "", 1.0, 20.0),
+    lambda d: d.fault("storage_lists_late", "", 3.0, 30.0),
+    lambda d: d.fault("slow_storage", "", 3.0, 30.0, value=d.rng.uniform(0.5, 6.0)),
+)
+
+
+def _faults_of_keeping(rng: random.Random, plan: Plan) -> list[Fault]:
+    draw = _Draw(rng, plan)
+    return [rng.choice(_OF_KEEPING)(draw) for _ in range(rng.randint(0, 5))]
 
 
 def _faults(rng: random.Random, plan: Plan) -> list[Fault]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
 from everstep.wire.v1.directives import StopJob, VersionNotice
 from everstep.wire.v1.local import Goodbye, Hello, Role
@@ -19,13 +18,12 @@ from everstep.wire.v1.training import (
     Member,
     RankFinished,
     Resumed,
-    Sealed,
     UserError,
 )
 from everstep.wire.version import SPOKEN
 from tests.sim import facts
+from tests.sim.rank_memory import RankMemory
 from tests.sim.training_state import TrainingState
-from tests.sim.vault_memory import Slot
 from trainer_hooks.attendant import Attendant
 from trainer_hooks.config import HookSettings
 from trainer_hooks.orders import Orders
@@ -92,7 +90,7 @@ class RankProcess:
             self.orders,
             self.presence,
             self.progress,  # type: ignore[arg-type]
-            self._tell,
+            self.tell,
             SETTINGS,
             self.machine.clock,
         )
@@ -106,10 +104,7 @@ class RankProcess:
         self._spec: GenerationSpec | None = None
         self._member: Member | None = None
         self._restored: Version | None = None
-        self._committed: Version | None = None
-        self._candidate: int | None = None
-        self._kept: Version | None = None
-        self._copying: Slot | None = None
+        self._memory = RankMemory(self)
         self._asleep: list[Any] = []
         self._connect()
         self.world.timeline.after(TICK_S * self.world.rng.random(), self._tick)
@@ -196,13 +191,15 @@ class RankProcess:
             agent.jobs.heard(self, self._standing)
         unsent, self._unsent = self._unsent, deque(maxlen=1024)
         for message in unsent:
-            self._tell(message)
+            self.tell(message)
 
     def agent_died(self) -> None:
         self.connected = False
         self.world.timeline.after(0.05, self._connect)
 
-    def _tell(self, message: Any) -> None:
+    def tell(self, message: Any) -> None:
+        """Says something to the agent, or keeps it until there is one."""
+
         def arrive() -> None:
             agent = self.machine.agent
             if agent is not None and self.connected and self.alive:
@@ -215,7 +212,7 @@ class RankProcess:
     def _stand(self, message: Any) -> None:
         self._standing = message
         if message is not None:
-            self._tell(message)
+            self.tell(message)
 
     def _tick(self) -> None:
         if not self.alive:
@@ -229,7 +226,8 @@ class RankProcess:
 
     def _hear(self, message: Any) -> None:
         if isinstance(message, VersionNotice):
-            self._note_versions(message)
+            if self.group is not None:
+                self._memory.note(message)
             return
         self.attendant.hear(message)
         if self.group is None and not self._leaving:
@@ -252,7 +250,7 @@ class RankProcess:
                 self._join(order, member)
 
     def _exit(self) -> None:
-        self._tell(Goodbye(detail="over"))
+        self.tell(Goodbye(detail="over"))
         self.world.timeline.after(3 * LOCAL_S, lambda: self.die(0))
 
     def _join(self, spec: GenerationSpec, member: Member) -> None:
@@ -270,8 +268,7 @@ class RankProcess:
         self.progress.enter(self._spec.number, self._member.rank)
         self.progress.step = state.step
         self.state, self._restored = state, version
-        self._committed, self._kept = self._spec.restore.floor, None
-        self._candidate = 1 if version is None else version.step + 1
+        self._memory.enter(self._spec, self._member, version)
         self.presence.enter()
 
     # --- the main thread: out ----------------------------------------------------------------------------------------
@@ -293,7 +290,7 @@ class RankProcess:
         """Out of the generation: a copy that was begun is completed first."""
         group, self.group = self.group, None
         self._leaving = False
-        self._seal_now()
+        self._memory.seal_now()
         self.presence.leave()
         self.attendant.leave()
         self._standing = None
@@ -325,7 +322,7 @@ class RankProcess:
 
         def tell() -> None:
             if self.group is group and self._spec is not None and self._member is not None:
-                self._tell(self._user_error(sentence))
+                self.tell(self._user_error(sentence))
 
         self.world.timeline.after(0.25, lambda: self.do(tell))
 
@@ -351,7 +348,7 @@ class RankProcess:
         if self.orders.is_over(self._spec.number, self.progress.step):
             self._leave()
             return
-        self._seal_now()  # the optimizer waits for the copy
+        self._memory.seal_now()  # the optimizer waits for the copy
         self.state = group.next_state(self)
         self.progress.finish(step, step_s, self.job.step_s * self.machine.slowness)
         self.world.see(
@@ -359,7 +356,7 @@ class RankProcess:
                 self.life, self.machine.name, self.job.name, self._spec.number, self._member.rank, step, self.state
             )
         )
-        self._snapshot(step)
+        self._memory.snapshot(step, self.state)
         if self.progress.finished_here == 1:
             self._acknowledge(step)
         if self.orders.is_over(self._spec.number, step):
@@ -379,7 +376,7 @@ class RankProcess:
     def _acknowledge(self, step: int) -> None:
         assert self._spec is not None
         assert self._member is not None
-        self._tell(
+        self.tell(
             Resumed(
                 job=self._spec.job,
                 at=self.machine.clock.wall(),
@@ -391,93 +388,6 @@ class RankProcess:
                 phases_s={"rendezvous": 0.05, "first_step": 0.1},
             )
         )
-
-    # --- snapshots ---------------------------------------------------------------------------------------------------
-
-    def _note_versions(self, notice: VersionNotice) -> None:
-        if self._spec is None or notice.generation != self._spec.number or self.group is None:
-            return
-        if notice.committed is not None and (self._committed is None or notice.committed > self._committed):
-            self._committed = notice.committed
-        if notice.candidate is not None:
-            self._candidate = notice.candidate
-
-    def _snapshot(self, step: int) -> None:
-        """Copies the state into a slot, beside the next step."""
-        spec, member, state = self._spec, self._member, self.state
-        assert spec is not None
-        assert member is not None
-        assert state is not None
-        layout = (member.rank, spec.world_size, spec.spec.nproc_per_node, spec.spec.replicas, self.job.replicated)
-        slot = Slot(Version(spec.number, step), layout, state)
-        segment = self.machine.vault.segment(self.job.name, self.machine.name, self.local_rank, replica=False)
-        own = sorted(
-            s.version for s in segment.sealed() if s.version.generation == spec.number or s.version == self._restored
-        )
-        try:
-            segment.begin(slot, self._needed(own))
-        except OutOfSlotMemory:
-            return
-        self._copying = slot
-        copy_s = self.job.step_s * (0.05 + 0.4 * self.world.rng.random())
-        self.world.timeline.after(copy_s, lambda: self.do(lambda: self._seal(slot)))
-
-    def _needed(self, own: list[Version]) -> set[Version]:
-        return {*own[-2:], *(v for v in (self._committed, self._kept) if v is not None)}
-
-    def _seal_now(self) -> None:
-        if self._copying is not None:
-            self._seal(self._copying)
-
-    def _seal(self, slot: Slot) -> None:
-        if self._copying is not slot or self._spec is None or self._member is None:
-            return
-        self._copying = None
-        slot.sealed = True
-        kept = slot.version.step == self._candidate
-        if kept:
-            self._kept = slot.version
-        interval = self._spec.spec.digest_interval
-        due = interval > 0 and (kept or slot.version.step % interval == 0)
-        digests = {"replicated": slot.state.digest} if due and self.job.replicated else {}
-        targets = () if self.job.replicated else self._spec.replica_nodes.get(self.machine.name, ())
-        if not targets:
-            self._report_seal(slot, self._spec, self._member, kept, digests, safe=True, nodes=())
-            return
-        keep = self._needed([slot.version])
-        self.world.replicate(self, slot, self._spec, self._member, kept, targets, keep)
-
-    def _report_seal(
-        self,
-        slot: Slot,
-        spec: GenerationSpec,
-        member: Member,
-        kept: bool,
-        digests: dict[str, str],
-        *,
-        safe: bool,
-        nodes: tuple[str, ...],
-    ) -> None:
-        if kept or digests:
-            self._tell(
-                Sealed(
-                    job=spec.job,
-                    at=self.machine.clock.wall(),
-                    generation=spec.number,
-                    rank=member.rank,
-                    version=slot.version,
-                    bytes=100,
-                    safe=safe,
-                    kept=kept,
-                    replicas=nodes,
-                    digests=digests,
-                )
-            )
-
-    def replicated(self, slot: Slot, spec: GenerationSpec, member: Member, kept: bool, nodes: tuple[str, ...]) -> None:
-        """The vault's answer: where the copies are."""
-        wanted = min(spec.spec.replicas - 1, len(spec.replica_nodes.get(self.machine.name, ())))
-        self.do(lambda: self._report_seal(slot, spec, member, kept, {}, safe=len(nodes) >= wanted, nodes=nodes))
 
 
 def _nothing() -> None:

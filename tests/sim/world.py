@@ -10,7 +10,9 @@ from typing import Any, Protocol
 
 from controller.core.fleet import check_invariants
 from controller.core.state import FleetState
+from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
+from everstep.slots import SLOTS
 from everstep.wire.v1.training import GenerationSpec, Member
 from tests.sim import facts
 from tests.sim.collective import Collective
@@ -22,7 +24,8 @@ from tests.sim.machine import Machine
 from tests.sim.mischief import Mischief
 from tests.sim.outside import Outside
 from tests.sim.plan import FAULTS_END_S, MachinePlan, Plan
-from tests.sim.rank_process import RankProcess
+from tests.sim.rank_memory import RankMemory
+from tests.sim.storage import Storage
 from tests.sim.timeline import MachineClock, Timeline
 from tests.sim.vault_memory import Slot
 from tests.sim.wires import Wires
@@ -73,6 +76,8 @@ class World:
                 self._watchers[kind].append(watcher)
         self._traces = self._lives = 0
         self._collectives: dict[tuple[str, int], Collective] = {}
+        self.storage_rng = random.Random(plan.seed ^ 0x570)
+        self.storage = Storage(lambda: self.timeline.now, self.storage_rng)
         self.database = Database(self.timeline, self.rng, self._applied)
         self.controllers = [ControllerProcess(self, p.name, self._clock(p)) for p in plan.controllers]
         self.machines = {p.name: Machine(self, p.name, p.domain, self._clock(p), spool_dir) for p in plan.machines}
@@ -172,7 +177,8 @@ class World:
             case facts.Stepped():
                 self.trace(fact.node, f"{fact.job} rank {fact.rank} finished step {fact.generation}:{fact.step}")
             case facts.Restored():
-                self.trace(fact.spec.job, f"generation {fact.spec.number} starts from {fact.version}")
+                start = fact.storage or fact.version
+                self.trace(fact.spec.job, f"generation {fact.spec.number} starts from {start}")
             case facts.Delivered():
                 self.trace(fact.node, f"hears {type(fact.body).__name__}")
             case facts.Durable() | facts.Acknowledged() | facts.FaultBegan() | facts.RemedyLookedAt():
@@ -213,7 +219,7 @@ class World:
 
     def replicate(
         self,
-        process: RankProcess,
+        memory: RankMemory,
         slot: Slot,
         spec: GenerationSpec,
         member: Member,
@@ -229,7 +235,7 @@ class World:
             open_answers.discard(node)
             answers.extend([node] if ok else [])
             if not open_answers:
-                process.replicated(slot, spec, member, kept, tuple(answers))
+                memory.replicated(slot, spec, member, kept, tuple(answers))
 
         for node in targets:
             delay_s = 0.02 + self.wires.transit_s(member.node, node)
@@ -246,9 +252,12 @@ class World:
         over = target.vault.generations.get(spec.job, 0) > spec.number
         if over or target.vault.full or not slot.sealed or slot.rotten:
             return False
-        segment = target.vault.segment(spec.job, member.node, member.rank, replica=True)
-        copy = Slot(slot.version, slot.layout, slot.state, sealed=True)
-        segment.begin(copy, keep)
+        slots = SLOTS + spec.spec.pinned_slots
+        segment = target.vault.segment(spec.job, member.node, member.rank, replica=True, slots=slots)
+        try:
+            segment.begin(Slot(slot.version, slot.layout, slot.state, sealed=True), keep)
+        except OutOfSlotMemory:
+            return False
         return True
 
 

@@ -28,6 +28,7 @@ class Durability:
         self._lives: dict[str, int] = {}
         self._epoch = 0
         self._registered: dict[str, int] = {}
+        self._taken: dict[tuple[str, int], int] = {}
         self._recorded: dict[str, int] = {}
         self._told: dict[str, set[int]] = defaultdict(set)
         self._written: dict[str, dict[int, tuple[str, int]]] = defaultdict(dict)
@@ -69,7 +70,7 @@ class Durability:
             )
 
     def _took_over(self, fact: facts.TookOver) -> None:
-        self._epoch, self._registered = fact.epoch, {}
+        self._epoch, self._registered, self._taken = fact.epoch, {}, {}
         for (node, life), through in self._marks.items():
             if life == self._lives.get(node) and fact.marks.get((node, life), 0) < through:
                 raise Violation(self.name, f"{fact.controller} does not know reports of {node} through {through}")
@@ -82,11 +83,23 @@ class Durability:
             written = self._marks.get((event.node, event.incarnation), 0)
             if event.number <= written:
                 raise Violation(self.name, f"report {event.number} of {event.node} is taken twice")
+            if fact.epoch == self._epoch:
+                self._check_gap(event, written)
         elif isinstance(event, AgentRegistered):
             node, life = event.register.node, event.register.incarnation
             if life != self._lives.get(node):
                 self._forgot = {key: seq for key, seq in self._forgot.items() if key[0] != node}
             self._lives[node] = life
+
+    def _check_gap(self, event: ReportArrived, written: int) -> None:
+        """Reports of a life follow one another: what its agent keeps no more was taken, here or by who led before."""
+        key = (event.node, event.incarnation)
+        before = max(written, self._taken.get(key, 0))
+        if before and event.number > before + 1:
+            raise Violation(
+                self.name, f"of {event.node} report {event.number} follows {before}: those between them are lost"
+            )
+        self._taken[key] = event.number
 
     def _check_life(self, event: Event) -> None:
         """What an earlier life of a node said, on a connection that was given up since, is not taken."""

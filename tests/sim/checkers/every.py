@@ -9,10 +9,12 @@ from tests.sim.checkers.durability import Durability
 from tests.sim.checkers.evidence import Evidence
 from tests.sim.checkers.fencing import Fencing
 from tests.sim.checkers.generations import Generations
+from tests.sim.checkers.protection import Parities
 from tests.sim.checkers.recovery import Recovery
 from tests.sim.checkers.remedies import Remedies
 from tests.sim.checkers.restores import Restores
 from tests.sim.checkers.samples import Samples
+from tests.sim.checkers.spills import Spills
 from tests.sim.checkers.suspicion import Suspicion
 
 
@@ -28,5 +30,7 @@ def all_checkers() -> list[Any]:
         Durability(),
         Samples(),
         Remedies(),
+        Spills(),
+        Parities(),
         Recovery(),
     ]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from agent.spill.retention import version_of
 from controller.core.effects import PutGeneration
 from everstep.ids import Version
 from everstep.vocabulary import GenerationReason
+from everstep.wire.v1.training import GenerationSpec
 from tests.sim import facts
 from tests.sim.facts import Violation
 
@@ -62,10 +64,11 @@ class Restores:
 
     def _restored(self, fact: facts.Restored) -> None:
         spec, version = fact.spec, fact.version
-        what = f"{spec.job} generation {spec.number} starts from {version}"
+        what = f"{spec.job} generation {spec.number} starts from {fact.storage or version}"
         if fact.torn:
             raise Violation(self.name, f"{what}, whose shares are of different states")
-        if fact.state.step != (version.step if version is not None else 0):
+        begun = version_of(fact.storage.rpartition("/")[2]) if fact.storage else version
+        if fact.state.step != (begun.step if begun is not None else 0):
             raise Violation(self.name, f"{what}, whose state is that after step {fact.state.step}")
         rule = spec.restore
         if rule.ceiling is not None and version is not None and version > rule.ceiling:
@@ -73,7 +76,10 @@ class Restores:
         known = self._expected.get((spec.job, spec.number))
         after_corruption = rule.ceiling is not None or rule.scratch or spec.reason is GenerationReason.CORRUPTION
         if known is not None and not after_corruption and (version is None or version < known):
-            raise Violation(self.name, f"{what}, although {known} was committed before")
+            protection = rule.protection
+            if not fact.storage and (protection is None or version != protection.version):
+                raise Violation(self.name, f"{what}, although {known} was committed before")
+            self._must_be_lost(spec, f"{what}, as what is kept besides")
         self._taint(fact, after_corruption)
 
     def _taint(self, fact: facts.Restored, after_corruption: bool) -> None:
@@ -102,9 +108,11 @@ class Restores:
             self._harm.append((self.world.timeline.now, fact.node))
 
     def _unrestorable(self, fact: facts.Unrestorable) -> None:
+        self._must_be_lost(fact.spec, fact.sentence)
+
+    def _must_be_lost(self, spec: GenerationSpec, sentence: str) -> None:
         """Only when as many machines as there are copies are gone, out of reach, or not to be believed."""
         assert self.world is not None
-        spec = fact.spec
         floor = spec.restore.floor
         if floor is None:
             return
@@ -121,5 +129,5 @@ class Restores:
             raise Violation(
                 self.name,
                 f"{spec.job} generation {spec.number}: {floor} was committed on {sorted(holders)}, of which only "
-                f"{sorted(lost & holders)} lost it, and is not whole: {fact.sentence}",
+                f"{sorted(lost & holders)} lost it, and is not whole: {sentence}",
             )

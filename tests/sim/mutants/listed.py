@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from agent.uplink.session import Session, Words
 from controller.api import session
 from controller.api.desk import AgentDesk
 from controller.core import (
@@ -25,10 +26,12 @@ from controller.core import (
     liveness,
     losses,
     membership,
+    protecting,
     quarantine,
     remedies,
     restart,
     resuming,
+    spilling,
     standing,
 )
 from controller.push import Outbox
@@ -155,6 +158,17 @@ def _waiting_directives_lost() -> AbstractContextManager[None]:
     return method_swapped(Outbox, "attach", attach)
 
 
+def _sent_is_taken() -> AbstractContextManager[None]:
+    """An agent lets go of what it has sent once it is on another connection, answered or not."""
+    begin = Session.__init__
+
+    def begins(self: Session, words: Words, *others: Any, **more: Any) -> None:
+        words.spool.acknowledged(words.spool.sent_through)
+        begin(self, words, *others, **more)
+
+    return method_swapped(Session, "__init__", begins)
+
+
 def _rule_without_floor() -> AbstractContextManager[None]:
     real = checkpoints.restore_rule
 
@@ -171,6 +185,23 @@ def _suspects_taken_in() -> AbstractContextManager[None]:
         "not (running and record.state is NodeState.SUSPECT)",
         "record.state is not NodeState.SUSPECT",
     )
+
+
+@contextmanager
+def _parity_unmade() -> Iterator[None]:
+    """A refusal is taken for an answer, and what homes say they made is not compared."""
+    with (
+        mistaken(protecting.version_protected, "elif report.code:", "elif False:"),
+        mistaken(protecting._compare, "if p is None or p != q:", "if False:"),
+    ):
+        yield
+
+
+@contextmanager
+def _orders_given_once() -> Iterator[None]:
+    """Whoever does not answer an order of a spill or of parity is not asked again."""
+    with swapped(spilling.check_spill, _nothing), swapped(protecting.check_protection, _nothing):
+        yield
 
 
 def _healthy_at_once() -> AbstractContextManager[None]:
@@ -274,6 +305,15 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("directives are told before they are written", _told_before_written),
     Mutant("directives that waited are lost", _waiting_directives_lost, seeds=(93,)),
+    Mutant("what an earlier session sent counts as taken", _sent_is_taken),
+    # what is kept besides
+    Mutant("parity that a home could not make counts", _parity_unmade),
+    Mutant(
+        "a checkpoint counts as stored when one vault has written its part",
+        lambda: mistaken(spilling._written, "if report.whole:", "if True:"),
+    ),
+    Mutant("what is kept besides is not pinned", lambda: swapped(protecting.pinned, lambda job: ())),
+    Mutant("orders to vaults are given once", _orders_given_once),
     # samples
     Mutant("ranks share samples", _overlapping_shares),
     # after a takeover

@@ -159,6 +159,22 @@ def test_a_cure_says_when_nothing_is_to_be_heard_of_it_any_more() -> None:
     assert reset.due == course.remedy_due == reset.at + fleet.policy.remedy_timeout_s
 
 
+def test_a_cure_follows_from_the_verdict_that_took_the_node_out_whatever_was_said_of_it_since() -> None:
+    """The node that has to leave at the boundary is in a tie of digests before it does."""
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), remediate=Mode.ENFORCE))
+    fleet.solos = False
+    fleet.start(2, 1)
+    fleet.seal(10)
+    assert decisions(fleet.raise_finding("n2", _hung())) == [("n2", "evict")]
+    tie = fleet.seal(20, digests={0: "a", 1: "b"})
+    assert ("n2", "no_action") in decisions(tie)
+    assert not any("n2 is under suspicion and stays" in sentence for sentence in audits(tie, "verdict.no_action"))
+    fleet.resume(step=40)
+    fleet.advance(2.5, *EVERYONE[:3])
+    (reset,) = (remedy for remedy in _asked(fleet.effects) if remedy.kind is RemedyKind.RESET_GPU)
+    assert reset.verdict == "n2-1"
+
+
 def test_a_cure_that_failed_leads_to_the_next() -> None:
     fleet = _reset_due()
     assert _kinds(_report(fleet, RemedyKind.RESET_GPU, ok=False, detail="nvidia-smi: in use")) == ["reboot"]

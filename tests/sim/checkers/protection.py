@@ -1,0 +1,141 @@
+"""What counts as kept by parity was made by both homes of every group; what is gone back to is still there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from controller.core.parity_groups import BORNE, form_groups
+from controller.core.placement import Site
+from controller.core.records import JobRecord
+from everstep.ids import Version
+from everstep.vocabulary import JobState
+from everstep.wire.v1.directives import ProtectVersion
+from everstep.wire.v1.parity import Protection
+from tests.sim import facts
+from tests.sim.facts import Violation
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+
+class Parities:
+    """Knows who made parity of what, which machines were harmed since, and what was committed durably."""
+
+    name = "protection"
+
+    def __init__(self) -> None:
+        self.world: World | None = None
+        self._committed: dict[str, set[Version]] = {}
+        self._made: dict[tuple[str, Version, int, str], str] = {}
+        self._given_up: set[tuple[str, str]] = set()
+        self._shielded: dict[str, Version] = {}
+        self._counted_at: dict[tuple[str, Version], float] = {}
+        self._harm: list[tuple[float, str]] = []
+
+    def watches(self) -> dict[type, Callable[[Any], None]]:
+        return {
+            facts.Durable: self._durable,
+            facts.Delivered: self._delivered,
+            facts.ParityMade: self._parity,
+            facts.MemoryLost: self._memory_lost,
+            facts.FaultBegan: self._fault,
+            facts.Unrestorable: self._unrestorable,
+        }
+
+    def _parity(self, fact: facts.ParityMade) -> None:
+        self._made[fact.job, fact.version, fact.group, fact.node] = fact.members
+
+    def _delivered(self, fact: facts.Delivered) -> None:
+        body = fact.body
+        if isinstance(body, ProtectVersion) and body.version not in self._committed.get(body.job, ()):
+            raise Violation(self.name, f"{body.job}: {fact.node} is to protect {body.version}, which is not committed")
+
+    # --- what counts -------------------------------------------------------------------------------------------------
+
+    def _durable(self, fact: facts.Durable) -> None:
+        for row in fact.batch.versions.values():
+            self._committed.setdefault(row.job, set()).add(Version(row.generation, row.step))
+        for audit in fact.batch.audit:
+            if audit.kind == "parity.given_up":
+                version = msgspec.json.decode(audit.detail, type=dict[str, str])["version"]
+                self._given_up.add((audit.job, version))
+        for name, doc in fact.batch.jobs.items():
+            job = msgspec.json.decode(doc, type=JobRecord)
+            if job.shielded is not None:
+                self._counts(name, job.shielded.protection)
+
+    def _counts(self, job: str, protection: Protection) -> None:
+        assert self.world is not None
+        version = protection.version
+        if self._shielded.get(job) == version:
+            return
+        before = self._shielded.get(job)
+        if before is not None and version < before:
+            raise Violation(self.name, f"{job}: {version} is kept by parity after {before}")
+        if (job, str(version)) in self._given_up:
+            raise Violation(self.name, f"{job}: {version} was given up, and counts as kept by parity")
+        for group in protection.shards():
+            p, q = (self._made.get((job, version, group.group, home)) for home in group.parity)
+            if p is None or p != q:
+                raise Violation(
+                    self.name, f"{job}: {version} counts as kept by parity, and not both homes of {group} made it"
+                )
+        self._shielded[job] = version
+        self._counted_at[job, version] = self.world.timeline.now
+
+    # --- what is gone back to ----------------------------------------------------------------------------------------
+
+    def _memory_lost(self, fact: facts.MemoryLost) -> None:
+        assert self.world is not None
+        self._harm.append((self.world.timeline.now, fact.node))
+
+    def _fault(self, fact: facts.FaultBegan) -> None:
+        assert self.world is not None
+        if fact.kind == "rot_slots":
+            self._harm.append((self.world.timeline.now, fact.node))
+
+    def _unrestorable(self, fact: facts.Unrestorable) -> None:
+        """Never where each group has lost no more than it bears, and who is in no group has lost nothing."""
+        assert self.world is not None
+        spec, protection = fact.spec, fact.spec.restore.protection
+        counted_at = self._counted_at.get((spec.job, protection.version)) if protection is not None else None
+        if protection is None or counted_at is None:
+            return
+        lost = {node for node in protection.seats if self._lost(node, spec, counted_at)}
+        homes = {home for group in protection.groups for home in group.parity}
+        lost |= {home for home in homes if self._lost(home, spec, counted_at)}
+        grouped = {node for group in protection.groups for node in group.members}
+        borne = all(len(lost & set(group.nodes)) <= BORNE for group in protection.groups)
+        if borne and not lost & (set(protection.seats) - grouped):
+            raise Violation(
+                self.name,
+                f"{spec.job} generation {spec.number}: {protection.version} is kept by parity, lost are only "
+                f"{sorted(lost)}, and it is not whole: {fact.sentence}",
+            )
+
+    def _lost(self, node: str, spec: Any, since: float) -> bool:
+        assert self.world is not None
+        machine, chair = self.world.machines[node], spec.roster[0].node
+        known = any(holder.node == node for holder in spec.holders)
+        answers = known and machine.power and not machine.frozen and self.world.wires.connected(chair, node)
+        return not answers or any(at >= since - 30.0 and harmed == node for at, harmed in self._harm)
+
+    def complaint(self) -> str:
+        """Once nothing breaks any more, whoever asks for parity, and has the nodes for it, has some."""
+        assert self.world is not None
+        leader = self.world.leader()
+        if leader is None:
+            return "nobody leads"
+        for name, job in leader.state.jobs.items():
+            running = job.generation
+            if job.state is not JobState.RUNNING or running is None or not job.spec.parity:
+                continue
+            sites = {node: Site.of(leader.state.nodes[node]) for node in running.seats}
+            possible = form_groups(running.seats, sites, job.spec.parity).groups
+            recent = job.shielded is not None and job.shielded.protection.version.generation == running.number
+            if possible and not recent:
+                return f"{name} keeps no version of generation {running.number} by parity: {job.protect_trouble}"
+        return ""

@@ -1,0 +1,100 @@
+"""What counts as stored is whole on storage; an order is carried out or given up; retention leaves a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from controller.core.records import JobRecord
+from everstep.ids import Version
+from everstep.vocabulary import JobState
+from everstep.wire.v1.directives import SpillVersion
+from tests.sim import facts
+from tests.sim.facts import Violation
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+STEPS_LATE = 60
+"""Steps, besides those between two checkpoints, after which one of a quiet world is missed."""
+ENDS = ("spill.stored", "spill.given_up")
+
+
+class Spills:
+    """Knows what was committed, what vaults made whole, and how orders ended, all as far as it is durable."""
+
+    name = "spills"
+
+    def __init__(self) -> None:
+        self.world: World | None = None
+        self._committed: dict[str, set[Version]] = {}
+        self._whole: dict[str, set[Version]] = {}
+        self._ended: dict[tuple[str, str], str] = {}
+
+    def watches(self) -> dict[type, Callable[[Any], None]]:
+        return {
+            facts.Durable: self._durable,
+            facts.StoredWhole: self._stored,
+            facts.StorageBare: self._bare,
+            facts.Delivered: self._delivered,
+            facts.Restored: self._restored,
+        }
+
+    def _stored(self, fact: facts.StoredWhole) -> None:
+        self._whole.setdefault(fact.job, set()).add(fact.version)
+        if not fact.left:
+            raise Violation(self.name, f"{fact.job}: with {fact.removed} the last checkpoint on storage was removed")
+
+    def _delivered(self, fact: facts.Delivered) -> None:
+        body = fact.body
+        if isinstance(body, SpillVersion) and body.version not in self._committed.get(body.job, ()):
+            raise Violation(self.name, f"{body.job}: {fact.node} is to store {body.version}, which is not committed")
+
+    def _durable(self, fact: facts.Durable) -> None:
+        for row in fact.batch.versions.values():
+            self._committed.setdefault(row.job, set()).add(Version(row.generation, row.step))
+        for audit in fact.batch.audit:
+            if audit.kind in ENDS:
+                self._end(audit.job, audit.kind, audit.detail)
+        for name, doc in fact.batch.jobs.items():
+            job = msgspec.json.decode(doc, type=JobRecord)
+            for one in job.stored:
+                if one.version not in self._whole.get(name, ()):
+                    raise Violation(self.name, f"{name}: {one.version} counts as stored, and no vault made it whole")
+
+    def _end(self, job: str, kind: str, detail: str) -> None:
+        version = msgspec.json.decode(detail, type=dict[str, str]).get("version", "")
+        before = self._ended.get((job, version)) if version else None
+        if before is not None:
+            raise Violation(self.name, f"{job}: the order to store {version} ended as {before}, and then as {kind}")
+        self._ended[job, version] = kind
+
+    def _bare(self, fact: facts.StorageBare) -> None:
+        spec = fact.spec
+        raise Violation(
+            self.name,
+            f"{spec.job} generation {spec.number} is to start from {spec.restore.storage}, which is not there",
+        )
+
+    def _restored(self, fact: facts.Restored) -> None:
+        if fact.storage and fact.storage != fact.spec.restore.storage:
+            raise Violation(self.name, f"{fact.spec.job} starts from {fact.storage}, of which nobody told it")
+
+    def complaint(self) -> str:
+        """Once nothing breaks any more checkpoints come to storage."""
+        assert self.world is not None
+        leader = self.world.leader()
+        if leader is None:
+            return "nobody leads"
+        for name, job in leader.state.jobs.items():
+            live = leader.state.live_jobs[name]
+            if job.state is not JobState.RUNNING or job.spec.spill is None or live.committed is None:
+                continue
+            behind = abs(live.committed.step - job.spilled_step)
+            if behind > job.spec.spill.every + STEPS_LATE:
+                return (
+                    f"{name} has not stored anything for {behind} steps: {job.spill_trouble or 'no trouble is known'}"
+                )
+        return ""
