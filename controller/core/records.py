@@ -110,9 +110,9 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     clear before a quarantined node may come back; ``needs_operator``: they never do by themselves. ``returns_at``:
     not before this may it leave quarantine. ``evictions``: times of this node's evictions; repeat offenders wait
     longer. ``verdicts`` counts verdicts ever given, for their ids; ``stands_by``: the one by which it is out, or back.
-    ``probe``: the one it must pass. ``against``: with whom it was in an undecided digest vote. ``condemned``: UUIDs of GPUs (or its name, without any) that computed
-    wrongly; when none of them is left, the node is repaired. ``overruled``: key of the finding whose eviction is
-    held, ``held_by`` what holds it (a scope of ``eviction``).
+    ``probe``: the one it must pass. ``against``: with whom it was in an undecided digest vote. ``condemned``: UUIDs of
+    GPUs (or its name, without any) that computed wrongly; when none of them is left, the node is repaired.
+    ``overruled``: key of the finding whose eviction is held, ``held_by`` what holds it (a scope of ``eviction``).
 
     ``booted_at``: when it was first seen after its last boot. ``reports`` of a finding are counted under its rule and
     key, ``steps`` of ladders under the rule. ``undecided``: keys of findings that are looked at again, and what for.
