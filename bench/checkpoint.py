@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from rich.progress import Progress
 
-from bench.checkpoint_rows import four, losses, peers, single, transfer
+from bench.checkpoint_rows import four, losses, peers, reading, single, transfer
 from bench.checkpoint_rows.curves import curves
 from bench.checkpoint_rows.processes import Crew
 from bench.checkpoint_rows.rank import Size
@@ -41,6 +41,7 @@ def parts(crew: Crew, options: argparse.Namespace) -> list[tuple[str, Callable[[
         ("one rank", lambda: single.large(crew, one, repeats, judged)),
         ("many tensors", lambda: single.small(crew, SMALL_TENSORS, max(repeats, 10))),
         ("a slot to a peer", lambda: transfer.replicated(crew, one.nbytes, repeats, judged)),
+        ("a slot from a peer", lambda: reading.read(crew, one.nbytes // 4, repeats, judged)),
         ("four replicas", lambda: four.replicas(crew, Size(TENSORS, each // 4, "replicas"), repeats, judged)),
         ("four shards", lambda: four.shards(crew, Size(TENSORS, each, "shards"), repeats, judged)),
         ("four shards, overlapped", lambda: four.overlapped(crew, Size(TENSORS, each, "shards"), repeats, judged)),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.checkpoint_rows import four, losses
+from bench.checkpoint_rows import four, losses, reading
 from bench.checkpoint_rows.processes import Crew, RankFailed
 from bench.checkpoint_rows.rank import Size
 from controller.core.placement import Site, place_replicas
@@ -23,6 +23,13 @@ DEADLINE_S = 60.0
 def _segments(pid: int) -> set[Path]:
     """Of the bench that runs as this process; others may run on the machine."""
     return set(MEMORY.glob(f"everstep-bench-{pid}-*"))
+
+
+@pytest.mark.slow
+def test_a_slot_is_read_from_a_peer() -> None:
+    with Crew() as crew:
+        rows = reading.read(crew, 3 << 20, 1, judged=False)
+    assert all(row.value for row in rows)
 
 
 @pytest.mark.slow

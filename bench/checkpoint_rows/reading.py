@@ -1,0 +1,85 @@
+"""Rows of one rank that reads a slot from another node's vault, with nobody beside it."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+import numpy as np
+import torch
+
+from bench.checkpoint_rows.fleet import JOB, Fleet
+from bench.checkpoint_rows.limits import loopback
+from bench.checkpoint_rows.processes import Crew
+from bench.checkpoint_rows.single import MIB, marks
+from bench.table import Row
+from everstep.ids import Version
+from everstep.wire.v1.local import SlotInfo
+from trainer_hooks.restore.batches import batches_of
+from trainer_hooks.restore.moves import Moves
+from trainer_hooks.restore.streams import Streams
+from trainer_hooks.vault_client import VaultClient
+
+HOLDER, READER = "n1", "n2"
+
+
+def read(crew: Crew, nbytes: int, repeats: int, judged: bool) -> list[Row]:
+    """Into memory that is there and into memory that is not, against one raw stream, before and after."""
+    with Fleet((HOLDER, READER)) as fleet:
+        fleet.generation((HOLDER, READER), 1)
+        raw = loopback(crew, fleet.warm, 1, nbytes, repeats)
+        warm, fresh = crew.one(reads, fleet.vaults[HOLDER].socket, fleet.vaults[READER].socket, nbytes, repeats)
+        raw += loopback(crew, fleet.warm, 1, nbytes, repeats)
+    limit = nbytes / median(raw) / 1e9
+    against = f"one raw loopback stream, {limit:.2f} GB/s"
+    name = f"slot of {nbytes / MIB:.0f} MiB from a peer"
+    ratio = median(raw) / median(warm)
+    return [
+        Row(name, median(warm) * 1e3, "ms", against=against),
+        Row(f"{name} against one raw stream", ratio, "x", *marks(judged, 0.6, 0.85), against, smaller_is_better=False),
+        Row(f"{name}, into memory that nobody has touched", median(fresh) * 1e3, "ms", against=against),
+    ]
+
+
+def reads(holder: str, reader: str, nbytes: int, repeats: int) -> tuple[list[float], list[float]]:
+    """Seconds of each read of a slot that the vault at ``holder`` has, by a rank of the vault at ``reader``, in turns
+    into memory that was written before and into new."""
+    there, here = VaultClient(holder), VaultClient(reader)
+    try:
+        slot = _fill(there, nbytes)
+        warm = torch.zeros(nbytes, dtype=torch.uint8)
+        _read_s(here, slot, warm)  # nobody counts the first, which finds no connection known
+        took: tuple[list[float], list[float]] = [], []
+        for _ in range(repeats):
+            for times, target in zip(took, (warm, torch.empty(nbytes, dtype=torch.uint8)), strict=True):
+                times.append(_read_s(here, slot, target))
+                expected = torch.arange(nbytes // 8, dtype=torch.int64)
+                assert torch.equal(target.view(torch.int64), expected), "other bytes came"
+        return took
+    finally:
+        there.close()
+        here.close()
+
+
+def _fill(vault: VaultClient, nbytes: int) -> SlotInfo:
+    """A sealed slot of numbers."""
+    version = Version(1, 1)
+    view = vault.open_segment(JOB, 0, nbytes + (1 << 20), slots=1).view
+    payload = view.begin(0, 0, version, b"a manifest", nbytes)
+    np.frombuffer(payload, np.int64)[:] = np.arange(nbytes // 8)
+    view.seal(0)
+    return SlotInfo(node=HOLDER, rank=0, version=version, path="", slot=0, replica=False, manifest_digest="")
+
+
+def _read_s(vault: VaultClient, slot: SlotInfo, target: torch.Tensor) -> float:
+    began = time.perf_counter()
+    moves = Moves()
+    moves.add(target, [(0, target.nbytes)])
+    streams = Streams(vault, JOB, batches_of(slot, moves.rows()))
+    try:
+        failures = streams.finish()
+    finally:
+        streams.close()
+    took = time.perf_counter() - began
+    assert not failures, failures
+    return took
