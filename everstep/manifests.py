@@ -8,9 +8,11 @@ from __future__ import annotations
 import msgspec
 
 from everstep.boxes import Box, Extent
-from everstep.errors import MalformedMessage
+from everstep.errors import ConfigurationError, MalformedMessage
 
 LAYOUT_FORMAT = 1
+MOST_MANIFEST_BYTES = 64 << 20
+"""Some 500,000 tensors with long names. It stands in each slot, is read as a whole, and goes to whoever reads one."""
 BLOB_PREFIX = 8
 """Bytes of the little-endian length that stands before the Python state."""
 
@@ -71,7 +73,21 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     exclusive: int
 
 
+_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Manifest)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Raises ConfigurationError where it takes more than MOST_MANIFEST_BYTES."""
+    data = _encoder.encode(manifest)
+    if len(data) > MOST_MANIFEST_BYTES:
+        tensors, stored = len(manifest.catalog), len(manifest.stored)
+        names = sum(len(tensor.name) for tensor in manifest.catalog)
+        raise ConfigurationError(
+            f"the names ({names} bytes) and shapes of {tensors} tensors and the places of {stored} in this rank's slot "
+            f"take {len(data)} bytes, and a manifest {MOST_MANIFEST_BYTES} at most: track fewer tensors, or larger ones"
+        )
+    return data
 
 
 def decode_manifest(data: bytes) -> Manifest:

@@ -146,8 +146,7 @@ class SegmentView:
 
     def header(self, slot: int) -> SlotHeader | None:
         """The slot's header, or None where it is empty, or damaged in both its records."""
-        if not 0 <= slot < self.slots:
-            raise IndexError(f"slot {slot} of {self.slots}")
+        self._base(slot)  # raises IndexError
         header = self._records.header(slot)
         return None if header is None or header.state is SlotState.EMPTY else header
 
@@ -183,27 +182,35 @@ class SegmentView:
     # --- filling --------------------------------------------------------------------------------------------------
 
     def begin(self, slot: int, rank: int, version: Version, manifest: bytes, payload_bytes: int) -> memoryview:
-        """Marks the slot FILLING, writes the manifest, and returns the payload to fill.
+        """``reserve`` with the manifest written: returns the payload to fill."""
+        _, payload = self.reserve(slot, rank, version, len(manifest), payload_bytes)
+        start = self._base(slot) + PAGE + _table_bytes(payload_bytes)
+        self._buffer[start : start + len(manifest)] = manifest
+        return payload
 
-        Raises OutOfSlotMemory where manifest and payload do not fit, and Conflict where the slot is being mended.
+    def reserve(
+        self, slot: int, rank: int, version: Version, manifest_bytes: int, payload_bytes: int
+    ) -> tuple[memoryview, memoryview]:
+        """Marks the slot FILLING, and returns the manifest and the payload to fill.
+
+        Raises OutOfSlotMemory where the two do not fit, and Conflict where the slot is being mended.
         """
-        offset = _payload_offset(len(manifest), payload_bytes)
+        offset = _payload_offset(manifest_bytes, payload_bytes)
         if offset + payload_bytes > self.slot_bytes:
             raise OutOfSlotMemory(
-                f"a manifest of {len(manifest)} and a payload of {payload_bytes} bytes need {offset + payload_bytes} "
+                f"a manifest of {manifest_bytes} and a payload of {payload_bytes} bytes need {offset + payload_bytes} "
                 f"bytes, the slot has {self.slot_bytes}"
             )
         base = self._base(slot)
         self._sequence += 1
-        header = SlotHeader(SlotState.FILLING, rank, version, len(manifest), payload_bytes, self._sequence)
+        header = SlotHeader(SlotState.FILLING, rank, version, manifest_bytes, payload_bytes, self._sequence)
         self._records.write(slot, header)
         with _FENCE:
             pass
         if self._is_being_mended(slot):
             raise Conflict(f"slot {slot} is being mended; it can be filled in a moment")
-        start = base + PAGE + _table_bytes(payload_bytes)
-        self._buffer[start : start + len(manifest)] = manifest
-        return self._buffer[base + PAGE + offset : base + PAGE + offset + payload_bytes]
+        payload = self._buffer[base + PAGE + offset : base + PAGE + offset + payload_bytes]
+        return self._buffer[self._manifest_range(slot, header)], payload
 
     def copied(self, slot: int) -> None:
         """Marks a slot that is being filled COPIED: all its bytes are there, and whoever finds it so may seal it.
@@ -288,6 +295,10 @@ class SegmentView:
         if xxhash.xxh3_128_digest(table) != header.table:
             raise DigestMismatch(f"the chunk digests of slot {slot} (version {header.version}) are not what was sealed")
         return table
+
+    def manifest_view(self, slot: int) -> memoryview:
+        """The manifest's bytes, unchecked."""
+        return self._buffer[self._manifest_range(slot, self._require(slot))]
 
     def manifest(self, slot: int) -> bytes:
         """The manifest, checked. Raises DigestMismatch."""
@@ -383,17 +394,3 @@ class SegmentView:
             return False
         self._flag(slot, 0)
         return True
-
-
-def slot_to_fill(headers: list[SlotHeader | None], keep: set[Version]) -> int:
-    """Which slot to fill next: an empty or unfinished one, else the oldest that is not to be kept.
-
-    ``keep`` are versions that somebody may still need. Raises OutOfSlotMemory where every slot holds one of those.
-    """
-    free = [i for i, h in enumerate(headers) if h is None or h.state is not SlotState.SEALED]
-    if free:
-        return free[0]
-    old = [(h.version, i) for i, h in enumerate(headers) if h is not None and h.version not in keep]
-    if not old:
-        raise OutOfSlotMemory(f"all {len(headers)} slots hold versions that are still needed: {sorted(keep)}")
-    return min(old)[1]

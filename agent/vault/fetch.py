@@ -17,10 +17,11 @@ from agent.vault.settings import VaultSettings
 from agent.vault.statistics import Tally
 from everstep.channel import Channel
 from everstep.errors import DigestMismatch, MalformedMessage, NotFound
+from everstep.manifests import MOST_MANIFEST_BYTES
 from everstep.range_digests import RangeHasher
 from everstep.slots import CHUNK_BYTES
 from everstep.wire.v1.local import Fetch
-from everstep.wire.v1.transfer import MAX_RANGES, MAX_TRANSFER_FRAME_BYTES, Data, DataEnd, Get
+from everstep.wire.v1.transfer import MAX_RANGES, Data, DataEnd, Get
 
 KEPT_BUFFERS = 4
 """Of CHUNK_BYTES each: as many batches as a rank asks for at once (trainer_hooks/restore/landing.py)."""
@@ -117,7 +118,7 @@ class Fetcher:
 
     def _receive_manifest(self, channel: Channel, ask: Fetch) -> bytearray:
         length = self._ask(channel, ask, ())
-        if length > MAX_TRANSFER_FRAME_BYTES:
+        if length > MOST_MANIFEST_BYTES:
             raise MalformedMessage(f"{ask.node} announced a manifest of {length} bytes")
         manifest = bytearray()
         self._receive(channel, ask, [length], lambda piece, _: manifest.extend(piece))

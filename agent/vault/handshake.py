@@ -8,19 +8,20 @@ from agent.vault.jobs import JobBook, JobFacts
 from everstep.channel import Channel
 from everstep.errors import AuthenticationError, MalformedMessage
 from everstep.wire.v1.transfer import NONCE_BYTES, Challenge, Greeting, Proof, Refused, prove, proves, refused_error
-from everstep.wire.version import SPOKEN, negotiate
+from everstep.wire.version import VAULTS_SPEAK, negotiate
 
 
 def introduce(channel: Channel, facts: JobFacts, node: str, to: str) -> None:
     """The client's side, as ``node``. Raises AuthenticationError where the peer does not prove to be ``to``."""
-    greeting = Greeting(protocols=SPOKEN, job=facts.job, node=node, to=to, nonce=secrets.token_bytes(NONCE_BYTES))
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    greeting = Greeting(protocols=VAULTS_SPEAK, job=facts.job, node=node, to=to, nonce=nonce)
     channel.send(greeting)
     challenge = channel.opening_answer()
     if isinstance(challenge, Refused):
         raise refused_error(challenge, channel.peer)
     if not isinstance(challenge, Challenge):
         raise MalformedMessage(f"{channel.peer} answered a greeting with {type(challenge).__name__}")
-    negotiate([challenge.protocol])
+    negotiate([challenge.protocol], VAULTS_SPEAK)
     channel.send(Proof(mac=prove(facts.secret, "client", greeting, challenge)))
     answer = channel.opening_answer()
     if isinstance(answer, Refused):
@@ -39,7 +40,7 @@ def admit(channel: Channel, book: JobBook, node: str) -> tuple[JobFacts, str]:
         raise MalformedMessage(f"{channel.peer} began with {type(greeting).__name__}, not with a greeting")
     if greeting.to != node:
         raise AuthenticationError(f"{greeting.node} means to reach {greeting.to}, and this is {node}")
-    challenge = Challenge(protocol=negotiate(greeting.protocols), nonce=secrets.token_bytes(NONCE_BYTES))
+    challenge = Challenge(protocol=negotiate(greeting.protocols, VAULTS_SPEAK), nonce=secrets.token_bytes(NONCE_BYTES))
     facts = book.facts(greeting.job)
     channel.send(challenge)
     proof = channel.opening()

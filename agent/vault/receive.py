@@ -11,6 +11,8 @@ import ctypes
 import secrets
 import threading
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import xxhash
 
@@ -20,8 +22,9 @@ from agent.vault.segments import Segment, SegmentKey, SegmentStore
 from agent.vault.statistics import Tally
 from everstep.channel import Channel
 from everstep.errors import Conflict, DigestMismatch, EverstepError, MalformedMessage, NotFound
-from everstep.slots import CHUNK_BYTES, chunk_count, slot_bytes_for, slot_to_fill
-from everstep.wire.v1.transfer import Part, Put, split_digests
+from everstep.slot_choice import slot_to_fill
+from everstep.slots import CHUNK_BYTES, chunk_count, slot_bytes_for
+from everstep.wire.v1.transfer import ManifestPart, Part, Put, split_digests
 
 
 class Incoming:
@@ -35,7 +38,10 @@ class Incoming:
         self.digests = split_digests(put.digests)
         self.segment = segment
         self.slot = slot
-        self.payload = segment.view.begin(slot, put.rank, put.version, put.manifest, put.payload_bytes)
+        self.manifest, self.payload = segment.view.reserve(
+            slot, put.rank, put.version, put.manifest_bytes, put.payload_bytes
+        )
+        self.has_manifest = False
         self.done: set[int] = set()
         self.writers: set[Channel] = set()
         self.given_up = False
@@ -44,12 +50,12 @@ class Incoming:
     def is_for(self, sender: str, put: Put) -> bool:
         """Whether these very bytes are what ``sender`` offers."""
         own = self.put
-        return (self.sender, own.version, own.digests, own.payload_bytes, own.manifest) == (
+        return (self.sender, own.version, own.digests, own.payload_bytes, own.manifest_bytes) == (
             sender,
             put.version,
             put.digests,
             put.payload_bytes,
-            put.manifest,
+            put.manifest_bytes,
         )
 
     def chunk(self, index: int) -> memoryview:
@@ -71,14 +77,13 @@ class Receiver:
     def begin(self, job: str, sender: str, put: Put) -> Incoming | None:
         """Sets a slot aside, or returns None where these very bytes are sealed here already.
 
-        Raises StaleGeneration, NotFound, MalformedMessage for lengths that do not fit together, DigestMismatch for a
-        damaged manifest, OutOfSlotMemory.
+        Raises StaleGeneration, NotFound, MalformedMessage for lengths that do not fit together, OutOfSlotMemory.
         """
         self._book.current(job, put.generation)
-        self._check(job, sender, put)
+        _check(put)
         key = SegmentKey(job, "replica", put.rank)
         with self._lane(key):
-            need = slot_bytes_for(len(put.manifest), put.payload_bytes)
+            need = slot_bytes_for(put.manifest_bytes, put.payload_bytes)
             segment = self._store.open(key, max(put.slot_bytes, need), put.slots)
             self._still_wanted(job)
             if _holds(segment, put):
@@ -128,14 +133,6 @@ class Receiver:
         with self._lock:
             return self._lanes[key]
 
-    def _check(self, job: str, sender: str, put: Put) -> None:
-        digests = split_digests(put.digests)
-        if len(digests) != chunk_count(put.payload_bytes) + 1 or len(digests[-1]) != len(digests[0]):
-            raise MalformedMessage(f"{len(put.digests)} bytes of digests for a payload of {put.payload_bytes} bytes")
-        if xxhash.xxh3_128_digest(put.manifest) != digests[0]:
-            self._findings.transfer_corrupt(job, sender, put.rank, put.version, "the manifest did not hash right")
-            raise DigestMismatch("the manifest is not what was sealed")
-
     def _free_slot(self, segment: Segment, put: Put) -> int:
         with self._lock:
             taken = {i.slot for i in self._incoming.values() if i.segment is segment}
@@ -148,24 +145,45 @@ class Receiver:
         Raises DigestMismatch for a bad chunk and Conflict where the sender's slot moved on, both with the connection in
         step; Unavailable and MalformedMessage, after which it is of no use.
         """
-        incoming = self._enter(job, sender, part, channel)
-        try:
+        with self._entered(job, sender, part.transfer, channel) as incoming:
+            if part.first + part.chunks > chunk_count(incoming.put.payload_bytes):
+                raise MalformedMessage(f"{sender} sent chunks beyond the payload's end")
             failure = self._receive(incoming, part, channel)
-        finally:
-            self._leave(incoming, channel)
         if failure is not None:
             self.give_up(incoming.id)
             raise failure
 
-    def _enter(self, job: str, sender: str, part: Part, channel: Channel) -> Incoming:
+    def manifest(self, job: str, sender: str, part: ManifestPart, channel: Channel) -> None:
+        """Receives the manifest and hashes it. Raises what ``part`` does."""
+        with self._entered(job, sender, part.transfer, channel) as incoming:
+            failure = self._receive_manifest(incoming, channel)
+        if failure is not None:
+            self.give_up(incoming.id)
+            raise failure
+
+    @contextmanager
+    def _entered(self, job: str, sender: str, transfer: bytes, channel: Channel) -> Iterator[Incoming]:
+        """Inside, the slot of the transfer is given to nobody else."""
         with self._lock:
-            incoming = self._incoming.get(part.transfer)
+            incoming = self._incoming.get(transfer)
             if incoming is None or incoming.given_up or (incoming.job, incoming.sender) != (job, sender):
                 raise MalformedMessage(f"{sender} sent a part of a transfer that is not under way")
-            if part.first + part.chunks > chunk_count(incoming.put.payload_bytes):
-                raise MalformedMessage(f"{sender} sent chunks beyond the payload's end")
             incoming.writers.add(channel)
-            return incoming
+        try:
+            yield incoming
+        finally:
+            self._leave(incoming, channel)
+
+    def _receive_manifest(self, incoming: Incoming, channel: Channel) -> EverstepError | None:
+        for start in range(0, len(incoming.manifest), CHUNK_BYTES):
+            channel.receive_into(incoming.manifest[start : start + CHUNK_BYTES])
+            if not channel.status():
+                return _moved_on(incoming)
+        if xxhash.xxh3_128_digest(incoming.manifest) != incoming.digests[0]:
+            return self._corrupt(incoming, "the manifest")
+        incoming.has_manifest = True
+        self._tally.add("received_manifests")
+        return None
 
     def _receive(self, incoming: Incoming, part: Part, channel: Channel) -> EverstepError | None:
         """The first failure; the rest of the part is taken off the wire all the same, to stay in step."""
@@ -174,18 +192,18 @@ class Receiver:
             chunk = incoming.chunk(index)
             channel.receive_into(chunk)
             if not channel.status():
-                return failure or Conflict(f"{incoming.sender} filled the slot anew while it was sent")
+                return failure or _moved_on(incoming)
             if xxhash.xxh3_128_digest(chunk) == incoming.digests[index + 1]:
                 incoming.done.add(index)
             elif failure is None:
-                failure = self._corrupt(incoming, index)
+                failure = self._corrupt(incoming, f"chunk {index}")
         return failure
 
-    def _corrupt(self, incoming: Incoming, index: int) -> DigestMismatch:
+    def _corrupt(self, incoming: Incoming, what: str) -> DigestMismatch:
         put = incoming.put
-        detail = f"chunk {index} did not hash right"
+        detail = f"{what} did not hash right"
         self._findings.transfer_corrupt(incoming.job, incoming.sender, put.rank, put.version, detail)
-        return DigestMismatch(f"chunk {index} of rank {put.rank}'s version {put.version} is not what was sealed")
+        return DigestMismatch(f"{what} of rank {put.rank}'s version {put.version} is not what was sealed")
 
     def _leave(self, incoming: Incoming, channel: Channel) -> None:
         with self._lock:
@@ -208,15 +226,16 @@ class Receiver:
             self._book.current(job, put.generation)
             if self._store.get(incoming.segment.key) is not incoming.segment:
                 raise Conflict("the segment was replaced or forgotten while the slot was filled; send it again")
-            if incoming.writers or len(incoming.done) != len(incoming.digests) - 1:
-                raise Conflict(f"{len(incoming.done)} of {len(incoming.digests) - 1} chunks have come")
+            if incoming.writers or len(incoming.done) != len(incoming.digests) - 1 or not incoming.has_manifest:
+                lacks = "" if incoming.has_manifest else ", and no manifest"
+                raise Conflict(f"{len(incoming.done)} of {len(incoming.digests) - 1} chunks have come{lacks}")
             incoming.segment.view.seal(incoming.slot, incoming.digests)
             _discard_others(incoming)
             with self._lock:
                 del self._incoming[incoming.id]
         self._book.saw(job, put.rank, sender)
         self._tally.add("received_slots")
-        self._tally.add("received_bytes", put.payload_bytes + len(put.manifest))
+        self._tally.add("received_bytes", put.payload_bytes + put.manifest_bytes)
 
     def leave(self, transfer: bytes) -> None:
         """The connection that began it ended; its sender may come back."""
@@ -235,25 +254,45 @@ class Receiver:
             self._release(incoming)
 
 
+def _check(put: Put) -> None:
+    digests = split_digests(put.digests)
+    if len(digests) != chunk_count(put.payload_bytes) + 1 or len(digests[-1]) != len(digests[0]):
+        raise MalformedMessage(f"{len(put.digests)} bytes of digests for a payload of {put.payload_bytes} bytes")
+
+
+def _moved_on(incoming: Incoming) -> Conflict:
+    return Conflict(f"{incoming.sender} filled the slot anew while it was sent")
+
+
 def fill_from_other_versions(incoming: Incoming) -> int:
-    """Copies chunks that sealed slots of the same rank have too; each is hashed where it now lies. Returns bytes."""
+    """Copies the manifest and chunks that sealed slots of the same rank have too; each is hashed where it now lies.
+    Returns bytes of chunks."""
     view, count = incoming.segment.view, 0
     wanted: defaultdict[bytes, list[int]] = defaultdict(list)
     for index, digest in enumerate(incoming.digests[1:]):
         wanted[digest].append(index)
     for slot, header in list(view.sealed()):
-        if slot == incoming.slot or header.rank != incoming.put.rank or not wanted:
+        if slot == incoming.slot or header.rank != incoming.put.rank:
             continue
         try:
-            theirs = view.digests(slot)[1:]
+            manifest, *theirs = view.digests(slot)
+            if not incoming.has_manifest and manifest == incoming.digests[0]:
+                _copy_manifest(incoming, view.manifest(slot))
         except EverstepError:  # filled anew, or rotten: whoever looks after that slot says so
             continue
         payload = view.payload(slot)
-        for place, digest in enumerate(theirs):
+        for place, digest in enumerate(theirs if wanted else ()):
             chunk = payload[place * CHUNK_BYTES : (place + 1) * CHUNK_BYTES]
             for index in wanted.pop(digest, ()):
                 count += _copied(incoming, index, chunk)
     return count
+
+
+def _copy_manifest(incoming: Incoming, manifest: bytes) -> None:
+    """``manifest`` hashes right."""
+    if len(manifest) == len(incoming.manifest):
+        incoming.manifest[:] = manifest
+        incoming.has_manifest = True
 
 
 def _copied(incoming: Incoming, index: int, chunk: memoryview) -> int:

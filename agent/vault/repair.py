@@ -14,13 +14,14 @@ import msgspec
 import xxhash
 
 from agent.vault.jobs import JobBook
+from agent.vault.manifests import ask_manifest, receive_pieces
 from agent.vault.peers import Peers
 from agent.vault.segments import Segment
 from agent.vault.settings import VaultSettings
 from everstep.channel import Channel
 from everstep.errors import DigestMismatch, EverstepError, MalformedMessage, NotFound
 from everstep.slots import CHUNK_BYTES, SlotHeader
-from everstep.wire.v1.transfer import MAX_TRANSFER_FRAME_BYTES, Data, DataEnd, Get
+from everstep.wire.v1.transfer import Data, Get
 
 log = logging.getLogger(__name__)
 
@@ -98,32 +99,14 @@ class Repairer:
             return ()  # nobody has configured the job yet
 
     def _get_manifest(self, header: SlotHeader, channel: Channel) -> bytes:
-        length = self._ask(channel, header, ())
-        if length > MAX_TRANSFER_FRAME_BYTES:
-            raise MalformedMessage(f"{channel.peer} announced a manifest of {length} bytes")
-        return self._receive(channel, length)
+        return ask_manifest(channel, self._settings, header.rank, header.version)
 
     def _get(self, header: SlotHeader, at: int, length: int, channel: Channel) -> bytes:
-        announced = self._ask(channel, header, ((at, length),))
+        """The peer hashes before it answers."""
+        channel.send(Get(rank=header.rank, version=header.version, ranges=((at, length),)))
+        channel.patience(self._settings.settle_timeout_s)
+        announced = channel.answer(Data).bytes
+        channel.patience(self._settings.io_timeout_s)
         if announced != length:
             raise MalformedMessage(f"{channel.peer} announced {announced} bytes where {length} were asked for")
-        return self._receive(channel, length)
-
-    def _ask(self, channel: Channel, header: SlotHeader, ranges: tuple[tuple[int, int], ...]) -> int:
-        """How many bytes will come. The peer hashes before it answers."""
-        channel.send(Get(rank=header.rank, version=header.version, ranges=ranges))
-        channel.patience(self._settings.settle_timeout_s)
-        length = channel.answer(Data).bytes
-        channel.patience(self._settings.io_timeout_s)
-        return length
-
-    @staticmethod
-    def _receive(channel: Channel, length: int) -> bytes:
-        found = bytearray(length)
-        for start in range(0, length, CHUNK_BYTES):
-            channel.receive_into(memoryview(found)[start : start + CHUNK_BYTES])
-            if not channel.status():
-                channel.answer(DataEnd)  # raises what the peer refuses for
-                raise MalformedMessage(f"{channel.peer} said that the slot moved on, and then that it did not")
-        channel.answer(DataEnd)
-        return bytes(found)
+        return receive_pieces(channel, length)

@@ -16,12 +16,12 @@ from agent.vault.settings import VaultSettings
 from agent.vault.statistics import Tally
 from everstep.channel import Channel
 from everstep.clock import Clock
-from everstep.errors import ConfigurationError, Conflict, DigestMismatch, EverstepError, MalformedMessage, Unavailable
+from everstep.errors import Conflict, DigestMismatch, EverstepError, MalformedMessage, Unavailable
 from everstep.ids import Version
 from everstep.slots import CHUNK_BYTES, SlotHeader, chunk_count
 from everstep.wire.v1.transfer import (
-    MAX_TRANSFER_FRAME_BYTES,
     Ack,
+    ManifestPart,
     Part,
     PartDone,
     Put,
@@ -47,13 +47,15 @@ class Outgoing:
         ready: the peer's answer, which says what it has already.
 
     Attributes:
-        sent: chunks that the peer has hashed.
+        sent: chunks that the peer has hashed, and the manifest where it had to be sent.
     """
 
     def __init__(self, reading: Reading, ready: Ready, pace: Pace) -> None:
         self.reading = reading
         self.sent = 0
         self._pace = pace
+        self._transfer = ready.transfer
+        self._lacks_manifest = ready.manifest
         missing = chunks_without(chunk_count(len(reading.payload)), ready.here)
         self._parts = deque(_parts(ready.transfer, missing))
         self._stop = threading.Event()
@@ -61,6 +63,20 @@ class Outgoing:
     def __len__(self) -> int:
         """Parts that nobody sends."""
         return len(self._parts)
+
+    def send_manifest(self, channel: Channel) -> None:
+        """Where the peer has none like it. Raises what it refuses it for."""
+        if not self._lacks_manifest:
+            return
+        channel.send(ManifestPart(transfer=self._transfer))
+        manifest = memoryview(self.reading.manifest)
+        for start in range(0, len(manifest), CHUNK_BYTES):
+            for piece in self._pieces(manifest[start : start + CHUNK_BYTES]):
+                self._pace.take(len(piece))
+                channel.send_bulk([piece])
+            channel.send_status(True)  # it is a copy, and hashed right
+        channel.answer(PartDone)
+        self.sent += 1
 
     def send(self, channel: Channel) -> None:
         """Sends parts until none is left. Raises what the peer refuses them for; a part that broke off is put back."""
@@ -154,7 +170,7 @@ class Sender:
                 if not any(outgoing.sent for outgoing in begun) or attempt + 1 == MOST_ATTEMPTS:
                     raise
         self._tally.add("replicated_slots")
-        self._tally.add("replicated_bytes", put.payload_bytes + len(put.manifest))
+        self._tally.add("replicated_bytes", put.payload_bytes + put.manifest_bytes)
 
     def _send(self, channel: Channel, job: str, node: str, put: Put, reading: Reading, begun: list[Outgoing]) -> None:
         channel.send(put)
@@ -167,6 +183,7 @@ class Sender:
         channel.patience(self._settings.io_timeout_s)
         outgoing = Outgoing(reading, answer, self._pace)
         begun.append(outgoing)
+        outgoing.send_manifest(channel)
         count = self._helpers(put, len(outgoing))
         helpers = [self._streams.submit(self._peers.call, job, node, outgoing.send) for _ in range(count)]
         failures: list[EverstepError] = []
@@ -204,12 +221,6 @@ def _most_telling(failures: list[EverstepError]) -> EverstepError:
 
 def _put(reading: Reading, generation: int, keep: tuple[Version, ...]) -> Put:
     header, view = reading.header, reading.segment.view
-    size = len(reading.manifest) + sum(map(len, reading.digests))
-    if size > MAX_TRANSFER_FRAME_BYTES - 4096:
-        raise ConfigurationError(
-            f"manifest and digests of rank {header.rank}'s slot take {size} bytes, "
-            f"and at most {MAX_TRANSFER_FRAME_BYTES - 4096} can be sent: name fewer tensors in one slot"
-        )
     return Put(
         generation=generation,
         rank=header.rank,
@@ -217,7 +228,7 @@ def _put(reading: Reading, generation: int, keep: tuple[Version, ...]) -> Put:
         slot_bytes=view.slot_bytes,
         slots=view.slots,
         payload_bytes=header.payload_bytes,
-        manifest=reading.manifest,
+        manifest_bytes=len(reading.manifest),
         digests=b"".join(reading.digests),
         keep=keep,
     )

@@ -26,7 +26,6 @@ from everstep.errors import (
 from everstep.range_digests import RangeHasher
 from everstep.slots import CHUNK_BYTES
 from everstep.wire.v1.transfer import (
-    MAX_TRANSFER_FRAME_BYTES,
     Ack,
     Data,
     DataEnd,
@@ -35,6 +34,7 @@ from everstep.wire.v1.transfer import (
     Get,
     InventoryAsk,
     InventoryList,
+    ManifestPart,
     Part,
     PartDone,
     Put,
@@ -199,6 +199,9 @@ class Conversation:
         elif isinstance(request, Part):
             self._answers.receiver.part(self.job, self.node, request, self.channel)
             self.channel.send(PartDone())
+        elif isinstance(request, ManifestPart):
+            self._answers.receiver.manifest(self.job, self.node, request, self.channel)
+            self.channel.send(PartDone())
         elif isinstance(request, PutDone):
             self._answers.receiver.finish(self.job, self.node, request.transfer)
             self._begun.discard(request.transfer)
@@ -217,7 +220,8 @@ class Conversation:
             self.channel.send(Ack(already=True))
             return
         self._begun.add(incoming.id)
-        self.channel.send(Ready(transfer=incoming.id, here=chunk_bits(incoming.done)))
+        lacks = not incoming.has_manifest
+        self.channel.send(Ready(transfer=incoming.id, here=chunk_bits(incoming.done), manifest=lacks))
 
     def end(self) -> None:
         for transfer in self._begun:
@@ -245,15 +249,9 @@ class Answers:
         self._tally.add("served_bytes", sent)
 
     def digests(self, job: str, ask: DigestsAsk) -> Digests:
-        """What is sealed. Raises NotFound, DigestMismatch, and ConfigurationError where it is too much to be said."""
+        """What is sealed. Raises NotFound, DigestMismatch."""
         reading = self._library.open(job, ask.rank, ask.version, (), parity=ask.parity)
-        digests = b"".join(reading.digests)
-        if len(reading.manifest) + len(digests) > MAX_TRANSFER_FRAME_BYTES - 4096:
-            raise ConfigurationError(
-                f"manifest and digests of rank {ask.rank} take {len(reading.manifest) + len(digests)} bytes, "
-                f"and at most {MAX_TRANSFER_FRAME_BYTES - 4096} can be sent: name fewer tensors in one slot"
-            )
-        return Digests(payload_bytes=len(reading.payload), manifest=reading.manifest, digests=digests)
+        return Digests(payload_bytes=len(reading.payload), digests=b"".join(reading.digests))
 
     def _send_ranges(self, job: str, get: Get, channel: Channel) -> int:
         """Hashes each piece while the one before is under way: the word on that one says whether another follows."""

@@ -10,6 +10,7 @@ COUNTERS = (
     "replicated_bytes",
     "received_slots",
     "received_bytes",
+    "received_manifests",
     "reused_bytes",
     "superseded",
     "served_bytes",

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from everstep.errors import VersionMismatch
 
 SPOKEN: tuple[int, ...] = (1,)
+VAULTS_SPEAK: tuple[int, ...] = (2,)
+"""Among themselves. In version 1 a slot's manifest was part of the frame that offered it."""
 
 
 def negotiate(offered: Iterable[int], spoken: Iterable[int] = SPOKEN) -> int:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
-from everstep.slots import SLOTS, SlotHeader, SlotState, slot_to_fill
+from everstep.slot_choice import slot_to_fill
+from everstep.slots import SLOTS, SlotHeader, SlotState
 from tests.sim.training_state import TrainingState
 
 PARITY_SLOTS = 2

@@ -15,14 +15,15 @@ from torch.futures import Future
 from everstep.boxes import Box
 from everstep.errors import EverstepError
 from everstep.ids import Version
-from everstep.manifests import LAYOUT_FORMAT, Manifest, Stored, Tensor
-from everstep.slots import SlotHeader, SlotState, slot_bytes_for, slot_to_fill
+from everstep.manifests import LAYOUT_FORMAT, Manifest, Stored, Tensor, encode_manifest
+from everstep.slot_choice import slot_to_fill
+from everstep.slots import SlotHeader, SlotState, slot_bytes_for
 from everstep.wire.v1.local import Replicated
 from trainer_hooks.dcp.metadata import Aside, encode_aside
 from trainer_hooks.dcp.planner import PLAIN
 from trainer_hooks.snapshot.blob import dtype_name
 from trainer_hooks.snapshot.copy import slot_view, write_blob
-from trainer_hooks.snapshot.layout import ALIGN, BLOB_PREFIX, encode
+from trainer_hooks.snapshot.layout import ALIGN, BLOB_PREFIX
 from trainer_hooks.tier import SLOTS, Tier
 from trainer_hooks.vault_client import MappedSegment
 
@@ -66,7 +67,7 @@ class VaultWriter(StorageWriter):
         values = {item.index.fqn: self._value(item, planner) for item in plan.items if item not in tensors}
         aside = encode_aside(Aside(values, plan.planner_data or {}))
         manifest = self._manifest(tensors, len(aside))
-        body = encode(manifest)
+        body = encode_manifest(manifest)
         segment = self._segment(len(body), manifest.payload_bytes)
         slot = self._slot(segment)
         payload = segment.view.begin(slot, self._tier.rank, self._version, body, manifest.payload_bytes)

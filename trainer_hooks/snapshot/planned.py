@@ -8,13 +8,14 @@ import math
 import torch
 
 from everstep.errors import OutOfSlotMemory
+from everstep.manifests import encode_manifest
 from everstep.slots import PAGE, slot_bytes_for
 from everstep.wire.v1.training import GenerationSpec, Member
 from trainer_hooks.snapshot.choices import DEFAULT, Choices
 from trainer_hooks.snapshot.copy import slot_view
 from trainer_hooks.snapshot.exchange import Exchange
 from trainer_hooks.snapshot.gather import Targets
-from trainer_hooks.snapshot.layout import ALIGN, Layout, Manifest, encode
+from trainer_hooks.snapshot.layout import ALIGN, Layout, Manifest
 from trainer_hooks.snapshot.locked import page_lock
 from trainer_hooks.snapshot.plan import Share, divide, manifest_for
 from trainer_hooks.vault_client import MappedSegment, VaultClient
@@ -47,7 +48,7 @@ class Planned:
         self.layout = layout
         self.share = share
         self.manifest = manifest
-        self.manifest_bytes = encode(manifest)
+        self.manifest_bytes = encode_manifest(manifest)
         self.segment = segment
         self.with_covers = with_covers
         self.is_small = manifest.payload_bytes <= SMALL_BYTES and len(manifest.stored) <= SMALL_PIECES
@@ -115,7 +116,7 @@ class Planner:
 
     def _open(self, manifest: Manifest, on_gpu: bool) -> MappedSegment:
         """The rank's segment, with room for ``manifest``; for more than that where the job has memory to spare."""
-        encoded = len(encode(manifest))
+        encoded = len(encode_manifest(manifest))
         if self._choices.lean:
             slot_bytes = slot_bytes_for(encoded, manifest.payload_bytes)
         else:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
-from everstep.slots import SlotHeader, SlotState, slot_to_fill
+from everstep.slot_choice import slot_to_fill
+from everstep.slots import SlotHeader, SlotState
 from everstep.wire.v1.training import RestoreRule
 from trainer_hooks.snapshot.choices import Choices
 

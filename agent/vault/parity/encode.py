@@ -15,14 +15,15 @@ from functools import partial
 import xxhash
 
 from agent.vault.jobs import JobBook
-from agent.vault.parity.manifest import LETTERS, MemberFacts, ParityManifest
+from agent.vault.parity.manifest import LETTERS, MemberFacts, ParityManifest, read_manifest
 from agent.vault.parity.shards import Place, Shards, all_at_once, not_a_home, require
 from agent.vault.segments import Segment, SegmentKey, SegmentStore
 from agent.vault.statistics import Tally
-from everstep.errors import ConfigurationError, NotFound
-from everstep.slots import CHUNK_BYTES, chunk_count, slot_bytes_for, slot_to_fill
+from everstep.errors import ConfigurationError, DigestMismatch, MalformedMessage, NotFound
+from everstep.manifests import MOST_MANIFEST_BYTES
+from everstep.slot_choice import slot_to_fill
+from everstep.slots import CHUNK_BYTES, DIGEST_BYTES, chunk_count, slot_bytes_for
 from everstep.wire.v1.local import Protect
-from everstep.wire.v1.transfer import MAX_TRANSFER_FRAME_BYTES
 
 PARITY_SLOTS = 2
 """The version that is protected, and the next one while it is made."""
@@ -65,7 +66,8 @@ class Encoder:
         if self._node not in group.parity:
             raise not_a_home(self._node, group.group)
         places = [Place(ask.job, node, rank, ask.version) for rank, node in group.members]
-        found = require(all_at_once(self._streams, [partial(self._shards.facts, place) for place in places]))
+        known = self._known(SegmentKey(ask.job, "parity", group.group))
+        found = require(all_at_once(self._streams, [partial(self._shards.facts, place, known) for place in places]))
         return ParityManifest(
             letter=LETTERS[group.parity.index(self._node)],
             group=group.group,
@@ -76,13 +78,26 @@ class Encoder:
             ),
         )
 
+    def _known(self, key: SegmentKey) -> dict[bytes, bytes]:
+        """Members' manifests by their digests, from what was made here before: they change with the plan only."""
+        segment = self._store.get(key)
+        known: dict[bytes, bytes] = {}
+        if segment is None:
+            return known
+        for slot, _ in segment.view.sealed():
+            try:
+                made = read_manifest(segment.view.manifest(slot), str(segment.path))
+            except (DigestMismatch, MalformedMessage):  # whoever looks after that slot says so
+                continue
+            known |= {member.sealed.digests[:DIGEST_BYTES]: member.sealed.manifest for member in made.members}
+        return known
+
     def _make(self, ask: Protect, key: SegmentKey, manifest: ParityManifest) -> None:
         said = manifest.encode()
-        size = len(said) + (chunk_count(manifest.payload_bytes) + 1) * 16
-        if size > MAX_TRANSFER_FRAME_BYTES - 4096:
+        if len(said) > MOST_MANIFEST_BYTES:
             raise ConfigurationError(
-                f"the manifests and digests of group {ask.group.group} take {size} bytes, and at most "
-                f"{MAX_TRANSFER_FRAME_BYTES - 4096} can be sent: make groups of fewer members"
+                f"the manifests and digests of the {len(manifest.members)} members of group {ask.group.group} take "
+                f"{len(said)} bytes, and parity's own manifest {MOST_MANIFEST_BYTES} at most: make smaller groups"
             )
         segment = self._store.open(key, slot_bytes_for(len(said), manifest.payload_bytes), PARITY_SLOTS)
         self._still_wanted(ask.job)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor, wait
 from typing import TypeVar
 
@@ -10,6 +10,7 @@ import msgspec
 import xxhash
 
 from agent.vault.findings import Findings
+from agent.vault.manifests import ask_manifest
 from agent.vault.parity.manifest import Facts
 from agent.vault.peers import Peers
 from agent.vault.reading import Library
@@ -46,8 +47,8 @@ class Shards:
         self._peers = peers
         self._findings = findings
 
-    def facts(self, place: Place) -> Facts:
-        """What is sealed there, the manifest hashed.
+    def facts(self, place: Place, known: Mapping[bytes, bytes] = {}) -> Facts:
+        """What is sealed there, the manifest hashed. ``known``: manifests by their digests, which are not asked for.
 
         Raises NotFound where the node holds no such shard or is not known, Unavailable, DigestMismatch,
         MalformedMessage.
@@ -56,16 +57,19 @@ class Shards:
             reading = self._library.open(place.job, place.number, place.version, (), parity=place.parity)
             return _facts(len(reading.payload), reading.manifest, b"".join(reading.digests), place)
 
-        def ask(channel: Channel) -> Digests:
+        def ask(channel: Channel) -> tuple[Digests, bytes]:
             channel.send(DigestsAsk(rank=place.number, version=place.version, parity=place.parity))
             channel.patience(self._settings.settle_timeout_s)
-            return channel.answer(Digests)
+            said = channel.answer(Digests)
+            manifest = known.get(said.digests[:DIGEST_BYTES])
+            if manifest is None:
+                manifest = ask_manifest(channel, self._settings, place.number, place.version, parity=place.parity)
+            return said, manifest
 
-        said = self._peers.call(place.job, place.node, ask)
-        found = _facts(said.payload_bytes, said.manifest, said.digests, place)
-        if xxhash.xxh3_128_digest(found.manifest) != found.digests[:DIGEST_BYTES]:
+        said, manifest = self._peers.call(place.job, place.node, ask)
+        if xxhash.xxh3_128_digest(manifest) != said.digests[:DIGEST_BYTES]:
             self._corrupt(place, "its manifest did not hash right")
-        return found
+        return _facts(said.payload_bytes, manifest, said.digests, place)
 
     def chunk(self, place: Place, facts: Facts, index: int, into: memoryview) -> None:
         """Fills ``into``, as long as the chunk, with chunk ``index`` of the shard that was sealed as ``facts``.

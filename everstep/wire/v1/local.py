@@ -362,10 +362,10 @@ class StatisticsAnswer(Message, frozen=True, kw_only=True, tag=True):
     """Counts since the vault started (``counters``), requests refused since then by code, and what is there now.
 
     Counters: replicated_slots, replicated_bytes (sent and acknowledged), received_slots, received_bytes (sealed
-    here for others), reused_bytes (of those: were here already, and not sent), superseded, served_bytes, fetched_bytes
-    (for ranks, but for what they read themselves), parity_slots, parity_bytes (made here), decoded_bytes (made again
-    from parity), spilled_slots, spilled_bytes (on storage), scrubbed_slots, scrubbed_bytes, corrupt_slots,
-    corrupt_transfers. Levels: segment_bytes, free_bytes, sealed_slots, peer_connections.
+    here for others), reused_bytes (of those: were here already, and not sent), received_manifests (one for each plan),
+    superseded, served_bytes, fetched_bytes (for ranks, but for what they read themselves), parity_slots, parity_bytes
+    (made here), decoded_bytes (made again from parity), spilled_slots, spilled_bytes (on storage), scrubbed_slots,
+    scrubbed_bytes, corrupt_slots, corrupt_transfers. Levels: segment_bytes, free_bytes, sealed_slots, peer_connections.
     """
 
     request: int

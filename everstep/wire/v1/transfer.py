@@ -11,9 +11,10 @@ over both nonces, the job and both nodes' names::
 
 Then the client asks and the server answers, one request at a time:
 
-* ``Put`` -> ``Ready`` (or ``Ack``: the slot is here already), which says what need not be sent; ``Part`` with its
-  chunks, on this connection or on others of the same client, each -> ``PartDone``; ``PutDone`` -> ``Ack``, once every
-  chunk has hashed right. A ``Put`` said again after its connection broke goes on where that ended.
+* ``Put`` -> ``Ready`` (or ``Ack``: the slot is here already), which says what need not be sent; where the manifest is
+  not here, ``ManifestPart`` with it -> ``PartDone``; ``Part`` with its chunks, on this connection or on others of the
+  same client, each -> ``PartDone``; ``PutDone`` -> ``Ack``, once everything has hashed right. A ``Put`` said again
+  after its connection broke goes on where that ended.
 * ``Get`` -> ``Data`` with its pieces, ``DataEnd``.
 * ``DigestsAsk`` -> ``Digests``.
 * ``InventoryAsk`` -> ``InventoryList``.
@@ -22,6 +23,9 @@ Bulk bytes follow a frame raw, in pieces of at most CHUNK_BYTES. One status byte
 slot still was what its header had said once the piece had been read: a slot that its rank filled anew meanwhile is
 no corruption, and must not be taken for it. After a piece of ``Data`` it also says whether the next piece hashes right,
 or else that ``Refused`` follows instead. Any request may be answered with ``Refused``.
+
+A manifest is the same for all versions of a plan and may have many times the bytes of all else that is said of a slot:
+it is named by its digest, crosses the wire as bulk, and only to where no slot of the same rank has it already.
 
 A ``Put`` speaks for a generation and is refused when that is over. Reads do not: what is sealed and hashes right is
 as true for a rank that slept, and the version says what it is.
@@ -41,6 +45,7 @@ import msgspec
 
 from everstep.errors import EverstepError
 from everstep.ids import GenerationNumber, JobId, NodeId, Rank, Version
+from everstep.manifests import MOST_MANIFEST_BYTES
 from everstep.slots import DIGEST_BYTES
 from everstep.wire.v1.base import Message
 from everstep.wire.v1.local import SlotInfo
@@ -50,7 +55,7 @@ MAX_GREETING_BYTES = 4096
 """Longest frame taken from a peer that has not proved itself."""
 
 MAX_TRANSFER_FRAME_BYTES = 16 << 20
-"""Longest frame of a proved peer; a slot's manifest and digests must fit in one."""
+"""Longest frame of a proved peer; a slot's digests must fit in one."""
 
 MAX_RANGES = 1 << 18
 """Most byte ranges in one ``Get``."""
@@ -64,6 +69,9 @@ Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_B
 Mac = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 TransferId = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+ManifestBytes = Annotated[int, msgspec.Meta(ge=0, le=MOST_MANIFEST_BYTES)]
 
 
 class Greeting(Message, frozen=True, kw_only=True, tag=True):
@@ -101,7 +109,7 @@ class Put(Message, frozen=True, kw_only=True, tag=True):
     slot_bytes: Count
     slots: Annotated[int, msgspec.Meta(ge=1, le=64)]
     payload_bytes: Count
-    manifest: bytes
+    manifest_bytes: ManifestBytes
     digests: bytes
     keep: Annotated[tuple[Version, ...], msgspec.Meta(max_length=16)] = ()
 
@@ -111,9 +119,11 @@ class Ready(Message, frozen=True, kw_only=True, tag=True):
 
     ``here``: a bit for each payload chunk, lowest first, that need not be sent: it came before the connection broke, or
     another version has the very same bytes (frozen layers, embeddings whose rows saw no token). Missing bits are 0.
+    ``manifest``: it must be sent, since no slot here has it.
     """
 
     transfer: TransferId
+    manifest: bool = False
     here: Annotated[bytes, msgspec.Meta(max_length=MAX_TRANSFER_FRAME_BYTES // 128)] = b""
 
 
@@ -125,8 +135,14 @@ class Part(Message, frozen=True, kw_only=True, tag=True):
     chunks: Annotated[int, msgspec.Meta(ge=1)]
 
 
+class ManifestPart(Message, frozen=True, kw_only=True, tag=True):
+    """The manifest follows, in pieces of CHUNK_BYTES with a status byte after each."""
+
+    transfer: TransferId
+
+
 class PartDone(Message, frozen=True, kw_only=True, tag=True):
-    """Every chunk of the part hashed right."""
+    """Every chunk of the part, or the manifest, hashed right."""
 
 
 class PutDone(Message, frozen=True, kw_only=True, tag=True):
@@ -174,10 +190,9 @@ class DigestsAsk(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Digests(Message, frozen=True, kw_only=True, tag=True):
-    """``digests``: the manifest's and each payload chunk's xxh3-128, one after another."""
+    """``digests``: the manifest's and each payload chunk's xxh3-128, one after another. ``Get`` brings the manifest."""
 
     payload_bytes: Count
-    manifest: bytes
     digests: bytes
 
 
@@ -198,7 +213,7 @@ class Refused(Message, frozen=True, kw_only=True, tag=True):
 
 Opening = Greeting | Proof
 OpeningAnswer = Challenge | Proof | Refused
-Request = Put | Part | PutDone | Get | DigestsAsk | InventoryAsk
+Request = Put | ManifestPart | Part | PutDone | Get | DigestsAsk | InventoryAsk
 Answer = Ready | PartDone | Ack | Data | DataEnd | Digests | InventoryList | Refused
 
 

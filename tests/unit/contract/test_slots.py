@@ -13,6 +13,7 @@ from everstep.errors import ConfigurationError, DigestMismatch, OutOfSlotMemory,
 from everstep.ids import Version
 from everstep.segment_header import PAGE, segment_bytes
 from everstep.segment_records import RECORD_PLACES
+from everstep.slot_choice import slot_to_fill
 from everstep.slots import (
     CHUNK_BYTES,
     SegmentView,
@@ -21,7 +22,6 @@ from everstep.slots import (
     chunk_digests,
     format_segment,
     slot_bytes_for,
-    slot_to_fill,
 )
 
 

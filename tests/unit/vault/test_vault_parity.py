@@ -257,11 +257,11 @@ class LyingVault:
     def _answer(self, channel: Channel, request: Request) -> None:
         if isinstance(request, DigestsAsk):
             digests = [xxhash.xxh3_128_digest(b"m"), *chunk_digests(memoryview(self._payload))]
-            channel.send(Digests(payload_bytes=len(self._payload), manifest=b"m", digests=b"".join(digests)))
+            channel.send(Digests(payload_bytes=len(self._payload), digests=b"".join(digests)))
             return
         assert isinstance(request, Get)
-        ((_, length),) = request.ranges
-        lie = bytes(length)
+        lie = bytes(request.ranges[0][1]) if request.ranges else b"m"
+        length = len(lie)
         channel.send(Data(bytes=length))
         channel.send_bulk([memoryview(lie)])
         channel.send_status(True)

@@ -6,6 +6,7 @@ import secrets
 import socket
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import xxhash
 
@@ -26,6 +27,7 @@ from everstep.errors import (
 )
 from everstep.framing import encode_frame
 from everstep.ids import Version, split_address
+from everstep.manifests import MOST_MANIFEST_BYTES
 from everstep.slots import CHUNK_BYTES, chunk_digests
 from everstep.vocabulary import FindingKind
 from everstep.wire.v1 import local
@@ -40,18 +42,22 @@ from everstep.wire.v1.transfer import (
     Greeting,
     InventoryAsk,
     InventoryList,
+    ManifestPart,
     Part,
     PartDone,
     Proof,
     Put,
     PutDone,
     Ready,
+    Refused,
     prove,
 )
+from everstep.wire.version import VAULTS_SPEAK
 from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, SECRET, VaultClient, Vaults, until, vaults
 
 V = Version(1, 1)
+MANIFEST = b"manifest"
 
 
 @pytest.fixture
@@ -106,7 +112,6 @@ def refused(client: VaultClient) -> dict[str, int]:
 
 
 def put(payload: bytes, **fields: object) -> Put:
-    manifest = b"manifest"
     said = {
         "generation": 1,
         "rank": 0,
@@ -114,15 +119,21 @@ def put(payload: bytes, **fields: object) -> Put:
         "slot_bytes": 1 << 16,
         "slots": 4,
         "payload_bytes": len(payload),
-        "manifest": manifest,
-        "digests": b"".join([xxhash.xxh3_128_digest(manifest), *chunk_digests(memoryview(payload))]),
+        "manifest_bytes": len(MANIFEST),
+        "digests": b"".join([xxhash.xxh3_128_digest(MANIFEST), *chunk_digests(memoryview(payload))]),
     }
     return Put(**(said | fields))
 
 
 def begin(channel: Channel, message: Put) -> bytes:
+    """The transfer, with the manifest there."""
     channel.send(message)
-    return channel.answer(Ready).transfer
+    ready = channel.answer(Ready)
+    if ready.manifest:
+        channel.send(ManifestPart(transfer=ready.transfer))
+        bulk(channel, MANIFEST, PIECE_GOOD)
+        channel.answer(PartDone)
+    return ready.transfer
 
 
 def bulk(channel: Channel, *pieces: bytes) -> None:
@@ -146,7 +157,7 @@ def test_who_means_another_node_is_refused(wire: Wire, supervisor: VaultClient) 
 
 
 def test_a_proof_cannot_be_played_back(wire: Wire, supervisor: VaultClient) -> None:
-    greeting = Greeting(protocols=(1,), job=JOB, node="n8", to="n1", nonce=secrets.token_bytes(NONCE_BYTES))
+    greeting = Greeting(protocols=VAULTS_SPEAK, job=JOB, node="n8", to="n1", nonce=secrets.token_bytes(NONCE_BYTES))
     first = wire.dial()
     first.send(greeting)
     challenge = first.opening_answer()
@@ -162,11 +173,13 @@ def test_a_proof_cannot_be_played_back(wire: Wire, supervisor: VaultClient) -> N
 
 
 def test_the_servers_proof_does_not_do_for_the_client() -> None:
-    greeting = Greeting(protocols=(1,), job=JOB, node="n8", to="n1", nonce=bytes(NONCE_BYTES))
-    challenge = Challenge(protocol=1, nonce=bytes(NONCE_BYTES))
+    greeting = Greeting(protocols=VAULTS_SPEAK, job=JOB, node="n8", to="n1", nonce=bytes(NONCE_BYTES))
+    challenge = Challenge(protocol=VAULTS_SPEAK[0], nonce=bytes(NONCE_BYTES))
     roles = {prove(b"secret", role, greeting, challenge) for role in ("client", "server")}
     others = {
-        prove(b"secret", "client", Greeting(protocols=(1,), job=job, node=node, to=to, nonce=bytes(32)), challenge)
+        prove(
+            b"secret", "client", Greeting(protocols=VAULTS_SPEAK, job=job, node=node, to=to, nonce=bytes(32)), challenge
+        )
         for job, node, to in (("job2", "n8", "n1"), (JOB, "n9", "n1"), (JOB, "n8", "n2"))
     }
     assert len(roles | others) == 5
@@ -177,7 +190,7 @@ def test_a_client_is_not_fooled_by_a_server_without_the_secret() -> None:
         address = "{}:{}".format(*listener.getsockname())
         channel = connect(address, "n1", 5.0, 10.0)
         impostor = Channel(listener.accept()[0], "client", 10.0)
-        impostor.send(Challenge(protocol=1, nonce=bytes(NONCE_BYTES)))
+        impostor.send(Challenge(protocol=VAULTS_SPEAK[0], nonce=bytes(NONCE_BYTES)))
         impostor.send(Proof(mac=bytes(32)))
         with pytest.raises(AuthenticationError, match="or is not n1"):
             introduce(channel, facts(), "n8", "n1")
@@ -237,10 +250,81 @@ def test_a_chunk_that_does_not_hash_right_is_refused_and_names_the_sender(wire: 
 
 def test_a_manifest_that_does_not_hash_right_is_refused(wire: Wire, supervisor: VaultClient) -> None:
     channel = wire.proved()
-    channel.send(put(b"x", manifest=b"another manifest"))
-    with pytest.raises(DigestMismatch):
-        channel.answer(Ready)
+    channel.send(put(b"x"))
+    transfer = channel.answer(Ready).transfer
+    channel.send(ManifestPart(transfer=transfer))
+    bulk(channel, MANIFEST[::-1], PIECE_GOOD)
+    with pytest.raises(DigestMismatch, match="the manifest of rank 0's version 1:1"):
+        channel.answer(PartDone)
     assert supervisor.finding().finding.finding.kind is FindingKind.TRANSFER_CORRUPT
+    channel.send(PutDone(transfer=transfer))
+    with pytest.raises(NotFound):
+        channel.answer(Ack)
+
+
+@pytest.mark.usefixtures("supervisor")
+def test_a_manifest_larger_than_any_may_be_is_refused_before_it_is_sent(wire: Wire) -> None:
+    channel = wire.proved()
+    raw = msgspec.msgpack.decode(msgspec.msgpack.encode(put(b"x"))) | {"manifest_bytes": MOST_MANIFEST_BYTES + 1}
+    channel.send_bulk([memoryview(encode_frame(raw))])
+    with pytest.raises(MalformedMessage):
+        channel.answer(Ready)
+
+
+@pytest.mark.usefixtures("supervisor")
+def test_a_slot_without_its_manifest_is_not_sealed_and_half_a_manifest_is_sent_again(wire: Wire) -> None:
+    channel = wire.proved()
+    channel.send(put(bytes(10)))
+    transfer = channel.answer(Ready).transfer
+    channel.send(Part(transfer=transfer, first=0, chunks=1))
+    bulk(channel, bytes(10), PIECE_GOOD)
+    channel.answer(PartDone)
+    channel.send(PutDone(transfer=transfer))
+    with pytest.raises(Conflict, match="no manifest"):
+        channel.answer(Ack)
+    channel.send(ManifestPart(transfer=transfer))
+    bulk(channel, MANIFEST[:3])
+    channel.close()
+    again = wire.proved()
+
+    def offered() -> Ready | None:
+        again.send(put(bytes(10)))
+        ready = again.answer(Ready)
+        return ready if ready.here else None
+
+    ready = until(offered, "the vault has seen the connection's end")
+    assert ready.manifest, "and what came of it is not taken for the whole"
+    again.send(ManifestPart(transfer=ready.transfer))
+    bulk(again, MANIFEST, PIECE_GOOD)
+    again.answer(PartDone)
+    again.send(PutDone(transfer=ready.transfer))
+    again.answer(Ack)
+    again.send(InventoryAsk())
+    (slot,) = again.answer(InventoryList).slots
+    assert slot.manifest_digest == xxhash.xxh3_128_hexdigest(MANIFEST)
+
+
+@pytest.mark.usefixtures("supervisor")
+def test_a_manifest_that_another_version_has_is_not_asked_for_again(wire: Wire) -> None:
+    channel = wire.proved()
+    transfer = begin(channel, put(b"first"))
+    channel.send(Part(transfer=transfer, first=0, chunks=1))
+    bulk(channel, b"first", PIECE_GOOD)
+    channel.answer(PartDone)
+    channel.send(PutDone(transfer=transfer))
+    channel.answer(Ack)
+    channel.send(put(b"other", version=Version(1, 2)))
+    assert not channel.answer(Ready).manifest
+
+
+def test_a_vault_of_the_release_before_is_told_to_be_upgraded(wire: Wire) -> None:
+    """It would send a manifest where none is taken."""
+    channel = wire.dial()
+    channel.send(Greeting(protocols=(1,), job=JOB, node="n8", to="n1", nonce=bytes(NONCE_BYTES)))
+    answer = channel.opening_answer()
+    assert isinstance(answer, Refused)
+    assert answer.code == VersionMismatch.code
+    assert "upgrade the caller" in answer.message
 
 
 def test_a_slot_that_moved_on_at_the_sender_is_dropped_without_a_finding(wire: Wire, supervisor: VaultClient) -> None:
