@@ -155,6 +155,7 @@ class RemedyDesk:
         until = self._now() + patience_s
         if remedy.due:
             until = min(until, remedy.at + OWN_SHARE * (remedy.due - remedy.at))
+            patience_s = max(0, round(until - self._now()))
         ask, attempt, trouble = not look_first, 0, "it was not confirmed"
         while True:
             try:

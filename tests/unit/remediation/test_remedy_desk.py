@@ -229,6 +229,7 @@ def test_a_cure_is_given_up_before_the_core_does_however_late_it_was_begun() -> 
     assert [told.ok for told in book.told] == [False]
     assert machine.applied == ["n1-a1"]
     assert book.now < due
+    assert book.told[0].detail == "it was not confirmed within 1620 s"
 
 
 def test_a_cure_that_the_core_has_given_up_is_not_asked_for() -> None:
