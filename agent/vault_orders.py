@@ -18,7 +18,8 @@ from everstep.errors import StaleGeneration
 from everstep.wire.v1.directives import ProtectVersion, SpillVersion
 from everstep.wire.v1.local import Failed, Protect, Protected, Spill, Spilled
 from everstep.wire.v1.parity import ParityGroup
-from everstep.wire.v1.training import AnyReport, VersionProtected, VersionSpilled
+from everstep.wire.v1.training import AnyReport
+from everstep.wire.v1.vault_reports import VersionProtected, VersionSpilled
 
 log = logging.getLogger(__name__)
 

@@ -75,9 +75,8 @@ from everstep.wire.v1.training import (
     Resumed,
     Sealed,
     UserError,
-    VersionProtected,
-    VersionSpilled,
 )
+from everstep.wire.v1.vault_reports import VersionProtected, VersionSpilled
 
 __all__ = ["Heard", "can_wait", "check_invariants", "handle", "next_deadline", "restore", "take", "touch"]
 

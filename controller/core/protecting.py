@@ -23,7 +23,7 @@ from everstep.ids import Version
 from everstep.vocabulary import FindingKind, JobState
 from everstep.wire.v1.directives import ProtectVersion
 from everstep.wire.v1.parity import ParityGroup, Protection
-from everstep.wire.v1.training import VersionProtected
+from everstep.wire.v1.vault_reports import VersionProtected
 
 
 def pinned(job: JobRecord) -> tuple[Version, ...]:

@@ -16,7 +16,7 @@ from everstep.errors import StaleGeneration, Unavailable
 from everstep.ids import Version
 from everstep.vocabulary import JobState
 from everstep.wire.v1.directives import SpillVersion
-from everstep.wire.v1.training import VersionSpilled
+from everstep.wire.v1.vault_reports import VersionSpilled
 
 LISTED = 100
 """Checkpoints on storage that a job's record lists, the newest ones."""

@@ -22,6 +22,7 @@ from everstep.wire.v1 import (
     session,
     training,
     transfer,
+    vault_reports,
 )
 from everstep.wire.v1.base import Message
 
@@ -38,6 +39,7 @@ MODULES: tuple[ModuleType, ...] = (
     session,
     training,
     transfer,
+    vault_reports,
 )
 
 

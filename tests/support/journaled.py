@@ -29,7 +29,8 @@ from controller.journal import MAGIC, Journal, segments
 from everstep.ids import Version
 from everstep.vocabulary import Action, Severity
 from everstep.wire.v1.agent import Domain
-from everstep.wire.v1.training import RankProgress, VersionProtected, VersionSpilled
+from everstep.wire.v1.training import RankProgress
+from everstep.wire.v1.vault_reports import VersionProtected, VersionSpilled
 from tests.support.core_fleet import CoreFleet, xid
 
 FORMAT = MAGIC.split()[1].decode()

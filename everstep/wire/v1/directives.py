@@ -8,9 +8,9 @@ import msgspec
 
 from everstep.ids import Address, GenerationNumber, JobId, NodeId, Rank, TraceId, Version, Whole
 from everstep.vocabulary import ProbeKind
-from everstep.wire.v1.base import Message
+from everstep.wire.v1.base import Message, ShortText
 from everstep.wire.v1.parity import ParityGroup
-from everstep.wire.v1.training import GenerationSpec, ShortText
+from everstep.wire.v1.training import GenerationSpec
 
 
 class NewGeneration(Message, frozen=True, kw_only=True, tag=True):

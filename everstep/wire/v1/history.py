@@ -11,8 +11,7 @@ import msgspec
 
 from everstep.ids import JobId, NodeId, TraceId, Version
 from everstep.vocabulary import Finding, Verdict
-from everstep.wire.v1.base import Message
-from everstep.wire.v1.training import ShortText
+from everstep.wire.v1.base import Message, ShortText
 
 Reason = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 

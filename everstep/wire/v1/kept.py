@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from everstep.ids import JobId, Version
-from everstep.wire.v1.base import Message
-from everstep.wire.v1.training import ShortText
+from everstep.wire.v1.base import Message, ShortText
 
 
 class KeptVersion(Message, frozen=True, kw_only=True):

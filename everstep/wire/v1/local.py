@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from everstep.ids import GenerationNumber, JobId, NodeId, Rank, Version
-from everstep.wire.v1.base import Message
+from everstep.wire.v1.base import Message, ShortText
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob, VersionNotice
 from everstep.wire.v1.parity import ParityGroup
 from everstep.wire.v1.training import (
@@ -31,7 +31,6 @@ from everstep.wire.v1.training import (
     RankStalled,
     Resumed,
     Sealed,
-    ShortText,
     UserError,
 )
 

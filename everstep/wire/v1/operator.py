@@ -13,8 +13,8 @@ import msgspec
 from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, TraceId, Version
 from everstep.vocabulary import Finding, GenerationReason, JobState, NodeState, Verdict
 from everstep.wire.v1.agent import Domain, Gpu
-from everstep.wire.v1.base import Message
-from everstep.wire.v1.training import GenerationSpec, JobSpec, Member, ShortText
+from everstep.wire.v1.base import Message, ShortText
+from everstep.wire.v1.training import GenerationSpec, JobSpec, Member
 
 
 class Because(Message, frozen=True, kw_only=True):

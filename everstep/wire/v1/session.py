@@ -30,8 +30,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 from everstep.ids import Whole
-from everstep.wire.v1.base import Message
-from everstep.wire.v1.training import ShortText
+from everstep.wire.v1.base import Message, ShortText
 
 UPGRADE = "everstep/1"
 PREFIX_BYTES = 4

@@ -9,13 +9,11 @@ import msgspec
 
 from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, TraceId, Version, Whole
 from everstep.vocabulary import Finding, GenerationReason
-from everstep.wire.v1.base import Message
+from everstep.wire.v1.base import Message, Report, ShortText
 from everstep.wire.v1.parity import Protection
+from everstep.wire.v1.vault_reports import VersionProtected, VersionSpilled
 
-ShortText = Annotated[str, msgspec.Meta(max_length=4096)]
 LongText = Annotated[str, msgspec.Meta(max_length=65536)]
-_NUMBERED = msgspec.Meta(extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,5})$"}})
-"""Of a dictionary whose keys are numbers: JSON has text for them, and msgspec's schema does not say which."""
 
 
 class SpillPlan(Message, frozen=True, kw_only=True):
@@ -175,14 +173,6 @@ class GenerationSpec(Message, frozen=True, kw_only=True, dict=True):
 # --- reports: from ranks and launchers, through the agent, to the controller -------------------------------------
 
 
-class Report(Message, frozen=True, kw_only=True):
-    """Base of what a node reports about a job. ``at`` is the node's wall clock at the observation."""
-
-    job: JobId
-    at: float
-    trace: TraceId = ""
-
-
 class LauncherJoined(Report, frozen=True, kw_only=True, tag=True):
     """A launcher offers its node to the job. Sent again after every reconnect of launcher or agent.
 
@@ -313,36 +303,6 @@ class PeerLost(Report, frozen=True, kw_only=True, tag=True):
 
     peer: NodeId
     detail: ShortText = ""
-
-
-class VersionSpilled(Report, frozen=True, kw_only=True, tag=True):
-    """What became of a node's part of ``SpillVersion``, the order's ``attempt`` said again.
-
-    With an error's ``code`` it was not written, for the reason in ``message``. Else it is on storage in the folder at
-    ``url``; ``whole``: so is all the rest, and the checkpoint can be loaded; ``removed``: names of older folders.
-    """
-
-    version: Version
-    attempt: Whole
-    url: Annotated[str, msgspec.Meta(max_length=2048)] = ""
-    bytes: Whole = 0
-    whole: bool = False
-    removed: tuple[Annotated[str, msgspec.Meta(max_length=64)], ...] = ()
-    code: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    message: ShortText = ""
-
-
-class VersionProtected(Report, frozen=True, kw_only=True, tag=True):
-    """What became of ``ProtectVersion`` on a home of parity.
-
-    ``made``: by group, as what its members were sealed when P or Q was made of them; with an error's ``code``, for the
-    reason in ``message``, not all groups of the order are there.
-    """
-
-    version: Version
-    made: Annotated[dict[Rank, Annotated[str, msgspec.Meta(max_length=64)]], _NUMBERED] = {}
-    code: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    message: ShortText = ""
 
 
 class FindingRaised(Message, frozen=True, kw_only=True, tag=True):

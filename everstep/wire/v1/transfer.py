@@ -47,9 +47,8 @@ from everstep.errors import EverstepError
 from everstep.ids import GenerationNumber, JobId, NodeId, Rank, Version
 from everstep.manifests import MOST_MANIFEST_BYTES
 from everstep.slots import DIGEST_BYTES
-from everstep.wire.v1.base import Message
+from everstep.wire.v1.base import Message, ShortText
 from everstep.wire.v1.local import SlotInfo
-from everstep.wire.v1.training import ShortText
 
 MAX_GREETING_BYTES = 4096
 """Longest frame taken from a peer that has not proved itself."""

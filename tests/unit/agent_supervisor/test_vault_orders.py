@@ -16,7 +16,8 @@ from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.directives import ProtectVersion, SpillVersion
 from everstep.wire.v1.local import Failed, Protect, Protected, Spill, Spilled
 from everstep.wire.v1.parity import ParityGroup
-from everstep.wire.v1.training import AnyReport, VersionProtected, VersionSpilled
+from everstep.wire.v1.training import AnyReport
+from everstep.wire.v1.vault_reports import VersionProtected, VersionSpilled
 
 VERSION = Version(1, 100)
 SPILL = SpillVersion(job="job", generation=1, version=VERSION, url="/s/job", writers={"n1": (0,)}, keep=2)

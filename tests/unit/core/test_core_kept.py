@@ -7,7 +7,8 @@ from typing import Any
 from controller.core.kept import kept_of
 from everstep.ids import Version
 from everstep.wire.v1.directives import ProtectVersion, SpillVersion
-from everstep.wire.v1.training import SpillPlan, VersionProtected, VersionSpilled
+from everstep.wire.v1.training import SpillPlan
+from everstep.wire.v1.vault_reports import VersionProtected, VersionSpilled
 from tests.support.core_fleet import CoreFleet, sent
 
 SIX = tuple(f"n{at + 1}" for at in range(6))

@@ -12,7 +12,7 @@ from everstep.errors import NotFound, StaleGeneration, Unavailable
 from everstep.ids import Version
 from everstep.vocabulary import JobState
 from everstep.wire.v1.directives import ProtectVersion, StopJob, VersionNotice
-from everstep.wire.v1.training import VersionProtected
+from everstep.wire.v1.vault_reports import VersionProtected
 from tests.support.core_fleet import CoreFleet, audits, sent
 
 SIX = tuple(f"n{at + 1}" for at in range(6))

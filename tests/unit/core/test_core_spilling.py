@@ -9,7 +9,8 @@ from everstep.errors import NotFound, StaleGeneration, Unavailable
 from everstep.ids import Version
 from everstep.vocabulary import JobState
 from everstep.wire.v1.directives import SpillVersion, StopJob, VersionNotice
-from everstep.wire.v1.training import SpillPlan, VersionSpilled
+from everstep.wire.v1.training import SpillPlan
+from everstep.wire.v1.vault_reports import VersionSpilled
 from tests.support.core_fleet import CoreFleet, audits, sent
 
 PLAN = SpillPlan(every=100, to="/store", keep=2)
