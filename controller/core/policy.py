@@ -176,9 +176,9 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     remediate: Mode = Mode.RECOMMEND
     """What is asked of the outside by itself along a rule's ladder (reset, reboot, repair). ``recommend``: nothing but
     cordons, and the node waits until its findings clear. ``enforce`` is for sites where something carries it out."""
-    remedy_timeout_s: float = 5400.0
+    remedy_timeout_s: float = 7200.0
     """Seconds after which a reset or reboot of which nothing was heard counts as failed: longer than a reboot may take
-    that waits for the node to be idle (an hour). Who has it carried out gives up when nine tenths are over."""
+    that waits for the node to be idle (an hour), and for its turn. Who has it carried out gives up before that."""
     remedy_settle_s: float = 300.0
     """Seconds after a confirmed remedy for the findings to clear, before the next cure of the ladder is due."""
     remedies_per_node: int = 3

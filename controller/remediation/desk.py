@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -41,8 +42,10 @@ firmware's memory test. What is to stand, a cordon or a node's return, is asked 
 it would stay as it is, and nobody would ask again."""
 _CURES = frozenset({RemedyKind.RESET_GPU, RemedyKind.REBOOT})
 OWN_SHARE = 0.9
-"""Of the time that the core waits for a cure: it is given up here before it is given up there, and the core, which then
-asks for the next one, never has two at work on a node."""
+"""Of the time that the core waits for a cure: it is given up here before it is given up there, so that the next one is
+not asked for while somebody works at it."""
+PATIENCE_SHARE = 0.6
+"""Of that time, at most, once it was asked for; so it is asked for in the first third of it or not at all."""
 _GIVES_WAY_TO = {
     RemedyKind.CORDON: frozenset({RemedyKind.UNCORDON}),
     RemedyKind.UNCORDON: frozenset({RemedyKind.CORDON}),
@@ -152,17 +155,22 @@ class RemedyDesk:
         if remedy.kind not in self._remediator.kinds:
             return f"{self._remediator.name} cannot {remedy.kind.replace('_', ' ')}"
         patience_s = self._patience_s[remedy.kind]
-        until = self._now() + patience_s
+        end = ask_until = math.inf
         if remedy.due:
-            until = min(until, remedy.at + OWN_SHARE * (remedy.due - remedy.at))
-            patience_s = max(0, round(until - self._now()))
-        ask, attempt, trouble = not look_first, 0, "it was not confirmed"
+            waits_s = remedy.due - remedy.at
+            patience_s, end = min(patience_s, PATIENCE_SHARE * waits_s), remedy.at + OWN_SHARE * waits_s
+            ask_until = end - patience_s
+        until = min(self._now() + patience_s, end)
+        ask, asked, attempt, trouble = not look_first, False, 0, "it was not confirmed"
         while True:
             try:
                 self._check_leading()
-                if ask and remedy.due and self._now() >= until:
-                    return f"{trouble}, and it is too late to ask for it"
+                if ask and self._now() > ask_until:
+                    if not asked:
+                        return "it is too late to ask for it: the next step is due before it could be done"
+                    ask = False  # an order whose answer was lost may have been taken
                 if ask:
+                    asked = True
                     await self._in_thread(self._remediator.apply, remedy)
                     ask = False
                 if await self._in_thread(self._remediator.is_done, remedy):

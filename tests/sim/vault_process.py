@@ -37,6 +37,7 @@ class VaultProcess:
         self._world = machine.world
         self._memory = machine.vault
         self._life = 0
+        self._down = False
         self._asked: dict[int, tuple[Ask, Told]] = {}
         self._number = 0
         self._writes_until = 0.0
@@ -51,24 +52,26 @@ class VaultProcess:
     def ask(self, message: Ask, told: Told) -> None:
         """``told`` hears the answer, if the power stays on."""
         self._asked[message.request] = message, told
-        self._begin(message)
+        if not self._down:
+            self._begin(message)
 
     def crash(self) -> None:
         """SIGKILL. Its memory stays; the keeper starts another and asks it what was not answered."""
         self._life += 1
-        self._writes_until = 0.0
+        self._writes_until, self._down = 0.0, True
         life = self._life
         self._world.timeline.after(0.1 + self._rng.random(), lambda: self._restarted(life))
 
     def _restarted(self, life: int) -> None:
         if self._life == life:
+            self._down = False
             for message, _ in list(self._asked.values()):
                 self._begin(message)
 
     def lose_power(self) -> None:
         """Whoever asked is gone too."""
         self._life += 1
-        self._writes_until = 0.0
+        self._writes_until, self._down = 0.0, False
         self._asked.clear()
 
     @property
