@@ -162,7 +162,8 @@ def _with_protection(rng: random.Random, plan: Plan) -> Plan:
         machines = tuple(
             MachinePlan(m.name, Domain(rack=f"rack-{m.name}"), m.clock_rate, m.clock_offset_s) for m in machines
         )
-    return Plan(**{**plan.__dict__, "jobs": jobs, "machines": machines})
+    policy = msgspec.structs.replace(plan.policy, protect_interval_s=rng.choice((0.5, 10.0)))
+    return Plan(**{**plan.__dict__, "jobs": jobs, "machines": machines, "policy": policy})
 
 
 def _protected(rng: random.Random, job: JobPlan) -> JobPlan:

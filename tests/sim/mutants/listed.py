@@ -305,15 +305,16 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant("directives are told before they are written", _told_before_written),
     Mutant("directives that waited are lost", _waiting_directives_lost, seeds=(93,)),
-    Mutant("what an earlier session sent counts as taken", _sent_is_taken),
+    Mutant("what an earlier session sent counts as taken", _sent_is_taken, seeds=(1,)),
     # what is kept besides
-    Mutant("parity that a home could not make counts", _parity_unmade),
+    Mutant("parity that a home could not make counts", _parity_unmade, seeds=(62,)),
     Mutant(
         "a checkpoint counts as stored when one vault has written its part",
         lambda: mistaken(spilling._written, "if report.whole:", "if True:"),
+        seeds=(1,),
     ),
-    Mutant("what is kept besides is not pinned", lambda: swapped(protecting.pinned, lambda job: ())),
-    Mutant("orders to vaults are given once", _orders_given_once),
+    Mutant("what is kept besides is not pinned", lambda: swapped(protecting.pinned, lambda job: ()), seeds=(23,)),
+    Mutant("orders to vaults are given once", _orders_given_once, seeds=(16,)),
     # samples
     Mutant("ranks share samples", _overlapping_shares),
     # after a takeover
