@@ -11,10 +11,10 @@ from everstep.wire.v1.transfer import NONCE_BYTES, Challenge, Greeting, Proof, R
 from everstep.wire.version import VAULTS_SPEAK, negotiate
 
 
-def introduce(channel: Channel, facts: JobFacts, node: str, to: str) -> None:
+def introduce(channel: Channel, facts: JobFacts, node: str, to: str, *, read_only: bool = False) -> None:
     """The client's side, as ``node``. Raises AuthenticationError where the peer does not prove to be ``to``."""
     nonce = secrets.token_bytes(NONCE_BYTES)
-    greeting = Greeting(protocols=VAULTS_SPEAK, job=facts.job, node=node, to=to, nonce=nonce)
+    greeting = Greeting(protocols=VAULTS_SPEAK, job=facts.job, node=node, to=to, nonce=nonce, read_only=read_only)
     channel.send(greeting)
     challenge = channel.opening_answer()
     if isinstance(challenge, Refused):
@@ -30,8 +30,8 @@ def introduce(channel: Channel, facts: JobFacts, node: str, to: str) -> None:
         raise AuthenticationError(f"{channel.peer} does not know the secret of job {facts.job}, or is not {to}")
 
 
-def admit(channel: Channel, book: JobBook, node: str) -> tuple[JobFacts, str]:
-    """The server's side, as ``node``: the job that the connection is for, and the client's node.
+def admit(channel: Channel, book: JobBook, node: str) -> tuple[JobFacts, Greeting]:
+    """The server's side, as ``node``: the job that the connection is for, and what the client said of itself.
 
     Raises NotFound for an unknown job, AuthenticationError for a stranger, VersionMismatch, MalformedMessage.
     """
@@ -47,4 +47,4 @@ def admit(channel: Channel, book: JobBook, node: str) -> tuple[JobFacts, str]:
     if not isinstance(proof, Proof) or not proves(proof.mac, facts.secret, "client", greeting, challenge):
         raise AuthenticationError(f"{channel.peer} does not know the secret of job {greeting.job}")
     channel.send(Proof(mac=prove(facts.secret, "server", greeting, challenge)))
-    return facts, greeting.node
+    return facts, greeting

@@ -54,10 +54,10 @@ class Peers:
         return self._use(key, self._introduced(facts, node, key, timeout_s), action, timeout_s)
 
     def lend(self, job: str, node: str) -> Channel:
-        """A new connection to ``node``'s vault, for the caller to keep. Raises what ``call`` does."""
+        """A new connection to ``node``'s vault, for reads alone, for the caller to keep. Raises what ``call`` does."""
         facts = self._book.facts(job)
         key = (job, node, facts.address(node), facts.secret)
-        channel = self._introduced(facts, node, key, None)
+        channel = self._introduced(facts, node, key, None, read_only=True)
         with self._lock:
             self._busy.discard(channel)
         return channel
@@ -104,7 +104,9 @@ class Peers:
         for channel in dead:
             channel.close()
 
-    def _introduced(self, facts: JobFacts, node: str, key: Key, timeout_s: float | None) -> Channel:
+    def _introduced(
+        self, facts: JobFacts, node: str, key: Key, timeout_s: float | None, *, read_only: bool = False
+    ) -> Channel:
         """A proved connection. A node that does not know the job yet is asked again for a while."""
         deadline = self._clock.monotonic() + (
             self._settings.introduction_s if timeout_s is None else min(timeout_s, self._settings.introduction_s)
@@ -112,14 +114,14 @@ class Peers:
         attempt = 0
         while True:
             try:
-                return self._connect(facts, node, key[2], timeout_s)
+                return self._connect(facts, node, key[2], timeout_s, read_only)
             except NotFound:
                 pause_s = _INTRODUCTION.delay_s(attempt, 0.5)
                 if self._clock.monotonic() + pause_s > deadline or self._stopping.wait(pause_s):
                     raise
                 attempt += 1
 
-    def _connect(self, facts: JobFacts, node: str, address: str, timeout_s: float | None) -> Channel:
+    def _connect(self, facts: JobFacts, node: str, address: str, timeout_s: float | None, read_only: bool) -> Channel:
         settings = self._settings
         wait_s = timeout_s or settings.io_timeout_s
         channel = connect(address, node, min(wait_s, settings.connect_timeout_s), settings.io_timeout_s)
@@ -127,7 +129,7 @@ class Peers:
             self._busy.add(channel)
         try:
             channel.patience(wait_s)
-            introduce(channel, facts, settings.node, node)
+            introduce(channel, facts, settings.node, node, read_only=read_only)
         except BaseException:
             self._discard(channel)
             raise

@@ -32,6 +32,7 @@ from everstep.wire.v1.transfer import (
     Digests,
     DigestsAsk,
     Get,
+    Greeting,
     InventoryAsk,
     InventoryList,
     ManifestPart,
@@ -127,9 +128,9 @@ class TransferServer:
     def _serve(self, channel: Channel) -> None:
         conversation = None
         try:
-            facts, node = admit(channel, self._book, self._settings.node)
-            channel.peer = node
-            conversation = Conversation(facts.job, node, channel, self._settings, self._answers)
+            facts, greeting = admit(channel, self._book, self._settings.node)
+            channel.peer = greeting.node
+            conversation = Conversation(greeting, channel, self._settings, self._answers)
             while True:
                 channel.patience(conversation.patience_s)
                 request = channel.request()
@@ -179,9 +180,10 @@ def _listen(host: str, port: int) -> socket.socket:
 class Conversation:
     """One proved connection. What it began and did not finish ends with it."""
 
-    def __init__(self, job: str, node: str, channel: Channel, settings: VaultSettings, answers: Answers) -> None:
-        self.job = job
-        self.node = node
+    def __init__(self, greeting: Greeting, channel: Channel, settings: VaultSettings, answers: Answers) -> None:
+        self.job = greeting.job
+        self.node = greeting.node
+        self._read_only = greeting.read_only
         self.channel = channel
         self._settings = settings
         self._answers = answers
@@ -194,6 +196,8 @@ class Conversation:
 
     def answer(self, request: Request) -> None:
         """Serves one request. Raises EverstepError for a refusal."""
+        if self._read_only and not isinstance(request, Get | DigestsAsk | InventoryAsk):
+            raise AuthenticationError(f"{self.node} has said that it only reads over this connection")
         if isinstance(request, Put):
             self._put(request)
         elif isinstance(request, Part):

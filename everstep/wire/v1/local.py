@@ -272,7 +272,7 @@ class Connect(Message, frozen=True, kw_only=True, tag=True):
 class Connected(Message, frozen=True, kw_only=True, tag=True):
     """Beside this frame comes the descriptor (SCM_RIGHTS) of a connection between vaults, proved and unused.
 
-    It is the rank's from now on, for requests as ``transfer`` has them. ``answer_timeout_s``: how long to wait for the
+    It is the rank's from now on, for reads as ``transfer`` has them. ``answer_timeout_s``: how long to wait for the
     answer to a request, ``io_timeout_s``: for the next byte after that.
     """
 

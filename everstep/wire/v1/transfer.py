@@ -74,13 +74,17 @@ ManifestBytes = Annotated[int, msgspec.Meta(ge=0, le=MOST_MANIFEST_BYTES)]
 
 
 class Greeting(Message, frozen=True, kw_only=True, tag=True):
-    """The client's first words: for which job, who it is, and whom it means to reach."""
+    """The client's first words: for which job, who it is, and whom it means to reach.
+
+    ``read_only``: nothing will be copied here over this connection, and is not to be.
+    """
 
     protocols: tuple[int, ...]
     job: JobId
     node: NodeId
     to: NodeId
     nonce: Nonce
+    read_only: bool = False
 
 
 class Challenge(Message, frozen=True, kw_only=True, tag=True):

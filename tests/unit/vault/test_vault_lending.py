@@ -9,9 +9,9 @@ import pytest
 from everstep.channel import Channel
 from everstep.errors import AuthenticationError, NotFound, Unavailable
 from everstep.ids import Version
-from everstep.slots import CHUNK_BYTES, chunk_digests, slot_bytes_for
+from everstep.slots import CHUNK_BYTES, DIGEST_BYTES, chunk_digests, slot_bytes_for
 from everstep.wire.v1 import local
-from everstep.wire.v1.transfer import Data, DataEnd, Get
+from everstep.wire.v1.transfer import Data, DataEnd, Get, Put
 from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, SECRET, RankMemory, Vaults, noise, vaults
 from trainer_hooks.vault_client import VaultClient
@@ -68,6 +68,17 @@ def test_many_are_lent_at_once_and_each_is_the_ranks_own(rank: VaultClient) -> N
     assert {read(channel, (3, 4))[0] for channel in channels[1:]} == {PAYLOAD[3:7]}
     for channel in channels[1:]:
         channel.close()
+
+
+def test_nothing_can_be_copied_over_a_connection_that_was_lent(fleet: Vaults, rank: VaultClient) -> None:
+    channel = borrowed(rank)
+    put = {"generation": 1, "rank": 3, "version": Version(1, 2), "slot_bytes": 1 << 16, "slots": 4}
+    channel.send(Put(**put, payload_bytes=0, manifest_bytes=0, digests=bytes(DIGEST_BYTES)))
+    with pytest.raises(AuthenticationError, match="n1 has said that it only reads"):
+        channel.any_answer()
+    channel.close()
+    slots = fleet.all[1].client().ask(local.Inventory, job=JOB).slots
+    assert [(slot.rank, slot.version) for slot in slots] == [(3, V)]
 
 
 def test_an_unknown_job_and_a_node_that_holds_nothing_of_it_are_refused(rank: VaultClient) -> None:
