@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 
 from agent.sensors.picture import GpuSample, Picture
 from everstep.vocabulary import Finding, Severity
-from everstep.wire.v1.local import StatisticsAnswer
+from everstep.wire.v1.supervision import StatisticsAnswer
 
 MIB = 1 << 20
 

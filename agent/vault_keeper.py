@@ -32,13 +32,10 @@ from everstep.clock import Clock
 from everstep.errors import EverstepError, MalformedMessage, Unavailable
 from everstep.framing import FrameDecoder, encode_frame
 from everstep.vault_note import is_held
-from everstep.wire.v1.local import (
-    MAX_FRAME_BYTES,
+from everstep.wire.v1.local import MAX_FRAME_BYTES, Done, Failed, FromVault
+from everstep.wire.v1.supervision import (
     Configure,
-    Done,
-    Failed,
     Forget,
-    FromVault,
     Protect,
     Protected,
     Spill,

@@ -46,9 +46,9 @@ from everstep.wire.v1.local import (
     SlotInfo,
     SlotSealed,
     ToVault,
-    VaultFinding,
 )
 from everstep.wire.v1.parity import ParityGroup
+from everstep.wire.v1.supervision import VaultFinding
 from everstep.wire.v1.training import PeerLost
 from trainer_hooks.locality import numa_node
 

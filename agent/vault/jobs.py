@@ -7,7 +7,7 @@ import threading
 import msgspec
 
 from everstep.errors import ConfigurationError, NotFound, StaleGeneration
-from everstep.wire.v1.local import Configure
+from everstep.wire.v1.supervision import Configure
 
 SHORTEST_SECRET = 16
 MOST_SEEN = 4

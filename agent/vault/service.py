@@ -36,28 +36,30 @@ from everstep.channel import Channel
 from everstep.clock import Clock
 from everstep.errors import EverstepError
 from everstep.wire.v1.local import (
-    Configure,
     Connect,
     Connected,
     ConnectionBroke,
     Done,
     Fetch,
     Fetched,
-    Forget,
     FromVault,
     Inventory,
     InventoryAnswer,
     OpenSegment,
-    Protect,
-    Protected,
     Segment,
     SlotInfo,
     SlotSealed,
+    ToVault,
+)
+from everstep.wire.v1.supervision import (
+    Configure,
+    Forget,
+    Protect,
+    Protected,
     Spill,
     Spilled,
     Statistics,
     StatisticsAnswer,
-    ToVault,
     VaultFinding,
 )
 from everstep.wire.v1.training import FindingRaised, PeerLost

@@ -25,7 +25,7 @@ from everstep.errors import (
     NotRestorable,
     Unavailable,
 )
-from everstep.wire.v1.local import Spill
+from everstep.wire.v1.supervision import Spill
 
 _REFUSALS: dict[str, type[EverstepError]] = {
     kind.code: kind

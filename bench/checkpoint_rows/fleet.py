@@ -25,7 +25,7 @@ from everstep.framing import FrameDecoder, encode_frame
 from everstep.ids import Version
 from everstep.vault_note import LOCK_FILE
 from everstep.vocabulary import GenerationReason
-from everstep.wire.v1 import local
+from everstep.wire.v1 import local, supervision
 from everstep.wire.v1.parity import Protection
 from everstep.wire.v1.training import GenerationSpec, Holder, JobSpec, RestoreRule
 
@@ -82,10 +82,10 @@ class NodeVault:
                         return answer
         raise RuntimeError(f"the vault of {self.node} hung up")
 
-    def statistics(self) -> local.StatisticsAnswer:
+    def statistics(self) -> supervision.StatisticsAnswer:
         """What the vault says of itself."""
-        answer = self.ask(local.Statistics(request=1))
-        assert isinstance(answer, local.StatisticsAnswer)
+        answer = self.ask(supervision.Statistics(request=1))
+        assert isinstance(answer, supervision.StatisticsAnswer)
         return answer
 
     def own_bytes(self) -> int:
@@ -183,7 +183,7 @@ class Fleet:
             issued_at=0.0,
         )
         for vault in self.vaults.values():
-            said = local.Configure(request=1, job=JOB, generation=self.number, secret=SECRET, holders=holders)
+            said = supervision.Configure(request=1, job=JOB, generation=self.number, secret=SECRET, holders=holders)
             vault.ask(said)
         return spec
 
@@ -197,11 +197,11 @@ class Fleet:
         for group in protection.shards():
             made = [
                 self.vaults[home].ask(
-                    local.Protect(request=1, job=JOB, generation=self.number, version=version, group=group)
+                    supervision.Protect(request=1, job=JOB, generation=self.number, version=version, group=group)
                 )
                 for home in group.parity
             ]
-            members = {one.members for one in made if isinstance(one, local.Protected)}
+            members = {one.members for one in made if isinstance(one, supervision.Protected)}
             if len(members) != 1:
                 raise RuntimeError(f"P and Q of group {group.group} do not belong together: {made}")
         return protection

@@ -20,6 +20,7 @@ from everstep.wire.v1 import (
     operator,
     parity,
     session,
+    supervision,
     training,
     transfer,
     vault_reports,
@@ -41,20 +42,23 @@ MODULES: tuple[ModuleType, ...] = (
     transfer,
     vault_reports,
 )
+PARTS: dict[ModuleType, tuple[ModuleType, ...]] = {local: (supervision,)}
+"""Modules whose messages are in another one's document: they go over the same socket."""
 
 
 def _messages(module: ModuleType) -> list[type[Message]]:
-    """The messages that the module defines, in the order of its text."""
+    """The messages that the module and its parts define, by name."""
     found = [
         kind
-        for kind in vars(module).values()
-        if inspect.isclass(kind) and issubclass(kind, Message) and kind.__module__ == module.__name__
+        for part in (module, *PARTS.get(module, ()))
+        for kind in vars(part).values()
+        if inspect.isclass(kind) and issubclass(kind, Message) and kind.__module__ == part.__name__
     ]
     return sorted(found, key=lambda kind: kind.__name__)
 
 
 def schema(module: ModuleType) -> dict[str, Any]:
-    """One document: every message of the module under ``$defs``, with whatever those refer to."""
+    """One document: every message of the module and its parts under ``$defs``, with whatever those refer to."""
     _, components = msgspec.json.schema_components(_messages(module), ref_template="#/$defs/{name}")
     name = module.__name__.removeprefix("everstep.wire.")
     return {

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from agent.spill.retention import folder_of
 from everstep.errors import DigestMismatch, EverstepError, NotFound, StaleGeneration, Unavailable
 from everstep.ids import Version
-from everstep.wire.v1.local import Failed, Protect, Protected, Spill, Spilled
+from everstep.wire.v1.local import Failed
+from everstep.wire.v1.supervision import Protect, Protected, Spill, Spilled
 from tests.sim import facts
 from tests.sim.vault_memory import Parity, Slot
 

@@ -20,7 +20,7 @@ from typing import TypeVar
 from everstep.framing import FrameDecoder, encode_frame
 from everstep.ids import Version
 from everstep.slots import SLOTS, SegmentView
-from everstep.wire.v1 import local
+from everstep.wire.v1 import local, supervision
 from everstep.wire.v1.training import Holder, PeerLost
 from tests.support.forked import ForkPool
 from tests.support.programs import Forked
@@ -51,7 +51,7 @@ class VaultClient:
         self._sock.connect(str(path))
         self._frames: FrameDecoder[local.FromVault] = FrameDecoder(local.FromVault, local.MAX_FRAME_BYTES)
         self._answers: dict[int, local.FromVault] = {}
-        self.findings: list[local.VaultFinding] = []
+        self.findings: list[supervision.VaultFinding] = []
         self.peers_lost: list[PeerLost] = []
         self._next = 0
 
@@ -69,7 +69,7 @@ class VaultClient:
     def ask(self, kind: Callable[..., local.ToVault], **fields: object) -> local.FromVault:
         return self.wait(self.post(kind, **fields))
 
-    def finding(self) -> local.VaultFinding:
+    def finding(self) -> supervision.VaultFinding:
         """The next finding, waited for."""
         while not self.findings:
             self._receive()
@@ -94,7 +94,7 @@ class VaultClient:
         data = self._sock.recv(1 << 16)
         assert data, "the vault closed the connection"
         for message in self._frames.feed(data):
-            if isinstance(message, local.VaultFinding):
+            if isinstance(message, supervision.VaultFinding):
                 self.findings.append(message)
             elif isinstance(message, PeerLost):
                 self.peers_lost.append(message)
@@ -183,7 +183,7 @@ class Vaults:
         for vault in vaults or self.all:
             client = clients[vault.node] = vault.client()
             said = {"job": JOB, "generation": generation, "secret": SECRET, "holders": self.holders(), **fields}
-            answer = client.ask(local.Configure, **said)
+            answer = client.ask(supervision.Configure, **said)
             assert isinstance(answer, local.Done), answer
         self.supervisors |= clients
         return clients

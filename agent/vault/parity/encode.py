@@ -23,7 +23,7 @@ from everstep.errors import ConfigurationError, DigestMismatch, MalformedMessage
 from everstep.manifests import MOST_MANIFEST_BYTES
 from everstep.slot_choice import slot_to_fill
 from everstep.slots import CHUNK_BYTES, DIGEST_BYTES, chunk_count, slot_bytes_for
-from everstep.wire.v1.local import Protect
+from everstep.wire.v1.supervision import Protect
 
 PARITY_SLOTS = 2
 """The version that is protected, and the next one while it is made."""

@@ -17,7 +17,7 @@ import pytest
 from everstep.framing import FrameDecoder, encode_frame
 from everstep.slots import SLOTS
 from everstep.vocabulary import FindingKind, GenerationReason
-from everstep.wire.v1 import local
+from everstep.wire.v1 import local, supervision
 from everstep.wire.v1.directives import KillRank, NewGeneration, RunProbe, StopJob
 from everstep.wire.v1.training import (
     FindingCleared,
@@ -286,7 +286,7 @@ def test_a_lost_vault_is_told_and_the_next_serves_at_the_same_address(
     assert second["vault"] == first["vault"]
     stale = VaultClient(agent.run_dir / "vault.sock")
     try:
-        answer = stale.ask(local.Configure, job="j", generation=0, secret="s" * 32, holders=())
+        answer = stale.ask(supervision.Configure, job="j", generation=0, secret="s" * 32, holders=())
         assert isinstance(answer, local.Failed), "the new vault was not told of generation 1"
         assert answer.code == "stale"
     finally:

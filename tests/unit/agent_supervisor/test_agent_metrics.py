@@ -16,7 +16,7 @@ from agent.metrics_server import MetricsServer
 from agent.sensors.picture import GpuSample, Picture
 from everstep.vocabulary import Finding, FindingKind, Severity
 from everstep.wire.v1.agent import Gpu
-from everstep.wire.v1.local import StatisticsAnswer
+from everstep.wire.v1.supervision import StatisticsAnswer
 
 DEADLINE_S = 10.0
 BUS = "0000:1b:00"

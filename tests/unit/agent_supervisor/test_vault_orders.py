@@ -14,8 +14,9 @@ from everstep.errors import StaleGeneration, Unavailable
 from everstep.ids import Version
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.directives import ProtectVersion, SpillVersion
-from everstep.wire.v1.local import Failed, Protect, Protected, Spill, Spilled
+from everstep.wire.v1.local import Failed
 from everstep.wire.v1.parity import ParityGroup
+from everstep.wire.v1.supervision import Protect, Protected, Spill, Spilled
 from everstep.wire.v1.training import AnyReport
 from everstep.wire.v1.vault_reports import VersionProtected, VersionSpilled
 

@@ -10,7 +10,7 @@ from everstep.channel import Channel
 from everstep.errors import AuthenticationError, NotFound, Unavailable
 from everstep.ids import Version
 from everstep.slots import CHUNK_BYTES, DIGEST_BYTES, chunk_digests, slot_bytes_for
-from everstep.wire.v1 import local
+from everstep.wire.v1 import local, supervision
 from everstep.wire.v1.transfer import Data, DataEnd, Get, Put
 from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, SECRET, RankMemory, Vaults, noise, vaults
@@ -117,4 +117,4 @@ def test_a_peer_that_is_gone_is_unavailable_and_its_loss_is_told(fleet: Vaults, 
 def test_a_client_that_takes_no_descriptor_gets_its_answer_and_the_vault_keeps_nothing_open(fleet: Vaults) -> None:
     client = fleet.all[0].client()
     assert isinstance(client.ask(local.Connect, job=JOB, node="n2"), local.Connected)
-    assert fleet.all[0].client().ask(local.Statistics).levels["peer_connections"] == 0
+    assert fleet.all[0].client().ask(supervision.Statistics).levels["peer_connections"] == 0

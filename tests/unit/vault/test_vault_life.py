@@ -17,7 +17,7 @@ from agent.vault.linger import OOM_SCORE_ADJUSTMENT, keep_from_oom_killer
 from everstep.ids import Version
 from everstep.slots import CHUNK_BYTES, SLOTS, SlotState, slot_bytes_for
 from everstep.vault_note import read_note
-from everstep.wire.v1 import local
+from everstep.wire.v1 import local, supervision
 from tests.support.forked import ForkPool
 from tests.support.vaults import (
     JOB,
@@ -143,7 +143,7 @@ def test_more_memory_than_the_limit_is_refused_with_the_arithmetic(fleet: Vaults
         second.message
     )
     assert isinstance(client.ask(local.OpenSegment, job=JOB, local_rank=1, slot_bytes=4096, slots=SLOTS), local.Segment)
-    assert client.ask(local.Statistics).refused == {"slot_memory": 1}
+    assert client.ask(supervision.Statistics).refused == {"slot_memory": 1}
 
 
 def test_a_peer_without_room_refuses_the_copy_and_serves_on(fleet: Vaults) -> None:
@@ -233,7 +233,7 @@ def test_a_job_that_is_over_leaves_no_file(fleet: Vaults) -> None:
     supervisor = fleet.configure()["n1"]
     rank = RankMemory(vault.client(), rank=0)
     rank.fill(0, Version(1, 1), b"x")
-    assert isinstance(supervisor.ask(local.Forget, job=JOB), local.Done)
+    assert isinstance(supervisor.ask(supervision.Forget, job=JOB), local.Done)
     assert not rank.path.parent.exists()
     assert versions(supervisor) == set()
     assert rank.view.payload(0) == b"x"
@@ -335,7 +335,7 @@ def test_a_frame_that_is_no_message_ends_the_connection_and_nothing_else(fleet: 
         assert failed.code == "malformed"
         assert client.closed()
     client = vault.client()
-    until(lambda: client.ask(local.Statistics).refused.get("malformed") == 3, "all three are counted")
+    until(lambda: client.ask(supervision.Statistics).refused.get("malformed") == 3, "all three are counted")
 
 
 def oom_score(pid: int) -> int:

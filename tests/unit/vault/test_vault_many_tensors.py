@@ -15,7 +15,7 @@ from everstep.ids import Version
 from everstep.manifests import LAYOUT_FORMAT, Manifest, Stored, Tensor, decode_manifest, encode_manifest
 from everstep.slots import SegmentView, slot_bytes_for
 from everstep.vocabulary import FindingKind
-from everstep.wire.v1 import local
+from everstep.wire.v1 import local, supervision
 from everstep.wire.v1.transfer import MAX_TRANSFER_FRAME_BYTES
 from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, RankMemory, VaultClient, VaultProcess, Vaults, map_segment, noise, until, vaults
@@ -70,8 +70,8 @@ def copies(vault: VaultProcess) -> SegmentView:
 
 
 def manifests_received(client: VaultClient) -> int:
-    answer = client.ask(local.Statistics)
-    assert isinstance(answer, local.StatisticsAnswer)
+    answer = client.ask(supervision.Statistics)
+    assert isinstance(answer, supervision.StatisticsAnswer)
     return answer.counters["received_manifests"]
 
 

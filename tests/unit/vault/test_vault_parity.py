@@ -23,7 +23,7 @@ from everstep.errors import Unavailable
 from everstep.ids import Version
 from everstep.slots import CHUNK_BYTES, chunk_digests, slot_bytes_for
 from everstep.vocabulary import FindingKind
-from everstep.wire.v1 import local
+from everstep.wire.v1 import local, supervision
 from everstep.wire.v1.parity import ParityGroup
 from everstep.wire.v1.training import Holder
 from everstep.wire.v1.transfer import Data, DataEnd, Digests, DigestsAsk, Get, Request
@@ -56,11 +56,11 @@ class Group:
 
     def protect(self, home: str, version: Version = V, **fields: object) -> local.FromVault:
         said = {"job": JOB, "generation": 1, "version": version, "group": GROUP} | fields
-        return self.fleet.supervisors[home].ask(local.Protect, **said)
+        return self.fleet.supervisors[home].ask(supervision.Protect, **said)
 
     def protected(self) -> None:
         answers = [self.protect(home) for home in ("p", "q")]
-        assert all(isinstance(answer, local.Protected) for answer in answers), answers
+        assert all(isinstance(answer, supervision.Protected) for answer in answers), answers
         assert [answer.parity for answer in answers] == ["P", "Q"]
         assert answers[0].members == answers[1].members
 
@@ -120,7 +120,7 @@ def started(forks: ForkPool) -> Iterator[Vaults]:
 def nothing_stays(fleet: Vaults) -> Iterator[None]:
     yield
     for vault in fleet.all:
-        assert isinstance(vault.client().ask(local.Forget, job=JOB), local.Done)
+        assert isinstance(vault.client().ask(supervision.Forget, job=JOB), local.Done)
 
 
 @pytest.fixture
@@ -129,8 +129,8 @@ def group(fleet: Vaults) -> Group:
 
 
 def counter(group: Group, node: str, name: str) -> int:
-    answer = group.fleet.supervisors[node].ask(local.Statistics)
-    assert isinstance(answer, local.StatisticsAnswer)
+    answer = group.fleet.supervisors[node].ask(supervision.Statistics)
+    assert isinstance(answer, supervision.StatisticsAnswer)
     return answer.counters[name]
 
 
@@ -246,7 +246,7 @@ class LyingVault:
 
     def _serve(self, channel: Channel) -> None:
         book = JobBook()
-        book.configure(local.Configure(request=1, job=JOB, generation=1, secret=SECRET, holders=()))
+        book.configure(supervision.Configure(request=1, job=JOB, generation=1, secret=SECRET, holders=()))
         try:
             admit(channel, book, "n2")
             while True:
@@ -349,8 +349,8 @@ def test_p_and_q_of_different_shards_are_not_used_together(group: Group) -> None
     group.payloads[2] = noise(4999, seed=9)
     group.fill(V)
     second = group.protect("q")
-    assert isinstance(first, local.Protected)
-    assert isinstance(second, local.Protected)
+    assert isinstance(first, supervision.Protected)
+    assert isinstance(second, supervision.Protected)
     assert first.members != second.members
     group.forget_nodes(("n1",), 2)
     answer = group.fetch(0, "n4", ((0, 10),))
@@ -393,7 +393,7 @@ def test_the_next_version_takes_the_other_slot_and_what_is_kept_stays(group: Gro
         group.fill(version, slot)
         for home in ("p", "q"):
             answer = group.protect(home, version, keep=(V,))
-            assert isinstance(answer, local.Protected), answer
+            assert isinstance(answer, supervision.Protected), answer
     group.forget_nodes(("n1", "n2"), 2)
     group.reads_back(0, "q")
     assert isinstance(group.fetch(0, "q", ((0, 10),), Version(1, 7)), local.Fetched)
@@ -424,5 +424,5 @@ def test_an_old_generation_and_a_version_that_is_gone_are_refused(group: Group) 
 def test_a_job_that_is_over_leaves_no_parity_behind(group: Group) -> None:
     group.protected()
     home = group.fleet.all[NODES.index("p")]
-    assert isinstance(group.fleet.supervisors["p"].ask(local.Forget, job=JOB), local.Done)
+    assert isinstance(group.fleet.supervisors["p"].ask(supervision.Forget, job=JOB), local.Done)
     assert list(home.segment_dir.rglob("parity-*")) == []

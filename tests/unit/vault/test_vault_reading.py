@@ -12,7 +12,7 @@ import pytest
 from everstep.ids import Version
 from everstep.slots import CHUNK_BYTES, slot_bytes_for
 from everstep.vocabulary import FindingKind
-from everstep.wire.v1 import local
+from everstep.wire.v1 import local, supervision
 from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, RankMemory, Vaults, noise, vaults
 
@@ -77,7 +77,7 @@ def test_a_large_fetch_comes_over_several_connections(fleet: Vaults) -> None:
     ranges = ((size - 9, 9), (0, size - 9))
     assert fetch(fleet, ranges).bytes == size
     assert scratch(fleet).read_bytes() == payload[-9:] + payload[:-9]
-    assert fleet.all[0].client().ask(local.Statistics).levels["peer_connections"] == 2
+    assert fleet.all[0].client().ask(supervision.Statistics).levels["peer_connections"] == 2
 
 
 @pytest.mark.parametrize("by", [0, 1], ids=["from another node", "from this node"])

@@ -12,7 +12,7 @@ from everstep.errors import DigestMismatch, NotFound
 from everstep.ids import Version
 from everstep.slots import CHUNK_BYTES, SegmentView, slot_bytes_for
 from everstep.vocabulary import Finding, FindingKind
-from everstep.wire.v1 import local
+from everstep.wire.v1 import supervision
 from everstep.wire.v1.training import Holder
 from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, SECRET, RankMemory, Vaults, map_segment, noise, until, vaults
@@ -152,7 +152,7 @@ def test_a_slot_without_another_holder_is_discarded(fleet: Vaults) -> None:
 def book(nodes: int) -> JobBook:
     made = JobBook()
     holders = tuple(Holder(node=f"n{i}", vault=f"127.0.0.1:{i + 1}") for i in range(nodes))
-    made.configure(local.Configure(request=1, job=JOB, generation=1, secret=SECRET, holders=holders))
+    made.configure(supervision.Configure(request=1, job=JOB, generation=1, secret=SECRET, holders=holders))
     return made
 
 

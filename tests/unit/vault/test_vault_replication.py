@@ -11,7 +11,7 @@ import pytest
 from everstep.ids import Version
 from everstep.slots import CHUNK_BYTES, SegmentView, SlotState, slot_bytes_for
 from everstep.vocabulary import FindingKind, Severity
-from everstep.wire.v1 import local
+from everstep.wire.v1 import local, supervision
 from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, RankMemory, VaultClient, Vaults, map_segment, noise, until, vaults
 
@@ -24,9 +24,9 @@ def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
         yield running
 
 
-def statistics(client: VaultClient) -> local.StatisticsAnswer:
-    answer = client.ask(local.Statistics)
-    assert isinstance(answer, local.StatisticsAnswer)
+def statistics(client: VaultClient) -> supervision.StatisticsAnswer:
+    answer = client.ask(supervision.Statistics)
+    assert isinstance(answer, supervision.StatisticsAnswer)
     return answer
 
 
@@ -176,9 +176,9 @@ def test_an_older_generation_cannot_be_configured_over_a_newer_one(fleet: Vaults
     fleet.start("n1")
     client = fleet.configure(generation=3)["n1"]
     said = {"job": JOB, "secret": "x" * 20, "holders": ()}
-    assert client.ask(local.Configure, generation=2, **said).code == "stale"
-    assert isinstance(client.ask(local.Configure, generation=3, **said), local.Done)
-    assert client.ask(local.Configure, generation=3, **(said | {"secret": "short"})).code == "configuration"
+    assert client.ask(supervision.Configure, generation=2, **said).code == "stale"
+    assert isinstance(client.ask(supervision.Configure, generation=3, **said), local.Done)
+    assert client.ask(supervision.Configure, generation=3, **(said | {"secret": "short"})).code == "configuration"
 
 
 def test_a_peer_that_is_gone_or_unknown_is_named_with_the_reason(fleet: Vaults) -> None:

@@ -14,7 +14,7 @@ from agent.vault.pacing import BURST_S, Pace
 from everstep.clock import Clock
 from everstep.ids import Version
 from everstep.slots import CHUNK_BYTES, slot_bytes_for
-from everstep.wire.v1 import local
+from everstep.wire.v1 import local, supervision
 from everstep.wire.v1.transfer import chunk_bits, chunks_without
 from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, RankMemory, VaultClient, VaultProcess, Vaults, map_segment, noise, vaults
@@ -30,8 +30,8 @@ def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
 
 
 def counters(client: VaultClient) -> dict[str, int]:
-    answer = client.ask(local.Statistics)
-    assert isinstance(answer, local.StatisticsAnswer)
+    answer = client.ask(supervision.Statistics)
+    assert isinstance(answer, supervision.StatisticsAnswer)
     return answer.counters
 
 

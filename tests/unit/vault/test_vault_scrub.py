@@ -23,7 +23,7 @@ from everstep.segment_header import PAGE
 from everstep.segment_records import RECORD_PLACES
 from everstep.slots import CHUNK_BYTES, SegmentView, SlotState, slot_bytes_for
 from everstep.vocabulary import Action, FindingKind, Mode, Severity
-from everstep.wire.v1 import local
+from everstep.wire.v1 import local, supervision
 from everstep.wire.v1.training import FindingRaised
 from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, RankMemory, Vaults, map_segment, noise, vaults
@@ -251,5 +251,5 @@ def test_the_supervisor_hears_of_it_even_when_it_connects_later(fleet: Vaults) -
         pass
     assert client.findings == []
     supervisor = vault.client()
-    supervisor.post(local.Statistics)
+    supervisor.post(supervision.Statistics)
     assert supervisor.finding().finding.finding.subject == "job/rank2/1:1"

@@ -16,7 +16,7 @@ from torch import nn
 from agent.spill.__main__ import carry_out
 from everstep.ids import Version
 from everstep.slots import slot_bytes_for
-from everstep.wire.v1 import local
+from everstep.wire.v1 import local, supervision
 from tests.support.forked import ForkPool
 from tests.support.killed_spill import contents
 from tests.support.spilling import fill_slots
@@ -52,7 +52,7 @@ class Fleet:
 
     def post(self, node: str, **fields: object) -> int:
         said = {"job": JOB, "generation": 3, "version": V, "url": str(self.folder / "out"), "writers": WRITERS} | fields
-        return self.vaults.supervisors[node].post(local.Spill, **said)
+        return self.vaults.supervisors[node].post(supervision.Spill, **said)
 
     def spill(self, node: str, **fields: object) -> Any:
         return self.vaults.supervisors[node].wait(self.post(node, **fields))
@@ -82,7 +82,7 @@ def test_vaults_write_their_shares_and_the_last_one_makes_it_a_checkpoint(fleet:
     assert contents(fleet.folder / "out") == contents(fleet.folder / "alone")
     assert first.bytes + second.bytes == sum(p.stat().st_size for p in (fleet.folder / "out").rglob("*.distcp"))
     assert fleet.spill("n2").whole, "asked again, it finds everything there"
-    said = fleet.vaults.supervisors["n1"].ask(local.Statistics)
+    said = fleet.vaults.supervisors["n1"].ask(supervision.Statistics)
     assert (said.counters["spilled_slots"], said.counters["spilled_bytes"]) == (2, second.bytes)
 
 
@@ -125,6 +125,6 @@ def test_a_writer_ends_with_its_vault(fleet: Fleet) -> None:
 def test_a_job_that_is_forgotten_is_not_written_any_more(fleet: Fleet) -> None:
     asked = fleet.post("n1")
     writer = fleet.writer_of(fleet.vaults.all[0])
-    fleet.vaults.supervisors["n1"].ask(local.Forget, job=JOB)
+    fleet.vaults.supervisors["n1"].ask(supervision.Forget, job=JOB)
     assert isinstance(fleet.vaults.supervisors["n1"].wait(asked), local.Failed)
     until(lambda: process_gone(writer), "the end of the writer")

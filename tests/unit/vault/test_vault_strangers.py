@@ -30,7 +30,7 @@ from everstep.ids import Version, split_address
 from everstep.manifests import MOST_MANIFEST_BYTES
 from everstep.slots import CHUNK_BYTES, chunk_digests
 from everstep.vocabulary import FindingKind
-from everstep.wire.v1 import local
+from everstep.wire.v1 import supervision
 from everstep.wire.v1.transfer import (
     NONCE_BYTES,
     PIECE_GOOD,
@@ -106,8 +106,8 @@ def wire(fleet: Vaults) -> Iterator[Wire]:
 
 
 def refused(client: VaultClient) -> dict[str, int]:
-    answer = client.ask(local.Statistics)
-    assert isinstance(answer, local.StatisticsAnswer)
+    answer = client.ask(supervision.Statistics)
+    assert isinstance(answer, supervision.StatisticsAnswer)
     return answer.refused
 
 
@@ -382,7 +382,7 @@ def test_a_sender_that_went_away_frees_the_slot_it_was_filling(wire: Wire, super
         channel = wire.proved()
         begin(channel, put(bytes(10)))
         channel.close()
-    until(lambda: supervisor.ask(local.Statistics).levels["peer_connections"] == 0, "the vault noticed")
+    until(lambda: supervisor.ask(supervision.Statistics).levels["peer_connections"] == 0, "the vault noticed")
     four = [wire.proved() for _ in range(4)]
     for step, channel in enumerate(four):
         begin(channel, put(bytes(10), version=Version(1, step)))
@@ -437,7 +437,7 @@ def test_a_connection_does_not_outlive_its_secret_or_its_job(
     with pytest.raises(AuthenticationError, match="has changed"):
         before.answer(InventoryList)
     after = wire.proved(known=facts("a new secret of the same job"))
-    supervisor.ask(local.Forget, job=JOB)
+    supervisor.ask(supervision.Forget, job=JOB)
     after.send(InventoryAsk())
     with pytest.raises(NotFound):
         after.answer(InventoryList)

@@ -12,7 +12,7 @@ from agent.vault.jobs import JobBook
 from agent.vault.witness import Witness
 from everstep.clock import ManualClock
 from everstep.ids import Version
-from everstep.wire.v1 import local
+from everstep.wire.v1 import local, supervision
 from everstep.wire.v1.training import Holder, PeerLost
 from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, SECRET, RankMemory, Vaults, noise, until, vaults
@@ -53,7 +53,7 @@ def test_the_vault_that_copies_notices_when_it_next_copies_and_says_so_once(flee
         rank.sealed(slot, Version(1, slot + 1), to=["n2"])
     supervisor = fleet.supervisors["n1"]
     assert supervisor.peer_lost().peer == "n2"
-    assert isinstance(supervisor.ask(local.Statistics), local.StatisticsAnswer)
+    assert isinstance(supervisor.ask(supervision.Statistics), supervision.StatisticsAnswer)
     assert not supervisor.peers_lost
 
 
@@ -65,7 +65,7 @@ class Bystander:
         self.clock = ManualClock()
         self.book = JobBook()
         holders = (Holder(node="n2", vault=address),)
-        self.book.configure(local.Configure(request=1, job=JOB, generation=1, secret=SECRET, holders=holders))
+        self.book.configure(supervision.Configure(request=1, job=JOB, generation=1, secret=SECRET, holders=holders))
         self.witness = Witness("n1", self.book, self.clock, self.told.append)
 
     def broke(self) -> list[PeerLost]:
