@@ -23,7 +23,7 @@ from rich.progress import Progress
 from bench.checkpoint_rows import four, losses, peers, reading, single, transfer
 from bench.checkpoint_rows.curves import curves
 from bench.checkpoint_rows.processes import Crew
-from bench.checkpoint_rows.rank import Size
+from bench.checkpoint_rows.state import Size
 from bench.table import Row, add_arguments, finish, write_json
 
 TENSORS, TENSOR_BYTES, QUICK_TENSOR_BYTES = 64, 16 << 20, 1 << 20

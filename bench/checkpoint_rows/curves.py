@@ -13,7 +13,8 @@ from matplotlib import pyplot as plt
 
 from bench.checkpoint_rows.fleet import Fleet
 from bench.checkpoint_rows.processes import Crew, RankFailed
-from bench.checkpoint_rows.rank import Restores, Size, Stalls, restores, snapshots
+from bench.checkpoint_rows.rank import Restores, Stalls, restores, snapshots
+from bench.checkpoint_rows.state import Size
 from bench.table import Row
 from everstep.ids import Version
 

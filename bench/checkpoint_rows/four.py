@@ -9,8 +9,9 @@ from bench.checkpoint_rows import spare
 from bench.checkpoint_rows.fleet import Fleet, MemoryWatch
 from bench.checkpoint_rows.limits import loopback
 from bench.checkpoint_rows.processes import Crew
-from bench.checkpoint_rows.rank import Restores, Size, Stalls, lean, restores, snapshots
+from bench.checkpoint_rows.rank import Restores, Stalls, lean, restores, snapshots
 from bench.checkpoint_rows.single import COMPUTE_TIMES, MEMCPY_BYTES_PER_S, MIB, marks, phases, stall_rows
+from bench.checkpoint_rows.state import Size
 from bench.table import Row
 from everstep.ids import Version
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from bench.checkpoint_rows.processes import Crew, RankFailed
-from bench.checkpoint_rows.rank import Size
+from bench.checkpoint_rows.state import Size
 from bench.peers.run import PYTHON, install
 from bench.table import Row
 

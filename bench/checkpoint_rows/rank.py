@@ -1,8 +1,4 @@
-"""What a rank does while it is measured: snapshots of a state that says which step it is of, and restores of it.
-
-The state is parameters alone, in rows of 1 KiB: ``tensors`` of ``tensor_bytes`` in all, in one of three layouts: a
-rank's own (``alone``), equal on all ranks (``replicas``), or sharded over them by FSDP2 (``shards``).
-"""
+"""What a rank does while it is measured: snapshots of a state that says which step it is of, and restores of it."""
 
 from __future__ import annotations
 
@@ -17,10 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from bench.checkpoint_rows.limits import WarmMemory
+from bench.checkpoint_rows.state import Model, Size
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
 from everstep.slots import CHUNK_BYTES
@@ -31,9 +26,6 @@ from trainer_hooks.snapshot.snapshotter import Snapshotter
 from trainer_hooks.state import TrackedState
 from trainer_hooks.vault_client import VaultClient
 
-COLUMNS = 256
-"""Of fp32, so that a row is 1 KiB."""
-ROW_BYTES = 4 * COLUMNS
 PRODUCT = 768
 """A next step's compute is products of square matrices of this size: they stay in the cache of one core."""
 FEW = 64
@@ -41,19 +33,6 @@ FEW = 64
 WARM_UPS = 6
 """Snapshots that nobody counts: each slot is written once."""
 WARM_UP_S, SEAL_S = 180.0, 60.0
-
-
-@dataclass(frozen=True)
-class Size:
-    """A state: how many tensors of how many bytes each (whole KiB), in which layout."""
-
-    tensors: int
-    tensor_bytes: int
-    layout: str = "alone"
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensors * self.tensor_bytes
 
 
 @dataclass
@@ -85,57 +64,6 @@ class Restores:
     phases: list[dict[str, float]] = field(default_factory=list)
     sources: dict[str, int] = field(default_factory=dict)
     version: Version | None = None
-
-
-class _Parts(nn.Module):
-    """Parameters that nobody computes with, without memory yet."""
-
-    def __init__(self, count: int, shape: tuple[int, int]) -> None:
-        super().__init__()
-        for index in range(count):
-            empty = torch.empty(shape, device="meta")
-            self.register_parameter(f"part{index}", nn.Parameter(empty, requires_grad=False))
-
-
-class Model:
-    """The state, and what it must be at a step."""
-
-    def __init__(self, size: Size) -> None:
-        rows = size.tensor_bytes // ROW_BYTES
-        shape = (rows, COLUMNS)
-        module: nn.Module = _Parts(size.tensors, shape)
-        offset = 0
-        if size.layout == "shards":
-            mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-            module = fully_shard(module, mesh=mesh)
-            offset = min(rows, dist.get_rank() * -(-rows // dist.get_world_size()))
-        self.module = module.to_empty(device="cpu")
-        self.parts = [p.to_local() if size.layout == "shards" else p.data for p in self.module.parameters()]
-        self._number = torch.arange(offset, rows, dtype=torch.float32)
-        self._rows = rows
-
-    def _expected(self, index: int, step: int) -> torch.Tensor:
-        """Exact in fp32: below 2^24."""
-        own = self._number[: self.parts[index].shape[0]]
-        return (((own + index * self._rows) % 65536) + (step % 200) * 65536)[:, None]
-
-    def update(self, step: int) -> None:
-        """What an optimizer does: everything is written."""
-        with torch.no_grad():
-            for index, part in enumerate(self.parts):
-                part.copy_(self._expected(index, step).expand_as(part))
-
-    def spoil(self) -> None:
-        for part in self.parts:
-            part.fill_(-1)
-
-    def require(self, step: int) -> None:
-        """Raises AssertionError where a byte is not that step's."""
-        for index, part in enumerate(self.parts):
-            assert torch.equal(part, self._expected(index, step).expand_as(part)), f"tensor {index} is wrong"
-
-    def arrays(self) -> list[np.ndarray]:
-        return [part.numpy() for part in self.parts]
 
 
 class Rank:

@@ -7,7 +7,8 @@ from statistics import median
 
 from bench.checkpoint_rows.fleet import Fleet
 from bench.checkpoint_rows.processes import Crew
-from bench.checkpoint_rows.rank import Restores, Size, Stalls, restores, snapshots
+from bench.checkpoint_rows.rank import Restores, Stalls, restores, snapshots
+from bench.checkpoint_rows.state import Size
 from bench.table import Row
 from everstep.ids import Version
 

@@ -10,7 +10,8 @@ from statistics import median
 
 from bench.checkpoint_rows.fleet import Fleet
 from bench.checkpoint_rows.processes import Crew
-from bench.checkpoint_rows.rank import Model, Rank, Restores, Size
+from bench.checkpoint_rows.rank import Rank, Restores
+from bench.checkpoint_rows.state import Model, Size
 from bench.table import Row
 from everstep.ids import Version
 from everstep.wire.v1.training import GenerationSpec

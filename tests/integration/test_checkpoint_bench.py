@@ -11,7 +11,7 @@ import pytest
 
 from bench.checkpoint_rows import four, losses, reading
 from bench.checkpoint_rows.processes import Crew, RankFailed
-from bench.checkpoint_rows.rank import Size
+from bench.checkpoint_rows.state import Size
 from controller.core.placement import Site, place_replicas
 from tests.support.vaults import until
 
