@@ -105,7 +105,7 @@ class VaultOrders:
         )
         if isinstance(answer, Spilled):
             url = f"{order.url}/{answer.folder}"
-            return said(url=url, bytes=answer.bytes, whole=answer.whole, removed=answer.removed)
+            return said(url=url, bytes=answer.bytes, whole=answer.whole, removed=answer.removed, left=answer.left)
         assert isinstance(answer, Failed)
         return said(code=answer.code, message=answer.message)
 

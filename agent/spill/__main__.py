@@ -31,13 +31,14 @@ def carry_out(order: Order) -> Outcome:
         slot = SpilledSlot(source.path, source.slot, source.rank, order.version)
         written += job.write(source.rank, slot).length
     whole = job.complete() if order.complete else False
-    gone = prune(open_target(order.url), order.keep, order.version) if whole and order.keep else []
+    gone, left = prune(open_target(order.url), order.keep, order.version) if whole and order.keep else ([], [])
     return Outcome(
         folder=folder,
         ranks=tuple(source.rank for source in order.sources),
         bytes=written,
         whole=whole,
         removed=tuple(folder_of(version) for version in gone),
+        left=tuple(folder_of(version) for version in left),
     )
 
 

@@ -32,13 +32,14 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What was done: files and bytes of this order's ranks, whether the checkpoint is whole now, and the folders that
-    were removed."""
+    were removed, and of whole ones that are left where any may be removed."""
 
     folder: str
     ranks: tuple[int, ...]
     bytes: int
     whole: bool
     removed: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -12,6 +12,11 @@ from everstep.ids import Version
 _FOLDER = re.compile(r"step-(\d{8,19})-g(\d{1,10})")
 
 
+FEWEST_LEFT = 2
+"""Checkpoints that stay however few are asked for: the newest, and the one before it. The controller may never hear
+that the newest is whole, if the vault that made it so is lost with its answer: it goes back to what it has counted."""
+
+
 class Stored(msgspec.Struct, frozen=True):
     """A checkpoint on storage. ``whole_at``: when its ``.metadata`` was written, unix seconds; None where it was not
     written."""

@@ -17,7 +17,7 @@ import xxhash
 from agent.spill.dcp_metadata import ObjectEntry, TensorEntry, encode_metadata
 from agent.spill.extents import Division, FilePlan, Literal, divide, file_of, merge
 from agent.spill.python_state import decode_state, require_format
-from agent.spill.retention import Stored, folder_of, superfluous, version_of
+from agent.spill.retention import FEWEST_LEFT, Stored, folder_of, superfluous, version_of
 from agent.spill.slot import SpilledSlot
 from agent.spill.target import Growing, Target
 from everstep.errors import MalformedMessage
@@ -113,18 +113,19 @@ class Job:
         return True
 
 
-def prune(root: Target, keep: int, named: Version) -> list[Version]:
-    """Removes what ``superfluous`` names of the checkpoints under ``root``, but never ``named``; what it removed."""
+def prune(root: Target, keep: int, named: Version) -> tuple[list[Version], list[Version]]:
+    """Removes what ``superfluous`` names of the checkpoints under ``root``, but never ``named``; what it removed, and
+    the whole ones that are left."""
     stored = [
         Stored(version, root.written_at(f"{folder}/{METADATA}"))
         for folder in root.folders()
         if (version := version_of(folder)) is not None
     ]
-    gone = superfluous(stored, keep, [named])
+    gone = superfluous(stored, max(keep, FEWEST_LEFT), [named])
     for version in gone:
         root.remove(f"{folder_of(version)}/{METADATA}")  # first: what is half gone is no checkpoint
         root.remove(folder_of(version))
-    return gone
+    return gone, [one.version for one in stored if one.whole_at is not None and one.version not in gone]
 
 
 def _identity(version: Version, manifests: Mapping[int, bytes]) -> bytes:

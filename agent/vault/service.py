@@ -177,6 +177,7 @@ class Vault:
                     bytes=outcome.bytes,
                     whole=outcome.whole,
                     removed=outcome.removed,
+                    left=outcome.left,
                 )
             case Inventory():
                 return await self._inventory(message)

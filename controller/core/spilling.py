@@ -129,6 +129,7 @@ def give_up_spill(turn: Turn, job: JobRecord, why: str) -> None:
 def version_spilled(turn: Turn, job: JobRecord, node: str, report: VersionSpilled) -> None:
     """A node's vault has written its part, or could not."""
     spilling = job.spilling
+    _strike_removed(turn, job, report)
     said = (report.version, report.attempt)
     if spilling is None or said != (spilling.version, spilling.attempt) or node not in spilling.writers:
         turn.ignore("version_spilled.stale")
@@ -136,6 +137,19 @@ def version_spilled(turn: Turn, job: JobRecord, node: str, report: VersionSpille
         _failed(turn, job, spilling, node, report)
     else:
         _written(turn, job, spilling, node, report)
+
+
+def _strike_removed(turn: Turn, job: JobRecord, report: VersionSpilled) -> None:
+    """What is not on storage any more is nothing to go back to, whatever became of the order. What was stored later
+    than the report's version is not in its picture."""
+    root = report.url.rpartition("/")[0]
+    gone, left = ({f"{root}/{folder}" for folder in folders} for folders in (report.removed, report.left))
+    if left:
+        older = (one.url for one in job.stored if one.version < report.version and one.url.startswith(f"{root}/"))
+        gone |= set(older) - left
+    if any(one.url in gone for one in job.stored):
+        job.stored = [one for one in job.stored if one.url not in gone]
+        turn.job_changed(job.job)
 
 
 def _failed(turn: Turn, job: JobRecord, spilling: Spilling, node: str, report: VersionSpilled) -> None:
@@ -169,8 +183,7 @@ def _complete(turn: Turn, job: JobRecord, spilling: Spilling, report: VersionSpi
     stored = StoredCheckpoint(
         version=spilling.version, url=report.url, bytes=spilling.bytes, begun_at=spilling.begun_at, at=turn.now
     )
-    gone = {f"{spilling.url}/{folder}" for folder in report.removed}
-    kept = [one for one in job.stored if one.url not in gone and one.version != stored.version]
+    kept = [one for one in job.stored if one.version != stored.version]
     job.stored = [*kept, stored][-LISTED:]
     job.spilling, job.spilled_step = None, spilling.version.step
     job.spill_failures, job.spill_trouble, job.spill_not_before = 0, "", 0.0

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from agent.spill.retention import Stored, folder_of, superfluous, version_of
+from agent.spill.retention import FEWEST_LEFT, Stored, folder_of, superfluous, version_of
 from everstep.errors import ConfigurationError, Unavailable
 from everstep.ids import Version
 from tests.sim.training_state import TrainingState
@@ -68,7 +68,11 @@ class Storage:
             for name, folder in found.items()
             if (version := version_of(name)) is not None
         ]
-        gone = tuple(folder_of(version) for version in superfluous(stored, keep, [named])) if keep else ()
+        gone = (
+            tuple(folder_of(version) for version in superfluous(stored, max(keep, FEWEST_LEFT), [named]))
+            if keep
+            else ()
+        )
         for name in gone:
             del found[name]
         return gone

@@ -161,11 +161,12 @@ class VaultProcess:
             storage.write(ask.url, ask.version, {rank: shares[rank].state for rank in own})
             whole = storage.complete(ask.url, ask.version, shares)
             removed = storage.prune(ask.url, ask.keep, ask.version) if whole else ()
-            left = tuple(storage.whole(ask.url).values())
+            left = tuple(storage.whole(ask.url).values()) if whole else ()
             if whole:
                 self._world.see(facts.StoredWhole(ask.job, ask.version, removed, left))
             folder = folder_of(ask.version)
-            return Spilled(request=ask.request, folder=folder, bytes=100, whole=whole, removed=removed)
+            names = tuple(map(folder_of, left)) if ask.keep else ()
+            return Spilled(request=ask.request, folder=folder, bytes=100, whole=whole, removed=removed, left=names)
 
         answer = self._carry_out(ask, write)
         if answer is not None:

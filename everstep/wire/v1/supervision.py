@@ -80,13 +80,15 @@ class Spill(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Spilled(Message, frozen=True, kw_only=True, tag=True):
-    """This node's part is on storage. ``whole``: so is all the rest. ``removed``: folders of older checkpoints."""
+    """This node's part is on storage. ``whole``: so is all the rest. ``removed``: folders of older checkpoints;
+    ``left``: of all that are whole, where some are removed."""
 
     request: int
     folder: str
     bytes: int
     whole: bool
     removed: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
 
 class Statistics(Message, frozen=True, kw_only=True, tag=True):

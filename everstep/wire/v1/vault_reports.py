@@ -17,7 +17,8 @@ class VersionSpilled(Report, frozen=True, kw_only=True, tag=True):
     """What became of a node's part of ``SpillVersion``, the order's ``attempt`` said again.
 
     With an error's ``code`` it was not written, for the reason in ``message``. Else it is on storage in the folder at
-    ``url``; ``whole``: so is all the rest, and the checkpoint can be loaded; ``removed``: names of older folders.
+    ``url``; ``whole``: so is all the rest, and the checkpoint can be loaded; ``removed``: names of older folders;
+    ``left``: of all that are whole, where only so many stay (who removed one may be lost with the word of it).
     """
 
     version: Version
@@ -26,6 +27,7 @@ class VersionSpilled(Report, frozen=True, kw_only=True, tag=True):
     bytes: Whole = 0
     whole: bool = False
     removed: tuple[Annotated[str, msgspec.Meta(max_length=64)], ...] = ()
+    left: tuple[Annotated[str, msgspec.Meta(max_length=64)], ...] = ()
     code: Annotated[str, msgspec.Meta(max_length=64)] = ""
     message: ShortText = ""
 

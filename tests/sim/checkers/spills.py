@@ -83,13 +83,17 @@ class Spills:
             raise Violation(self.name, f"{fact.spec.job} starts from {fact.storage}, of which nobody told it")
 
     def complaint(self) -> str:
-        """Once nothing breaks any more checkpoints come to storage."""
+        """Once nothing breaks any more checkpoints come to storage, and what the records list is there."""
         assert self.world is not None
         leader = self.world.leader()
         if leader is None:
             return "nobody leads"
         for name, job in leader.state.jobs.items():
             live = leader.state.live_jobs[name]
+            root = f"{job.spec.spill.to}/{name}" if job.spec.spill is not None else ""
+            there = self.world.storage.whole(root)
+            if gone := [one.url for one in job.stored if one.url not in there]:
+                return f"{name} would go back to {', '.join(gone)}, and nothing is there"
             if job.state is not JobState.RUNNING or job.spec.spill is None or live.committed is None:
                 continue
             behind = abs(live.committed.step - job.spilled_step)

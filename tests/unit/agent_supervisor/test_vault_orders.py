@@ -72,10 +72,13 @@ def test_a_spill_is_asked_of_the_vault_and_what_came_of_it_is_reported() -> None
         assert asked == Spill(
             request=0, job="job", generation=1, version=VERSION, url="/s/job", writers={"n1": (0,)}, keep=2
         )
-        await node.answer(Spilled(request=0, folder="step-1", bytes=7, whole=True, removed=("step-0",)))
+        await node.answer(
+            Spilled(request=0, folder="step-1", bytes=7, whole=True, removed=("step-0",), left=("step-1",))
+        )
         (report,) = node.reports
         assert isinstance(report, VersionSpilled)
         assert (report.url, report.bytes, report.whole, report.removed) == ("/s/job/step-1", 7, True, ("step-0",))
+        assert report.left == ("step-1",)
 
     asyncio.run(story())
 

@@ -82,6 +82,40 @@ def test_what_retention_removed_is_forgotten() -> None:
     assert [one.version.step for one in fleet.job().stored] == [200, 300]
 
 
+def test_what_a_vault_does_not_find_any_more_is_forgotten_though_its_removal_was_never_told() -> None:
+    """The vault that removed it was lost with its answer; what stays is told with every checkpoint that is whole."""
+    fleet = _fleet()
+    for step in (100, 200, 300):
+        order = sent(_commit(fleet, step), SpillVersion)["n1"]
+        left = ("step-200", "step-300") if step == 300 else ()
+        _answer(fleet, "n1", order)
+        _answer(fleet, "n2", order, whole=True, url=f"/store/job/step-{step}", left=left)
+    assert [one.version.step for one in fleet.job().stored] == [200, 300]
+
+
+def test_an_answer_that_comes_after_its_order_was_given_up_still_says_what_is_gone() -> None:
+    fleet = _fleet()
+    for step in (100, 200):
+        order = sent(_commit(fleet, step), SpillVersion)["n1"]
+        _answer(fleet, "n2", order, whole=True, url=f"/store/job/step-{step}")
+    late = sent(_commit(fleet, 300), SpillVersion)["n1"]
+    _answer(fleet, "n1", late, code=NotFound.code, message="its slot was filled anew")
+    assert fleet.job().spilling is None
+    _answer(fleet, "n2", late, whole=True, url="/store/job/step-300", left=("step-200", "step-300"))
+    assert [one.version.step for one in fleet.job().stored] == [200]
+    assert fleet.job().spills_lost == 1
+
+
+def test_an_answer_that_was_overtaken_takes_nothing_newer_away() -> None:
+    fleet = _fleet()
+    orders = []
+    for step in (100, 200):
+        orders.append(sent(_commit(fleet, step), SpillVersion)["n1"])
+        _answer(fleet, "n2", orders[-1], whole=True, url=f"/store/job/step-{step}", left=(f"step-{step}",))
+    _answer(fleet, "n1", orders[0], whole=True, url="/store/job/step-100", left=("step-100",))
+    assert [one.version.step for one in fleet.job().stored] == [200]
+
+
 def test_who_does_not_answer_is_asked_again_in_the_running_generations_name() -> None:
     fleet = _fleet()
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]

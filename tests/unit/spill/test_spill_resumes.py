@@ -165,6 +165,17 @@ def test_older_checkpoints_go_when_a_newer_one_is_whole(tmp_path: Path, url: str
     place = open_target(url)
     assert place.folders() == [folder_of(Version(1, step)) for step in (4, 6)]
     assert outcome.removed == (folder_of(Version(1, 3)), folder_of(Version(1, 5)))
+    assert outcome.left == (folder_of(Version(1, 4)), folder_of(Version(1, 6)))
+
+
+def test_the_one_before_stays_until_its_successor_is_counted(tmp_path: Path) -> None:
+    """Whoever counts checkpoints may never hear that the newest is whole: with one to keep there are two."""
+    state = TrackedState({"model": nn.Linear(2, 2)})
+    for step in (3, 4, 5):
+        order = fill_slots(tmp_path / f"slots-{step}", state, Version(1, step))
+        outcome = carry_out(msgspec.structs.replace(order, url=f"{tmp_path}/out", keep=1))
+    assert open_target(f"{tmp_path}/out").folders() == [folder_of(Version(1, step)) for step in (4, 5)]
+    assert outcome.removed == (folder_of(Version(1, 3)),)
 
 
 def spill(order: bytes) -> subprocess.CompletedProcess[bytes]:
