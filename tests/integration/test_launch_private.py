@@ -27,10 +27,10 @@ def train(run):
     for step in run.steps(until=60):
         optimizer.zero_grad()
         model(torch.ones(2, 8)).pow(2).sum().backward()
+        with STEPS.open("a") as file:  # before it counts as made: who dies in between makes it again
+            file.write(f"{os.environ['RANK']} {os.environ['TORCHELASTIC_RESTART_COUNT']} {step} {os.getpid()}\\n")
         optimizer.step()
         time.sleep(0.02)
-        with STEPS.open("a") as file:
-            file.write(f"{os.environ['RANK']} {os.environ['TORCHELASTIC_RESTART_COUNT']} {step} {os.getpid()}\\n")
 
 everstep.main(train)
 os.write(1, f"saved by rank {os.environ['RANK']}{chr(10)}".encode())

@@ -144,6 +144,15 @@ class VaultProcess:
         self.process.kill()
         self.process.wait()
 
+    def stop(self) -> None:
+        """SIGSTOP, and waits until it holds: the kernel stops all threads when the one that it chose runs next."""
+        self.process.send_signal(signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        until(
+            lambda: all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks.iterdir()),
+            f"the vault of {self.node} stands still",
+        )
+
     def end(self) -> int:
         """An orderly end; the exit status."""
         self.process.send_signal(signal.SIGTERM)

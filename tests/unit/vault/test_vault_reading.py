@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -205,6 +204,6 @@ def test_the_inventory_names_every_nodes_slots_and_leaves_out_who_does_not_answe
     answer = client.ask(local.Inventory, job=JOB, nodes=("n1", "n2", "n9"))
     assert [(s.node, s.rank, s.replica) for s in answer.slots] == [("n1", 3, True), ("n2", 3, False)]
     assert len({s.manifest_digest for s in answer.slots}) == 1
-    fleet.all[1].process.send_signal(signal.SIGSTOP)
+    fleet.all[1].stop()
     answer = client.ask(local.Inventory, job=JOB, nodes=("n2",), timeout_s=0.2)
     assert [s.node for s in answer.slots] == ["n1"]

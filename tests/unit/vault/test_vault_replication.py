@@ -119,7 +119,7 @@ def test_what_waits_behind_a_slow_peer_is_superseded_by_what_is_newer(fleet: Vau
     rank = RankMemory(fleet.all[0].client(), rank=0)
     for slot in range(4):
         rank.fill(slot, Version(1, slot), b"x" * 1000)
-    fleet.all[1].process.send_signal(signal.SIGSTOP)
+    fleet.all[1].stop()
     requests = [rank.post_sealed(0, Version(1, 0), ["n2"])]
     until(lambda: statistics(clients["n1"]).levels["peer_connections"], "the first copy is under way")
     requests += [rank.post_sealed(slot, Version(1, slot), ["n2"]) for slot in range(1, 4)]
@@ -138,7 +138,7 @@ def test_what_may_be_committed_goes_before_newer_versions_that_may_not(fleet: Va
     rank = RankMemory(fleet.all[0].client(), rank=0)
     for slot in range(4):
         rank.fill(slot, Version(1, slot), b"x" * 1000)
-    fleet.all[1].process.send_signal(signal.SIGSTOP)
+    fleet.all[1].stop()
     requests = [rank.post_sealed(0, Version(1, 0), ["n2"])]
     until(lambda: statistics(clients["n1"]).levels["peer_connections"], "the first copy is under way")
     requests += [rank.post_sealed(slot, Version(1, slot), ["n2"], kept=slot in (1, 2)) for slot in range(1, 4)]
@@ -270,7 +270,7 @@ def test_a_slot_that_is_filled_anew_while_it_is_sent_accuses_nobody(fleet: Vault
     fleet.start("n1"), fleet.start("n2")
     clients = fleet.configure()
     rank = big_rank(fleet, payload=noise(CHUNK_BYTES) * 40)
-    fleet.all[1].process.send_signal(signal.SIGSTOP)
+    fleet.all[1].stop()
     request = rank.post_sealed(0, Version(1, 1), ["n2"])
     statistics(clients["n1"])  # the request before it on the loop has been taken up
     rank.view.begin(0, 0, Version(1, 2), b"", 1000)[:] = bytes(1000)
@@ -307,7 +307,7 @@ def test_a_receiver_killed_in_the_middle_of_a_fill_does_not_believe_it_afterward
     request = rank.post_sealed(0, Version(1, 1), ["n2"])
     copies = fleet.all[1].segment_dir / JOB / "replica-0"
     until(lambda: copies.exists() and map_segment(copies).header(0), "the transfer is under way")
-    fleet.all[1].process.send_signal(signal.SIGSTOP)
+    fleet.all[1].stop()
     sealed = bool(list(map_segment(copies).sealed()))
     fleet.all[1].kill()
     answer = rank.client.wait(request)
