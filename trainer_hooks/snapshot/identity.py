@@ -143,7 +143,7 @@ class Identity:
 
     def _shaped_as_found(self) -> bool:
         if self._shapes_stand is None:  # now, where later calls will come from: the answer depends on autocast, say
-            # each once: the guards hold a tensor that comes twice, as a tied one does, for another than they were made of
+            # each once: to the guards a tensor that comes twice, as a tied one does, is not what they were made of
             once = {id(tensor): at for at, tensor in enumerate(self._shaped)}.values()
             self._shapes_stand = _shape_check(
                 [self._shaped[at] for at in once], [self._sizes[at] for at in once], [self._strides[at] for at in once]
