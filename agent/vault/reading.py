@@ -171,10 +171,9 @@ class Library:
         the way.
         """
         search = _Search(self._store, self._findings, job, rank, version, parity)
-        pieces = list(cut(ranges))
-        reading, done = search.next(pieces[0] if pieces else ())
-        _chunk_runs(ranges, len(reading.payload))
-        for piece in pieces:
+        reading, done = search.next(next(cut(ranges), ()))
+        _chunk_runs(ranges, len(reading.payload))  # before they are cut: into how many pieces is the asker's word
+        for piece in cut(ranges):
             try:
                 done |= reading.check(piece, done)
             except Conflict as error:
