@@ -223,9 +223,10 @@ class VaultClient:
         into_offset: int = 0,
         group: ParityGroup | None = None,
     ) -> Future[Fetched]:
-        """Copies (offset, length) ranges of a slot on ``node`` one after another into the file ``into``; without
-        ranges, its manifest. With a ``group`` the slot is made again from that. Returns at once; the future raises
-        DigestMismatch, NotFound, Unavailable, or NotRestorable where the group has lost too much."""
+        """Copies the manifest of a slot on ``node`` into the file ``into``; where that is this node, also (offset,
+        length) ranges one after another. With a ``group`` the slot is made again from that, ranges too. Returns at
+        once; the future raises DigestMismatch, NotFound, Unavailable, or NotRestorable where the group has lost too
+        much."""
         return self._ask(
             lambda n: Fetch(
                 request=n,

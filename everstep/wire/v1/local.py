@@ -226,10 +226,11 @@ class InventoryAnswer(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Fetch(Message, frozen=True, kw_only=True, tag=True):
-    """From a rank: copy a remote slot's manifest or byte ranges. The vault answers ``Fetched`` with the bytes' place.
+    """From a rank: copy a slot's manifest, or byte ranges of one on this node. The vault answers ``Fetched``.
 
     ``ranges`` are (offset, length) in the slot's payload; they land one after another from ``into_offset`` on in the
-    file ``into`` (a scratch file under the segment directory). Empty ranges: the manifest lands there.
+    file ``into`` (a scratch file under the segment directory). Empty ranges: the manifest lands there. ``Failed`` with
+    ``malformed`` for ranges of another node's slot: a rank reads those itself (``Connect``).
 
     ``group``: nobody holds the slot any more; make it again from this group that it is a member of (``node`` says
     nothing then). ``Failed`` with NotRestorable where more is lost than the group bears.

@@ -9,9 +9,10 @@ import pytest
 from everstep.channel import Channel
 from everstep.errors import AuthenticationError, NotFound, Unavailable
 from everstep.ids import Version
-from everstep.slots import CHUNK_BYTES, DIGEST_BYTES, chunk_digests, slot_bytes_for
+from everstep.slots import CHUNK_BYTES, DIGEST_BYTES, slot_bytes_for
 from everstep.wire.v1 import local, supervision
-from everstep.wire.v1.transfer import Data, DataEnd, Get, Put
+from everstep.wire.v1.transfer import Put
+from tests.support.borrowing import borrowed, rank_of, read
 from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, SECRET, RankMemory, Vaults, noise, vaults
 from trainer_hooks.vault_client import VaultClient
@@ -32,32 +33,14 @@ def fleet(forks: ForkPool) -> Iterator[Vaults]:
 def rank(fleet: Vaults) -> Iterator[VaultClient]:
     """A rank on n1. Rank 3 on n2 has a sealed slot."""
     RankMemory(fleet.all[1].client(), rank=3, slot_bytes=slot_bytes_for(64, len(PAYLOAD))).fill(0, V, PAYLOAD)
-    client = VaultClient(str(fleet.all[0].run_dir / "vault.sock"))
-    yield client
-    client.close()
-
-
-def borrowed(rank: VaultClient) -> Channel:
-    lent = rank.connect(job=JOB, node="n2").result()
-    assert lent.answer_timeout_s >= lent.io_timeout_s > 0
-    return Channel(lent.sock, "n2", lent.io_timeout_s)
-
-
-def read(channel: Channel, *ranges: tuple[int, int]) -> tuple[bytes, bytes]:
-    """Bytes of less than a chunk, or just one, and their digests."""
-    channel.send(Get(rank=3, version=V, ranges=ranges))
-    data = bytearray(channel.answer(Data).bytes)
-    channel.receive_into(memoryview(data))
-    assert channel.status()
-    return bytes(data), channel.answer(DataEnd).digests
+    with rank_of(fleet.all[0]) as client:
+        yield client
 
 
 def test_a_rank_reads_slots_over_a_connection_that_its_vault_has_proved(rank: VaultClient) -> None:
-    channel = borrowed(rank)
-    data, digests = read(channel, (0, CHUNK_BYTES))
-    assert data == PAYLOAD[:CHUNK_BYTES]
-    assert digests == next(chunk_digests(memoryview(PAYLOAD)))
-    assert read(channel, (5, 7), (CHUNK_BYTES + 1, 9))[0] == PAYLOAD[5:12] + PAYLOAD[CHUNK_BYTES + 1 :][:9]
+    channel = borrowed(rank, "n2")
+    assert read(channel, 3, V, [(0, CHUNK_BYTES)]) == PAYLOAD[:CHUNK_BYTES]
+    assert read(channel, 3, V, [(5, 7), (CHUNK_BYTES + 1, 9)]) == PAYLOAD[5:12] + PAYLOAD[CHUNK_BYTES + 1 :][:9]
     channel.close()
 
 
@@ -65,13 +48,13 @@ def test_many_are_lent_at_once_and_each_is_the_ranks_own(rank: VaultClient) -> N
     asked = [rank.connect(job=JOB, node="n2") for _ in range(20)]
     channels = [Channel(one.result().sock, "n2", 10.0) for one in asked]
     channels[0].close()
-    assert {read(channel, (3, 4))[0] for channel in channels[1:]} == {PAYLOAD[3:7]}
+    assert {read(channel, 3, V, [(3, 4)]) for channel in channels[1:]} == {PAYLOAD[3:7]}
     for channel in channels[1:]:
         channel.close()
 
 
 def test_nothing_can_be_copied_over_a_connection_that_was_lent(fleet: Vaults, rank: VaultClient) -> None:
-    channel = borrowed(rank)
+    channel = borrowed(rank, "n2")
     put = {"generation": 1, "rank": 3, "version": Version(1, 2), "slot_bytes": 1 << 16, "slots": 4}
     channel.send(Put(**put, payload_bytes=0, manifest_bytes=0, digests=bytes(DIGEST_BYTES)))
     with pytest.raises(AuthenticationError, match="n1 has said that it only reads"):
@@ -95,18 +78,18 @@ def test_a_vault_that_has_another_secret_of_the_job_lends_nothing(fleet: Vaults,
 
 
 def test_a_connection_ends_when_the_jobs_secret_is_another(fleet: Vaults, rank: VaultClient) -> None:
-    channel = borrowed(rank)
+    channel = borrowed(rank, "n2")
     fleet.configure(generation=2, secret=SECRET[::-1])
     with pytest.raises(AuthenticationError, match="prove the new one"):
-        read(channel, (0, 1))
+        read(channel, 3, V, [(0, 1)])
     channel.close()
 
 
 def test_a_peer_that_is_gone_is_unavailable_and_its_loss_is_told(fleet: Vaults, rank: VaultClient) -> None:
-    channel = borrowed(rank)
+    channel = borrowed(rank, "n2")
     fleet.all[1].kill()
     with pytest.raises(Unavailable) as broken:
-        read(channel, (0, 1))
+        read(channel, 3, V, [(0, 1)])
     channel.close()
     rank.connection_broke(job=JOB, node="n2", why=str(broken.value))
     assert fleet.supervisors["n1"].peer_lost().peer == "n2"

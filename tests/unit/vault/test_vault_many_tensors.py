@@ -4,6 +4,7 @@ read from afar, found again, and mended."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from everstep.slots import SegmentView, slot_bytes_for
 from everstep.vocabulary import FindingKind
 from everstep.wire.v1 import local, supervision
 from everstep.wire.v1.transfer import MAX_TRANSFER_FRAME_BYTES
+from tests.support.borrowing import borrowed, rank_of, read
 from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, RankMemory, VaultClient, VaultProcess, Vaults, map_segment, noise, until, vaults
 
@@ -114,7 +116,8 @@ def test_a_copy_is_read_from_afar_and_after_its_vault_was_killed(fleet: Vaults) 
     assert slot.manifest_digest == xxhash.xxh3_128_hexdigest(ENCODED)
     assert fetched(first, clients["n1"], "n2", V1, ranges=()) == ENCODED
     two = PAYLOADS[V1][64:68] + PAYLOADS[V1][640:644]
-    assert fetched(first, clients["n1"], "n2", V1, ranges=((64, 4), (640, 4))) == two
+    with rank_of(first) as reader, closing(borrowed(reader, "n2")) as channel:
+        assert read(channel, 3, V1, [(64, 4), (640, 4)]) == two
 
 
 def test_a_copy_whose_manifest_rotted_while_its_vault_was_away_is_not_believed(fleet: Vaults) -> None:

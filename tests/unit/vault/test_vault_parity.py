@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import random
-import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import combinations
 
 import msgspec
 import pytest
-import xxhash
 
-from agent.vault.handshake import admit
-from agent.vault.jobs import JobBook
 from agent.vault.parity.stripes import STRIPE_BYTES, parity_bytes
-from everstep.channel import Channel
-from everstep.errors import Unavailable
 from everstep.ids import Version
-from everstep.slots import CHUNK_BYTES, chunk_digests, slot_bytes_for
+from everstep.slots import CHUNK_BYTES, slot_bytes_for
 from everstep.vocabulary import FindingKind
 from everstep.wire.v1 import local, supervision
 from everstep.wire.v1.parity import ParityGroup
 from everstep.wire.v1.training import Holder
-from everstep.wire.v1.transfer import Data, DataEnd, Digests, DigestsAsk, Get, Request
 from tests.support.forked import ForkPool
-from tests.support.vaults import DEADLINE_S, JOB, SECRET, RankMemory, Vaults, map_segment, noise, vaults
+from tests.support.lying_vault import LyingVault
+from tests.support.vaults import JOB, RankMemory, Vaults, map_segment, noise, vaults
 
 V = Version(1, 5)
 K = 4
@@ -220,61 +213,6 @@ def test_no_parity_is_made_of_bytes_that_are_not_what_was_sealed(group: Group) -
     group.protected()
     group.forget_nodes(("n1", "n2"), 2)
     group.reads_back(0, "q")
-
-
-class LyingVault:
-    """In n2's place: says what was sealed, and sends bytes that are something else. Serves until it is closed."""
-
-    def __init__(self, payload: bytes) -> None:
-        self._payload = payload
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self._channels: list[Channel] = []
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return
-            channel = Channel(sock, "a vault", DEADLINE_S)
-            self._channels.append(channel)
-            self._threads.append(threading.Thread(target=self._serve, args=(channel,)))
-            self._threads[-1].start()
-
-    def _serve(self, channel: Channel) -> None:
-        book = JobBook()
-        book.configure(supervision.Configure(request=1, job=JOB, generation=1, secret=SECRET, holders=()))
-        try:
-            admit(channel, book, "n2")
-            while True:
-                self._answer(channel, channel.request())
-        except Unavailable:
-            channel.close()
-
-    def _answer(self, channel: Channel, request: Request) -> None:
-        if isinstance(request, DigestsAsk):
-            digests = [xxhash.xxh3_128_digest(b"m"), *chunk_digests(memoryview(self._payload))]
-            channel.send(Digests(payload_bytes=len(self._payload), digests=b"".join(digests)))
-            return
-        assert isinstance(request, Get)
-        lie = bytes(request.ranges[0][1]) if request.ranges else b"m"
-        length = len(lie)
-        channel.send(Data(bytes=length))
-        channel.send_bulk([memoryview(lie)])
-        channel.send_status(True)
-        channel.send(DataEnd(digests=xxhash.xxh3_128_digest(lie)))
-
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._threads[0].join(DEADLINE_S)
-        for channel in self._channels:
-            channel.shutdown()
-        for thread in self._threads[1:]:
-            thread.join(DEADLINE_S)
 
 
 def test_a_member_that_sends_other_bytes_than_it_says_were_sealed_is_caught_and_named(group: Group) -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from everstep.errors import DigestMismatch, MalformedMessage, NotFound, Unavailable
 from everstep.ids import Version
 from everstep.slots import CHUNK_BYTES, slot_bytes_for
 from everstep.vocabulary import FindingKind
-from everstep.wire.v1 import local, supervision
+from everstep.wire.v1 import local
+from everstep.wire.v1.training import Holder
+from tests.support.borrowing import borrowed, rank_of, read
 from tests.support.forked import ForkPool
+from tests.support.lying_vault import LyingVault
 from tests.support.vaults import JOB, RankMemory, Vaults, noise, vaults
 
 V = Version(1, 1)
@@ -40,6 +45,26 @@ def scratch(fleet: Vaults, node: int = 0) -> Path:
     return fleet.all[node].segment_dir / "scratch-of-rank"
 
 
+def bring(
+    fleet: Vaults,
+    ranges: tuple[tuple[int, int], ...],
+    by: int = 0,
+    node: str = "n2",
+    rank: int = 3,
+    version: Version = V,
+) -> bytes:
+    """The bytes as a rank gets them: from its own node landed by the vault, from another over a connection that the
+    vault lends. Raises what is refused."""
+    with rank_of(fleet.all[by]) as client:
+        if fleet.all[by].node == node:
+            into = scratch(fleet, by)
+            asked = client.fetch(job=JOB, node=node, rank=rank, version=version, ranges=ranges, into=str(into))
+            landed = asked.result().bytes
+            return into.read_bytes()[:landed]
+        with closing(borrowed(client, node)) as channel:
+            return read(channel, rank, version, ranges)
+
+
 def fetch(fleet: Vaults, ranges: tuple[tuple[int, int], ...], by: int = 0, **fields: object) -> local.FromVault:
     said = {"job": JOB, "node": "n2", "rank": 3, "version": V, "ranges": ranges, "into": str(scratch(fleet, by))}
     return fleet.all[by].client().ask(local.Fetch, **(said | fields))
@@ -49,34 +74,35 @@ RANGES = (
     ((0, SIZE),),
     ((5, 10), (0, 5), (CHUNK_BYTES - 3, 6), (SIZE - 1, 1), (7, 0)),
     ((2 * CHUNK_BYTES, CHUNK_BYTES), (0, CHUNK_BYTES), (100, 2 * CHUNK_BYTES)),
+    ((SIZE - 9, 9), (0, SIZE - 9)),
     tuple((at, 3) for at in range(0, 30_000, 10)),
     ((0, 0),),
 )
 
 
 @pytest.mark.parametrize("by", [0, 1], ids=["from another node", "from this node"])
-@pytest.mark.parametrize("ranges", RANGES, ids=["all", "scattered", "chunks", "many", "none"])
-def test_ranges_land_one_after_another(
+@pytest.mark.parametrize("ranges", RANGES, ids=["all", "scattered", "chunks", "turned", "many", "none"])
+def test_ranges_come_one_after_another(
     fleet: Vaults, owner: RankMemory, ranges: tuple[tuple[int, int], ...], by: int
 ) -> None:
-    answer = fetch(fleet, ranges, by, into_offset=4097)
-    expected = b"".join(PAYLOAD[at : at + count] for at, count in ranges)
+    assert bring(fleet, ranges, by) == b"".join(PAYLOAD[at : at + count] for at, count in ranges)
+
+
+def test_they_land_where_the_rank_says_and_touch_nothing_before_that(fleet: Vaults, owner: RankMemory) -> None:
+    answer = fetch(fleet, ((5, 10), (0, SIZE)), by=1, into_offset=4097)
     assert isinstance(answer, local.Fetched), answer
-    assert answer.bytes == len(expected)
-    landed = scratch(fleet, by).read_bytes()
-    assert landed[4097 : 4097 + len(expected)] == expected
+    assert answer.bytes == 10 + SIZE
+    landed = scratch(fleet, 1).read_bytes()
+    assert landed[4097 : 4097 + 10 + SIZE] == PAYLOAD[5:15] + PAYLOAD
     assert not landed[:4097].strip(b"\0")
 
 
-def test_a_large_fetch_comes_over_several_connections(fleet: Vaults) -> None:
-    size = 12 * CHUNK_BYTES + 77
-    rank = RankMemory(fleet.all[1].client(), rank=3, slot_bytes=slot_bytes_for(64, size))
-    payload = noise(CHUNK_BYTES, seed=3) * 12 + noise(77)
-    rank.fill(0, V, payload)
-    ranges = ((size - 9, 9), (0, size - 9))
-    assert fetch(fleet, ranges).bytes == size
-    assert scratch(fleet).read_bytes() == payload[-9:] + payload[:-9]
-    assert fleet.all[0].client().ask(supervision.Statistics).levels["peer_connections"] == 2
+def test_a_vault_fetches_no_ranges_of_another_nodes_slots(fleet: Vaults, owner: RankMemory) -> None:
+    refused = fetch(fleet, ((0, 9),))
+    assert isinstance(refused, local.Failed)
+    assert refused.code == "malformed"
+    assert "read rank 3's version 1:1 over a connection to n2 (Connect)" in refused.message
+    assert not scratch(fleet).exists()
 
 
 @pytest.mark.parametrize("by", [0, 1], ids=["from another node", "from this node"])
@@ -85,19 +111,33 @@ def test_without_ranges_the_manifest_lands(fleet: Vaults, owner: RankMemory, by:
     assert scratch(fleet, by).read_bytes() == b"what is where"
 
 
+def test_a_manifest_that_is_not_what_was_sealed_is_not_brought_and_its_sender_is_named(fleet: Vaults) -> None:
+    with closing(LyingVault(PAYLOAD, manifest=b"n")) as liar:
+        holders = (Holder(node="n1", vault=fleet.all[0].address), Holder(node="n2", vault=liar.address))
+        fleet.configure(fleet.all[0], generation=2, holders=holders)
+        refused = fetch(fleet, ())
+        assert isinstance(refused, local.Failed)
+        assert refused.code == "digest_mismatch"
+        found = fleet.supervisors["n1"].finding().finding.finding
+        assert (found.kind, found.subject) == (FindingKind.TRANSFER_CORRUPT, "n2")
+        assert not scratch(fleet).exists()
+
+
 def test_a_copy_serves_as_well_as_the_original(fleet: Vaults, owner: RankMemory) -> None:
     assert owner.sealed(0, V, ["n1"]).nodes == ("n1",)
     fleet.all[1].kill()
-    assert fetch(fleet, ((10, 100),), node="n1").bytes == 100
-    assert scratch(fleet).read_bytes() == PAYLOAD[10:110]
+    assert bring(fleet, ((10, 100),), node="n1") == PAYLOAD[10:110]
 
 
 @pytest.mark.parametrize("by", [0, 1], ids=["from another node", "from this node"])
 def test_what_is_not_there_is_not_found(fleet: Vaults, owner: RankMemory, by: int) -> None:
-    assert fetch(fleet, ((0, 1),), by, version=Version(1, 2)).code == "not_found"
-    assert fetch(fleet, ((0, 1),), by, rank=4).code == "not_found"
+    with pytest.raises(NotFound):
+        bring(fleet, ((0, 1),), by, version=Version(1, 2))
+    with pytest.raises(NotFound):
+        bring(fleet, ((0, 1),), by, rank=4)
     owner.view.begin(0, 3, Version(1, 5), b"", 10)
-    assert fetch(fleet, ((0, 1),), by).code == "not_found"
+    with pytest.raises(NotFound):
+        bring(fleet, ((0, 1),), by)
 
 
 @pytest.mark.parametrize("by", [0, 1], ids=["from another node", "from this node"])
@@ -105,22 +145,23 @@ def test_what_is_not_there_is_not_found(fleet: Vaults, owner: RankMemory, by: in
 def test_ranges_outside_the_payload_are_refused(
     fleet: Vaults, owner: RankMemory, by: int, bad: tuple[int, int]
 ) -> None:
-    assert fetch(fleet, ((0, 4), bad), by).code == "malformed"
-    assert fetch(fleet, ((0, 4),), by).bytes == 4
+    with pytest.raises(MalformedMessage):
+        bring(fleet, ((0, 4), bad), by)
+    assert bring(fleet, ((0, 4),), by) == PAYLOAD[:4]
 
 
 @pytest.mark.parametrize("by", [0, 1], ids=["from another node", "from this node"])
 def test_a_rotten_chunk_is_never_served_and_its_slot_is_given_up(fleet: Vaults, owner: RankMemory, by: int) -> None:
     owner.view.payload(0)[2 * CHUNK_BYTES + 1] ^= 128
-    assert fetch(fleet, ((0, CHUNK_BYTES),), by).bytes == CHUNK_BYTES
-    refused = fetch(fleet, ((0, 3 * CHUNK_BYTES),), by)
-    assert isinstance(refused, local.Failed)
-    assert refused.code == "digest_mismatch"
+    assert bring(fleet, ((0, CHUNK_BYTES),), by) == PAYLOAD[:CHUNK_BYTES]
+    with pytest.raises(DigestMismatch):
+        bring(fleet, ((0, 3 * CHUNK_BYTES),), by)
     found = fleet.supervisors["n2"].finding().finding.finding
     assert (found.kind, found.subject) == (FindingKind.SLOT_CORRUPT, "job/rank3/1:1")
     assert "chunk 2" in found.message
     assert owner.view.header(0) is None
-    assert fetch(fleet, ((0, CHUNK_BYTES),), by).code == "not_found"
+    with pytest.raises(NotFound):
+        bring(fleet, ((0, CHUNK_BYTES),), by)
 
 
 def test_a_rotten_original_is_passed_over_for_a_good_copy_on_the_same_node(fleet: Vaults, owner: RankMemory) -> None:
@@ -128,8 +169,7 @@ def test_a_rotten_original_is_passed_over_for_a_good_copy_on_the_same_node(fleet
     twin = RankMemory(fleet.all[0].client(), rank=3, slot_bytes=slot_bytes_for(64, SIZE))
     twin.fill(0, V, PAYLOAD)
     twin.view.payload(0)[0] ^= 1
-    assert fetch(fleet, ((0, 100),), node="n1").bytes == 100
-    assert scratch(fleet).read_bytes() == PAYLOAD[:100]
+    assert bring(fleet, ((0, 100),), node="n1") == PAYLOAD[:100]
     assert twin.view.header(0) is None
 
 
@@ -138,8 +178,7 @@ def test_a_slot_that_proves_rotten_on_the_way_is_followed_by_its_twin(fleet: Vau
     twin = RankMemory(fleet.all[0].client(), rank=3, slot_bytes=slot_bytes_for(64, SIZE))
     twin.fill(0, V, PAYLOAD)
     twin.view.payload(0)[2 * CHUNK_BYTES + 5] ^= 1
-    assert fetch(fleet, ((3, SIZE - 3),), by=1, node="n1").bytes == SIZE - 3
-    assert scratch(fleet, 1).read_bytes() == PAYLOAD[3:]
+    assert bring(fleet, ((3, SIZE - 3),), by=1, node="n1") == PAYLOAD[3:]
     assert twin.view.header(0) is None
     assert fleet.supervisors["n1"].finding().finding.finding.kind is FindingKind.SLOT_CORRUPT
 
@@ -149,13 +188,20 @@ def test_no_slot_of_other_bytes_follows_one_that_proves_rotten_on_the_way(fleet:
     other = RankMemory(fleet.all[0].client(), rank=3, slot_bytes=slot_bytes_for(64, SIZE))
     other.fill(0, V, noise(SIZE, seed=2))
     other.view.payload(0)[2 * CHUNK_BYTES + 5] ^= 1
-    refused = fetch(fleet, ((0, SIZE),), by=1, node="n1")
-    assert isinstance(refused, local.Failed)
-    assert refused.code == "digest_mismatch"
+    with pytest.raises(DigestMismatch):
+        bring(fleet, ((0, SIZE),), by=1, node="n1")
 
 
-def test_bytes_land_nowhere_but_in_plain_files_below_the_segment_directory(fleet: Vaults, owner: RankMemory) -> None:
-    home = fleet.all[0].segment_dir
+LANDINGS = pytest.mark.parametrize(
+    ("by", "ranges"), [(0, ()), (1, ((0, 9),))], ids=["another node's manifest", "bytes of this node"]
+)
+
+
+@LANDINGS
+def test_bytes_land_nowhere_but_in_plain_files_below_the_segment_directory(
+    fleet: Vaults, owner: RankMemory, by: int, ranges: tuple[tuple[int, int], ...]
+) -> None:
+    home = fleet.all[by].segment_dir
     outside = fleet.base / "precious"
     outside.write_bytes(b"untouched")
     (home / "link").symlink_to(outside)
@@ -176,15 +222,18 @@ def test_bytes_land_nowhere_but_in_plain_files_below_the_segment_directory(fleet
         "precious",
         "",
     ):
-        refused = fetch(fleet, ((0, 9),), into=into)
+        refused = fetch(fleet, ranges, by, into=into)
         assert isinstance(refused, local.Failed), into
         assert refused.code == "forbidden", into
     assert outside.read_bytes() == b"untouched"
-    assert fetch(fleet, ((0, 9),), into_offset=-1).code == "forbidden"
+    assert fetch(fleet, ranges, by, into_offset=-1).code == "forbidden"
 
 
-def test_a_landing_that_has_no_room_is_refused_with_the_arithmetic(fleet: Vaults, owner: RankMemory) -> None:
-    refused = fetch(fleet, ((0, 9),), into_offset=1 << 50)
+@LANDINGS
+def test_a_landing_that_has_no_room_is_refused_with_the_arithmetic(
+    fleet: Vaults, owner: RankMemory, by: int, ranges: tuple[tuple[int, int], ...]
+) -> None:
+    refused = fetch(fleet, ranges, by, into_offset=1 << 50)
     assert isinstance(refused, local.Failed)
     assert refused.code == "slot_memory"
     assert "free" in refused.message
@@ -192,8 +241,12 @@ def test_a_landing_that_has_no_room_is_refused_with_the_arithmetic(fleet: Vaults
 
 def test_a_node_that_does_not_answer_is_unavailable(fleet: Vaults, owner: RankMemory) -> None:
     fleet.all[1].kill()
-    assert fetch(fleet, ((0, 9),)).code == "unavailable"
-    assert fetch(fleet, ((0, 9),), node="n7").code == "not_found"
+    assert fetch(fleet, ()).code == "unavailable"
+    assert fetch(fleet, (), node="n7").code == "not_found"
+    with pytest.raises(Unavailable):
+        bring(fleet, ((0, 9),))
+    with pytest.raises(NotFound):
+        bring(fleet, ((0, 9),), node="n7")
 
 
 def test_the_inventory_names_every_nodes_slots_and_leaves_out_who_does_not_answer(

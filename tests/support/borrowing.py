@@ -1,0 +1,47 @@
+"""What a rank does with a connection that its vault lends, in the plainest way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+
+import xxhash
+
+from everstep.channel import Channel
+from everstep.ids import Version
+from everstep.slots import CHUNK_BYTES
+from everstep.wire.v1.transfer import Data, DataEnd, Get
+from tests.support.vaults import JOB, VaultProcess
+from trainer_hooks.vault_client import VaultClient
+
+
+@contextmanager
+def rank_of(vault: VaultProcess) -> Iterator[VaultClient]:
+    """A rank's client of its node's vault."""
+    with closing(VaultClient(str(vault.run_dir / "vault.sock"))) as client:
+        yield client
+
+
+def borrowed(rank: VaultClient, node: str) -> Channel:
+    """A connection to ``node``'s vault. Raises what its own vault, or that one, refuses for."""
+    lent = rank.connect(job=JOB, node=node).result()
+    assert lent.answer_timeout_s >= lent.io_timeout_s > 0
+    return Channel(lent.sock, node, lent.io_timeout_s)
+
+
+def read(channel: Channel, rank: int, version: Version, ranges: Sequence[tuple[int, int]]) -> bytes:
+    """The ranges one after another. Raises what the holder refuses or breaks off for; AssertionError where the digests
+    that it sends are not those of the bytes."""
+    channel.send(Get(rank=rank, version=version, ranges=tuple(ranges)))
+    data = memoryview(bytearray(channel.answer(Data).bytes))
+    for start in range(0, len(data), CHUNK_BYTES):
+        channel.receive_into(data[start : start + CHUNK_BYTES])
+        if not channel.status():
+            channel.answer(DataEnd)  # raises what it broke off for
+            raise AssertionError("the holder broke off, and did not say why")
+    digests, at = b"", 0
+    for _, length in ranges:
+        digests += xxhash.xxh3_128_digest(data[at : at + length])
+        at += length
+    assert channel.answer(DataEnd).digests == digests
+    return bytes(data)
