@@ -3,14 +3,14 @@ minimum without an operator, and never happen where they could be forgotten."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from controller.core.effects import Audit, DropJob, DropNode, PutJob, PutNode, PutVerdict
+from controller.core.effects import Audit, DropJob, DropNode, PutGeneration, PutJob, PutNode, PutVerdict
 from controller.core.events import OperatorCommand, StoreChanged
-from everstep.vocabulary import Decision, JobState
+from everstep.vocabulary import Decision, JobState, Verdict
 from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.training import GenerationSpec
 from tests.sim import facts
@@ -93,7 +93,7 @@ class Budget:
             if self._store_away:
                 raise Violation(self.name, f"{names} are evicted while the database is away: it could be forgotten")
             self._spared(fact, names)
-        before = {verdict.id: self._counted(verdict.node) for verdict in evicted}
+        before = {verdict.id: self._counted(verdict.node, _without(fact, verdict)) for verdict in evicted}
         self._follow(fact)
         for verdict in evicted:  # nodes that come and go in the same event: whichever allows more
             after = {count.scope: count.of for count in self._counted(verdict.node)}
@@ -122,14 +122,16 @@ class Budget:
                 doc = effect.doc
                 self._jobs[effect.job] = _JobDoc(doc.state, doc.generation, doc.leaving)
 
-    def _counted(self, node: str) -> tuple[_Count, ...]:
-        """The rack's nodes that are expected to be heard, and the seats of the jobs that compute on the node."""
+    def _counted(self, node: str, without: Collection[str] = ()) -> tuple[_Count, ...]:
+        """The rack's nodes that are expected to be heard, and the seats of the jobs that compute on the node, but for
+        those that do ``without`` it."""
         rack = self._racks[node]
         inside = [name for name in self._reachable if self._racks[name] == rack]
         jobs = [
             _Count(f"job {name}", len(job.generation.seats) if job.generation is not None else 0)
             for name, job in self._jobs.items()
             if job.state is JobState.RUNNING
+            and name not in without
             and any(spec is not None and node in spec.seats for spec in (job.generation, job.leaving))
         ]
         return (_Count(f"rack {rack}", len(inside)), *jobs)
@@ -179,3 +181,17 @@ class Budget:
             "job": (policy.eviction_job_count, policy.eviction_job_share),
         }[scope.partition(" ")[0]]
         return max(1, min(count, int(share * of)))
+
+
+def _without(fact: facts.Handled, verdict: Verdict) -> set[str]:
+    """Jobs that did without the node already when it was evicted, in the same event: paused, or in a generation that
+    interrupts and has no seat for it."""
+    found: set[str] = set()
+    for effect in fact.effects:
+        if isinstance(effect, PutVerdict) and effect.verdict is verdict:
+            break
+        if isinstance(effect, Audit) and effect.entry.kind == "job.paused" and effect.entry.job is not None:
+            found.add(effect.entry.job)
+        elif isinstance(effect, PutGeneration) and effect.spec.after_step is None:
+            (found.discard if verdict.node in effect.spec.seats else found.add)(effect.spec.job)
+    return found

@@ -1,0 +1,110 @@
+"""Which evictions the checker counts against a job's budget."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from controller.core.effects import Audit, AuditEntry, Effect, PutGeneration, PutJob, PutNode, PutVerdict
+from controller.core.events import Tick
+from controller.core.policy import CorePolicy
+from controller.core.records import JobRecord, NodeRecord
+from controller.store.records import Batch, VerdictRow
+from everstep.vocabulary import Action, Decision, GenerationReason, JobState, Verdict
+from everstep.wire.v1.training import GenerationSpec, JobSpec, RestoreRule
+from tests.sim import facts
+from tests.sim.checkers.budget import Budget
+from tests.sim.facts import Violation
+
+POLICY = msgspec.structs.replace(
+    CorePolicy.lab(),
+    eviction_count=9,
+    eviction_share=1.0,
+    eviction_rack_count=9,
+    eviction_rack_share=1.0,
+    eviction_job_count=1,
+    eviction_window_s=20.0,
+)
+
+
+class Days:
+    """What a controller decides about two nodes of one job, and what of it is written."""
+
+    def __init__(self) -> None:
+        self.checker = Budget()
+        self.checker.world = SimpleNamespace(plan=SimpleNamespace(policy=POLICY))  # type: ignore[assignment]
+        self._watch = self.checker.watches()
+        self._watch[facts.TookOver](facts.TookOver("c1", 1, {}))
+        nodes = [NodeRecord(node=name, incarnation=1, vault=f"{name}:7000") for name in ("n1", "n2", "n3")]
+        self.decides(*(PutNode(node.node, node) for node in nodes), self.job(JobState.RUNNING, "n1", "n2"))
+        documents = {node.node: msgspec.json.encode(node).decode() for node in nodes}
+        self._watch[facts.Durable](facts.Durable(1, Batch(nodes=documents)))
+
+    def decides(self, *effects: Effect) -> None:
+        self._watch[facts.Handled](facts.Handled("c1", 1, Tick(), list(effects), 0.0))
+
+    def written(self, node: str, at: float) -> None:
+        row = VerdictRow(id=f"{node}-1", node=node, decision=Decision.EVICT, at=at, trace="", doc="")
+        self._watch[facts.Durable](facts.Durable(1, Batch(verdicts=[row])))
+
+    @staticmethod
+    def spec(*seats: str, number: int = 1) -> GenerationSpec:
+        more: dict[str, Any] = {"trace": "", "store": "n1:8000", "store_node": "n1", "secret": "s" * 64, "holders": ()}
+        return GenerationSpec(
+            job="a",
+            number=number,
+            reason=GenerationReason.FORMED,
+            sentence="",
+            seats=seats,
+            restore=RestoreRule(),
+            replica_nodes={},
+            spec=JobSpec(job="a", min_nodes=2, max_nodes=2),
+            issued_at=0.0,
+            **more,
+        )
+
+    def job(self, state: JobState, *seats: str) -> PutJob:
+        spec = self.spec(*seats)
+        record = JobRecord(job="a", spec=spec.spec, secret="s" * 64, created_at=0.0, state=state, generation=spec)
+        return PutJob("a", record)
+
+    @staticmethod
+    def evicts(node: str) -> PutVerdict:
+        words: dict[str, Any] = {"sentence": "", "action": Action.DRAIN, "evidence": (), "trace": ""}
+        return PutVerdict(Verdict(id=f"{node}-1", node=node, decision=Decision.EVICT, at=0.0, **words))
+
+    @staticmethod
+    def pauses() -> Audit:
+        return Audit(AuditEntry(kind="job.paused", sentence="n2 is silent", at=0.0, trace="", job="a"))
+
+
+@pytest.fixture
+def days() -> Days:
+    return Days()
+
+
+def test_an_eviction_of_a_seat_counts_against_its_job(days: Days) -> None:
+    days.decides(days.evicts("n2"), days.job(JobState.RUNNING, "n1", "n3"))
+    days.written("n2", 10.0)
+    days.decides(days.evicts("n1"))
+    with pytest.raises(Violation, match="2 evictions of the job a within 20 s, 1 allowed"):
+        days.written("n1", 15.0)
+
+
+def test_a_job_that_paused_without_the_node_before_it_was_evicted_lost_nothing_by_that(days: Days) -> None:
+    days.decides(days.job(JobState.PAUSED, "n1", "n2"), days.pauses(), days.evicts("n2"))
+    days.written("n2", 10.0)
+    days.decides(days.job(JobState.RUNNING, "n1", "n3"))
+    days.decides(days.evicts("n1"))
+    days.written("n1", 15.0)
+
+
+def test_nor_did_one_that_had_gone_on_without_it(days: Days) -> None:
+    onward = PutGeneration(days.spec("n1", "n3", number=2), 0.0)
+    days.decides(days.job(JobState.RUNNING, "n1", "n3"), onward, days.evicts("n2"))
+    days.written("n2", 10.0)
+    days.decides(days.evicts("n1"))
+    days.written("n1", 15.0)
