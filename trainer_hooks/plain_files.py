@@ -24,7 +24,17 @@ from trainer_hooks.snapshot.copy import part_of
 
 Path = tuple[str | int, ...]
 _SPILLED = re.compile(r"step-\d+-g\d+")
+
+
+def _member(kind: object, name: str) -> object:
+    """A member of an enumeration as early releases of Python 3.11 pickle it (3.11.2 does): ``getattr(kind, name)``."""
+    if kind is not dcp._MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"getattr of {kind!r} has no place in a checkpoint's metadata")
+    return dcp._MEM_FORMAT_ENCODING[name]
+
+
 _KNOWN = {
+    ("builtins", "getattr"): _member,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
@@ -112,7 +122,7 @@ class Folder:
         try:
             with filesystem.open(f"{path}/.metadata", "rb") as file:
                 metadata = _MetadataReader(file).load()
-        except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, IndexError) as error:
+        except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, LookupError) as error:
             raise NotRestorable(f"{url}/.metadata cannot be read: {error}") from error
         if not isinstance(metadata, dcp.Metadata) or not isinstance(metadata.storage_data, dict):
             raise NotRestorable(f"{url}/.metadata is not what torch.distributed.checkpoint writes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import os
 import pickle
@@ -225,6 +226,39 @@ def test_no_code_is_run_that_is_stored_in_a_folder(tmp_path: Path, before: Job, 
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
         sentence = "without running code that is stored in it"
     with pytest.raises(NotRestorable, match=sentence):
+        Job(trained=False).start_from(folder)
+
+
+class _AsEarly311(pickle.Pickler):
+    """Pickles members of enumerations by ``getattr``, as Python 3.11.2 does."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        return (getattr, (type(thing), thing.name)) if isinstance(thing, enum.Enum) else NotImplemented
+
+
+def test_a_folder_is_read_whichever_release_of_python_wrote_it(tmp_path: Path, before: Job) -> None:
+    folder = spilled(before, tmp_path) / folder_of(VERSION)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    written = io.BytesIO()
+    _AsEarly311(written, 4).dump(metadata)
+    assert b"getattr" in written.getvalue()
+    (folder / ".metadata").write_bytes(written.getvalue())
+    after = Job(trained=False)
+    assert after.start_from(folder) == VERSION.step
+    assert torch.equal(after.model.low, before.model.low)
+
+
+class _Reached:
+    """Anything's attribute."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (getattr, (torch.Size, "__subclasses__"))
+
+
+def test_no_attribute_is_looked_up_but_that_enumerations_members(tmp_path: Path, before: Job) -> None:
+    folder = spilled(before, tmp_path) / folder_of(VERSION)
+    (folder / ".metadata").write_bytes(pickle.dumps(_Reached()))
+    with pytest.raises(NotRestorable, match=r"getattr of .* has no place in a checkpoint's metadata"):
         Job(trained=False).start_from(folder)
 
 
