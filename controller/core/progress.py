@@ -11,7 +11,7 @@ from controller.core.records import JobRecord
 from controller.core.state import FleetState, Pace
 from everstep.ids import JobId, Rank
 from everstep.vocabulary import JobState
-from everstep.wire.v1.training import GenerationSpec, RankProgress
+from everstep.wire.v1.training import RankProgress
 
 STRIDES = 512
 """Ranks of whose step times the median is taken, at most: sorting those of ten thousand takes milliseconds."""
@@ -74,15 +74,16 @@ def take_progress(state: FleetState, node: str, ranks: Iterable[RankProgress], n
             if job is not None and job.state is not JobState.RUNNING:
                 job = None
             if job is not None:
-                pace, coming = state.live_jobs[name].pace, job.generation
-                running = job.leaving or coming
+                pace, coming, leaving = state.live_jobs[name].pace, job.generation, job.leaving
+                ours = coming.ranks_on(node) if coming is not None else range(0)
+                theirs = leaving.ranks_on(node) if leaving is not None else range(0)
         if job is None:
             continue
-        if coming is not None and _speaks_of(coming, node, progress):
+        if coming is not None and progress.generation == coming.number and progress.rank in ours:
             pace.entered.add(progress.rank)
-            if running is not coming:
+            if leaving is not None:
                 continue
-        elif running is coming or running is None or not _speaks_of(running, node, progress):
+        elif leaving is None or progress.generation != leaving.number or progress.rank not in theirs:
             continue
         pace.progress[progress.rank] = progress
         if pace.newest_step is None or progress.step > pace.newest_step:
@@ -105,7 +106,3 @@ def left_in_order(state: FleetState, ranks: Iterable[RankProgress]) -> bool:
 def is_beyond_boundary(job: JobRecord, progress: RankProgress) -> bool:
     """Whether a rank may have left the running generation in order: that is no news of progress only."""
     return job.leaving is not None and job.generation is not None and progress.generation == job.generation.number
-
-
-def _speaks_of(spec: GenerationSpec, node: str, progress: RankProgress) -> bool:
-    return progress.generation == spec.number and spec.has(node, progress.rank)

@@ -152,14 +152,18 @@ class GenerationSpec(Message, frozen=True, kw_only=True, dict=True):
 
     def on(self, node: str | None) -> tuple[Member, ...]:
         """The ranks of a node, none where it has no seat."""
-        place, each = self.places.get(node or ""), self.spec.nproc_per_node
-        if node is None or place is None:
+        if node is None:
             return ()
-        return tuple(Member(rank=place * each + local, node=node, local_rank=local) for local in range(each))
+        return tuple(Member(rank=rank, node=node, local_rank=at) for at, rank in enumerate(self.ranks_on(node)))
 
     def node_of(self, rank: int) -> str:
         """Where a rank computes. Raises IndexError where there is no such rank."""
         return self.seats[rank // self.spec.nproc_per_node]
+
+    def ranks_on(self, node: str) -> range:
+        """The global ranks that compute on ``node``; none where it has no seat."""
+        place, nproc = self.places.get(node), self.spec.nproc_per_node
+        return range(0) if place is None else range(place * nproc, (place + 1) * nproc)
 
     def has(self, node: str, rank: int) -> bool:
         """Whether there is such a rank, and it computes on ``node``."""

@@ -41,6 +41,8 @@ def test_every_way_to_ask_agrees_with_the_roster(seats: list[str], each: int) ->
         assert spec.member(member.node, member.local_rank) == member
         assert [node for node in seats if spec.has(node, member.rank)] == [member.node]
         assert member in spec.on(member.node)
+    for node in (*seats, "elsewhere"):
+        assert list(spec.ranks_on(node)) == [rank for rank in range(spec.world_size) if spec.has(node, rank)]
     assert not spec.has(seats[0], spec.world_size)
 
 
