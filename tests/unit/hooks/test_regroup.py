@@ -246,8 +246,7 @@ def test_tracked_state_goes_on_from_the_last_finished_step(forks):
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_ten_losses_in_a_row_leave_nothing_behind(forks, victim):
-    """Whether a rank leaves within two seconds is not the question here; one that never does fails the test."""
-    with stage(forks, training.train_replicas, leave_within_s=20.0) as scene:
+    with stage(forks, training.train_replicas) as scene:
         scene.start(0, 1, 2)
         scene.form(1, 0, 1, 2)
         resumed(scene, 1, 3)
