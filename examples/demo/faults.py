@@ -109,7 +109,7 @@ def xid_79(stage: Stage) -> None:
 
 def parameter_flips(stage: Stage) -> None:
     """One bit of one rank's parameters flips: the digests differ, the majority names the liar, the run rolls back."""
-    node = stage.node_of(3)
+    node = stage.node_to_evict(3, 2, 1)
     title = f"one bit flipped in the parameters on {node.name}"
     record = FaultRecord("parameter_corrupt", title, node.name, expected_eviction=node.name)
     stage.begin(record)

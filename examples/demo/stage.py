@@ -56,6 +56,12 @@ class Stage:
         member = next(member for member in self.watch.job.roster if member.rank == rank)
         return self.world.nodes[member.node]
 
+    def node_to_evict(self, *ranks: int) -> Node:
+        """The node of the first of ``ranks`` that no fault has had evicted yet: a rack's budget is one eviction in five
+        minutes, and a node that came back may play any rank."""
+        spent = {record.expected_eviction for record in self.faults}
+        return next(node for node in map(self.node_of, ranks) if node.name not in spent)
+
     def begin(self, record: FaultRecord) -> None:
         """Notes the moment before a fault."""
         record.step = self.step()

@@ -42,3 +42,13 @@ def test_a_fault_is_found_when_its_node_saw_it_where_the_event_says_when(stage: 
     record = FaultRecord("xid_79", "XID 79", "n1", injected_at=10.0)
     stage.follow(record, {"finding"}, "n1")
     assert record.found_at == 10.1
+
+
+def test_a_node_that_was_evicted_and_came_back_is_not_the_one_to_evict_next(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Stage, "node_of", lambda _, rank: SimpleNamespace(name={3: "n2", 2: "n4", 1: "n5"}[rank]))
+    assert stage.node_to_evict(3, 2, 1).name == "n2"
+    stage.faults.append(FaultRecord("node_killed", "SIGKILL to all of n4", "n4"))
+    stage.faults.append(FaultRecord("xid_79", "XID 79", "n2", expected_eviction="n2"))
+    assert stage.node_to_evict(3, 2, 1).name == "n4"
