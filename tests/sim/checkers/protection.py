@@ -15,6 +15,7 @@ from everstep.vocabulary import JobState
 from everstep.wire.v1.directives import ProtectVersion
 from everstep.wire.v1.parity import Protection
 from tests.sim import facts
+from tests.sim.checkers.committed import Committed
 from tests.sim.facts import Violation
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Parities:
 
     def __init__(self) -> None:
         self.world: World | None = None
-        self._committed: dict[str, set[Version]] = {}
+        self._committed = Committed()
         self._made: dict[tuple[str, Version, int, str], str] = {}
         self._given_up: set[tuple[str, str]] = set()
         self._shielded: dict[str, Version] = {}
@@ -49,15 +50,13 @@ class Parities:
         self._made[fact.job, fact.version, fact.group, fact.node] = fact.members
 
     def _delivered(self, fact: facts.Delivered) -> None:
-        body = fact.body
-        if isinstance(body, ProtectVersion) and body.version not in self._committed.get(body.job, ()):
-            raise Violation(self.name, f"{body.job}: {fact.node} is to protect {body.version}, which is not committed")
+        if isinstance(fact.body, ProtectVersion):
+            self._committed.require(self.name, fact.node, fact.body, "protect")
 
     # --- what counts -------------------------------------------------------------------------------------------------
 
     def _durable(self, fact: facts.Durable) -> None:
-        for row in fact.batch.versions.values():
-            self._committed.setdefault(row.job, set()).add(Version(row.generation, row.step))
+        self._committed.note(fact)
         for audit in fact.batch.audit:
             if audit.kind == "parity.given_up":
                 version = msgspec.json.decode(audit.detail, type=dict[str, str])["version"]

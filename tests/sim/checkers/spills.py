@@ -12,6 +12,7 @@ from everstep.ids import Version
 from everstep.vocabulary import JobState
 from everstep.wire.v1.directives import SpillVersion
 from tests.sim import facts
+from tests.sim.checkers.committed import Committed
 from tests.sim.facts import Violation
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Spills:
 
     def __init__(self) -> None:
         self.world: World | None = None
-        self._committed: dict[str, set[Version]] = {}
+        self._committed = Committed()
         self._whole: dict[str, set[Version]] = {}
         self._ended: dict[tuple[str, str], str] = {}
 
@@ -48,13 +49,11 @@ class Spills:
             raise Violation(self.name, f"{fact.job}: with {fact.removed} the last checkpoint on storage was removed")
 
     def _delivered(self, fact: facts.Delivered) -> None:
-        body = fact.body
-        if isinstance(body, SpillVersion) and body.version not in self._committed.get(body.job, ()):
-            raise Violation(self.name, f"{body.job}: {fact.node} is to store {body.version}, which is not committed")
+        if isinstance(fact.body, SpillVersion):
+            self._committed.require(self.name, fact.node, fact.body, "store")
 
     def _durable(self, fact: facts.Durable) -> None:
-        for row in fact.batch.versions.values():
-            self._committed.setdefault(row.job, set()).add(Version(row.generation, row.step))
+        self._committed.note(fact)
         for audit in fact.batch.audit:
             if audit.kind in ENDS:
                 self._end(audit.job, audit.kind, audit.detail)
