@@ -16,6 +16,7 @@ from everstep.wire.v1.directives import ProtectVersion
 from everstep.wire.v1.parity import Protection
 from tests.sim import facts
 from tests.sim.checkers.committed import Committed
+from tests.sim.checkers.harm import Harm
 from tests.sim.facts import Violation
 
 if TYPE_CHECKING:
@@ -34,15 +35,15 @@ class Parities:
         self._given_up: set[tuple[str, str]] = set()
         self._shielded: dict[str, Version] = {}
         self._counted_at: dict[tuple[str, Version], float] = {}
-        self._harm: list[tuple[float, str]] = []
+        self._harm = Harm()
 
     def watches(self) -> dict[type, Callable[[Any], None]]:
         return {
             facts.Durable: self._durable,
             facts.Delivered: self._delivered,
             facts.ParityMade: self._parity,
-            facts.MemoryLost: self._memory_lost,
-            facts.FaultBegan: self._fault,
+            facts.MemoryLost: self._harmed,
+            facts.FaultBegan: self._harmed,
             facts.Unrestorable: self._unrestorable,
         }
 
@@ -87,14 +88,8 @@ class Parities:
 
     # --- what is gone back to ----------------------------------------------------------------------------------------
 
-    def _memory_lost(self, fact: facts.MemoryLost) -> None:
-        assert self.world is not None
-        self._harm.append((self.world.timeline.now, fact.node))
-
-    def _fault(self, fact: facts.FaultBegan) -> None:
-        assert self.world is not None
-        if fact.kind == "rot_slots":
-            self._harm.append((self.world.timeline.now, fact.node))
+    def _harmed(self, fact: facts.MemoryLost | facts.FaultBegan) -> None:
+        self._harm.note(self.world, fact)
 
     def _unrestorable(self, fact: facts.Unrestorable) -> None:
         """Never where each group has lost no more than it bears, and who is in no group has lost nothing."""
@@ -120,7 +115,7 @@ class Parities:
         machine, chair = self.world.machines[node], spec.roster[0].node
         known = any(holder.node == node for holder in spec.holders)
         answers = known and machine.power and not machine.frozen and self.world.wires.connected(chair, node)
-        return not answers or any(at >= since - 30.0 and harmed == node for at, harmed in self._harm)
+        return not answers or node in self._harm.since(since - 30.0)
 
     def complaint(self) -> str:
         """Once nothing breaks any more, whoever asks for parity, and has the nodes for it, has some."""

@@ -11,6 +11,7 @@ from everstep.ids import Version
 from everstep.vocabulary import GenerationReason
 from everstep.wire.v1.training import GenerationSpec
 from tests.sim import facts
+from tests.sim.checkers.harm import Harm
 from tests.sim.facts import Violation
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Restores:
         self._holders: dict[tuple[str, int], set[str]] = {}
         self._expected: dict[tuple[str, int], Version | None] = {}
         self._finished_at: dict[tuple[str, Version], float] = {}
-        self._harm: list[tuple[float, str]] = []
+        self._harm = Harm()
         self._spread: dict[str, frozenset[str]] = {}
 
     def watches(self) -> dict[type, Callable[[Any], None]]:
@@ -38,8 +39,8 @@ class Restores:
             facts.Handled: self._handled,
             facts.Restored: self._restored,
             facts.Unrestorable: self._unrestorable,
-            facts.MemoryLost: self._memory_lost,
-            facts.FaultBegan: self._fault,
+            facts.MemoryLost: self._harmed,
+            facts.FaultBegan: self._harmed,
             facts.Stepped: self._step,
         }
 
@@ -98,14 +99,8 @@ class Restores:
         version = Version(fact.generation, fact.step)
         self._finished_at.setdefault((fact.job, version), self.world.timeline.now)
 
-    def _memory_lost(self, fact: facts.MemoryLost) -> None:
-        assert self.world is not None
-        self._harm.append((self.world.timeline.now, fact.node))
-
-    def _fault(self, fact: facts.FaultBegan) -> None:
-        assert self.world is not None
-        if fact.kind == "rot_slots":
-            self._harm.append((self.world.timeline.now, fact.node))
+    def _harmed(self, fact: facts.MemoryLost | facts.FaultBegan) -> None:
+        self._harm.note(self.world, fact)
 
     def _unrestorable(self, fact: facts.Unrestorable) -> None:
         self._must_be_lost(fact.spec, fact.sentence)
@@ -119,7 +114,7 @@ class Restores:
         holders = self._holders.get((spec.job, floor.generation), set())
         chair = spec.roster[0].node
         since = self._finished_at.get((spec.job, floor), 0.0)
-        lost = {node for at, node in self._harm if at >= since}
+        lost = self._harm.since(since)
         asked = {holder.node for holder in spec.holders}
         for node in holders:
             machine = self.world.machines[node]
