@@ -1,7 +1,8 @@
 """One session with a controller: frames in, frames out, and when to speak next. No sockets, no clock of its own.
 
 Beats go out when they are due, whatever else waits. Reports go out at once where they are urgent, one frame at a time,
-which begins with the oldest that is not acknowledged; what came meanwhile goes into the next.
+which begins with the oldest that is not acknowledged; what came meanwhile goes into the next. Beats that tell of no
+findings are answered every few seconds only.
 """
 
 from __future__ import annotations
@@ -32,7 +33,14 @@ from everstep.wire.v1.agent import (
     ReportsAnswer,
 )
 from everstep.wire.v1.directives import AnyDirective, Directive
-from everstep.wire.v1.session import MAX_TO_AGENT_BYTES, NUMBER_BYTES, Acknowledge, Frame, Refused
+from everstep.wire.v1.session import (
+    ANSWER_EVERY_S,
+    MAX_TO_AGENT_BYTES,
+    NUMBER_BYTES,
+    Acknowledge,
+    Frame,
+    Refused,
+)
 from everstep.wire.v1.training import RankProgress
 
 log = logging.getLogger(__name__)
@@ -138,6 +146,7 @@ class Session:
         self._reports_from = 0.0
         self._news_from = 0.0
         self._refused_beats = 0
+        self._ask_at = -math.inf
 
     @property
     def may_end(self) -> bool:
@@ -172,10 +181,25 @@ class Session:
             self._clock.wall(),
             words.inbox.through,
         )
-        self._unanswered.append(self._sent(message, now))
+        kind = self._kind_of(message, now)
+        if kind is Frame.QUIET_BEAT:
+            words.outcomes["heartbeat", "quiet"] += 1
+        else:
+            self._unanswered.append(self._sent(message, now))
+        if kind is Frame.HEARTBEAT:
+            first = self._ask_at == -math.inf
+            self._ask_at = now + ANSWER_EVERY_S * (self._uniform() if first else 1.0)
         self.beat_at = now + words.conversation.interval_s * (self._uniform() if self._spread else 1.0)
         self._spread = False
-        self._send(Frame.REGISTER if isinstance(message, Register) else Frame.HEARTBEAT, msgspec.json.encode(message))
+        self._send(kind, msgspec.json.encode(message))
+
+    def _kind_of(self, message: Register | Heartbeat, now: float) -> Frame:
+        """A beat is quiet where nothing hangs on its answer, and the last one that was asked for is young."""
+        if isinstance(message, Register):
+            return Frame.REGISTER
+        awaits = self._unanswered or self._reports or message.findings is not None or not self.hold
+        due = now + 0.5 * self._words.conversation.interval_s >= self._ask_at
+        return Frame.HEARTBEAT if awaits or due else Frame.QUIET_BEAT
 
     def _report(self, now: float) -> float:
         """Sends what is due; returns when more will be."""
@@ -291,10 +315,15 @@ class Session:
                 raise error
 
     def _refused_unasked(self, kind: int, error: EverstepError) -> None:
-        """An acknowledgement is said again by the next beat; anything else is the controller's last word."""
+        """An acknowledgement is said again by the next beat, and after a quiet beat the next one asks; anything else is
+        the controller's last word."""
         meaning = meaning_of(error, registering=False)
-        if kind != Frame.ACKNOWLEDGE or meaning not in (Refusal.REGISTER, Refusal.RETRY):
+        if kind not in (Frame.ACKNOWLEDGE, Frame.QUIET_BEAT) or meaning not in (Refusal.REGISTER, Refusal.RETRY):
             raise error
+        if kind == Frame.QUIET_BEAT:
+            self._words.outcomes["heartbeat", error.code] += 1
+            if meaning is Refusal.RETRY:
+                self._beat_later(error)
         if meaning is Refusal.REGISTER:
             self._register_again(self._words.conversation.registrations)
 
@@ -314,14 +343,20 @@ class Session:
         self.beat_at = self._clock.monotonic()
 
     def _retry(self, sent: _Sent, error: EverstepError) -> None:
-        pause_s = max(retry_after_s(error, busy=self._node.is_busy()), SHORTEST_RETRY_S * (1.0 + self._uniform()))
-        now = self._clock.monotonic()
-        again = now + pause_s
-        if not isinstance(sent.message, Heartbeat):
-            self._reports_from = again
-            self._news_from = again if isinstance(error, RateLimited) else now + SHORTEST_RETRY_S
+        if isinstance(sent.message, Heartbeat):
+            self._beat_later(error)
             return
-        self.beat_at = again
+        now = self._clock.monotonic()
+        self._reports_from = now + self._pause_s(error)
+        self._news_from = self._reports_from if isinstance(error, RateLimited) else now + SHORTEST_RETRY_S
+
+    def _pause_s(self, error: EverstepError) -> float:
+        return max(retry_after_s(error, busy=self._node.is_busy()), SHORTEST_RETRY_S * (1.0 + self._uniform()))
+
+    def _beat_later(self, error: EverstepError) -> None:
+        """Puts off the next beat, which asks. Raises ``error`` where another controller may be in charge."""
+        self._ask_at = -math.inf
+        self.beat_at = self._clock.monotonic() + self._pause_s(error)
         self._refused_beats += 1
         if self._elsewhere and self._refused_beats >= MOST_REFUSED_BEATS:
             raise error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import socket
 import struct
 import time
@@ -17,7 +18,7 @@ from bench.load import messages
 from bench.load.messages import BeatForm
 from everstep.wire.v1.agent import HeartbeatAnswer, Registered, ReportsAnswer
 from everstep.wire.v1.directives import Directive, NewGeneration
-from everstep.wire.v1.session import NUMBER_BYTES, PREFIX_BYTES, Frame, Refused
+from everstep.wire.v1.session import ANSWER_EVERY_S, NUMBER_BYTES, PREFIX_BYTES, Frame, Refused
 from everstep.wire.v1.training import AnyReport
 
 MOST_IN_A_REQUEST = 1024
@@ -82,6 +83,7 @@ class Agent:
 
     __slots__ = (
         "_after",
+        "_ask_at",
         "_asked",
         "_form",
         "_head",
@@ -124,6 +126,7 @@ class Agent:
         self._head = False
         self._later: bytes | None = None
         self._after = 0
+        self._ask_at = 0.0
         self._asked: list[AnyReport] = []
         self._spool: deque[AnyReport] = deque()
         self._form = _IDLE
@@ -151,6 +154,7 @@ class Agent:
         self.number -= len(self._asked)
         self._asked = []
         self._later = None if connected else b""
+        self._ask_at = 0.0
 
     @property
     def connecting(self) -> bool:
@@ -193,10 +197,16 @@ class Agent:
         self.beat_sent_at = time.time()
         self.send(messages.first_beat())
 
-    def beat(self) -> None:
+    def beat(self, interval_s: float) -> None:
+        """The next one. As the real agent it asks for an answer every few seconds, where it waits for one, and where it
+        does not hold its session."""
         self.seq += 1
-        frame = self._form.fill(self.seq, time.time(), self.number, self._after)
-        self.beat_sent_at = time.time()
+        now = time.time()
+        asks = bool(self._asked) or not self.hold or now + 0.5 * interval_s >= self._ask_at
+        frame = self._form.fill(self.seq, now, self.number, self._after, asks)
+        if asks:
+            self._ask_at = now + ANSWER_EVERY_S * (1.0 if self._ask_at else random.random())
+            self.beat_sent_at = time.time()
         self.send(frame)
         if self._spool and not self._asked:
             self._send_reports()

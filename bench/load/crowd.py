@@ -235,7 +235,7 @@ class Crowd:
         try:
             if agent.sock is None:
                 self._connect(agent)
-            agent.beat()
+            agent.beat(self._interval_s)
             self.sent += 1
         except OSError as error:
             self._broken(agent, error)

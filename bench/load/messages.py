@@ -94,9 +94,10 @@ class BeatForm:
         values = {"seq": seq, "at": at, "step": step, "reports": reports, "directives": directives}
         return (self._text % values).encode()
 
-    def fill(self, seq: int, at: float, reports: int, directives: int) -> bytes:
-        """The frame of one beat. Ranks step all the time."""
-        return encode_frame(Frame.HEARTBEAT, self._body(seq, at, int(at / STEP_S) & 0xFFFFFF, reports, directives))
+    def fill(self, seq: int, at: float, reports: int, directives: int, asks: bool) -> bytes:
+        """The frame of one beat; ``asks``: whether it is to be answered. Ranks step all the time."""
+        body = self._body(seq, at, int(at / STEP_S) & 0xFFFFFF, reports, directives)
+        return encode_frame(Frame.HEARTBEAT if asks else Frame.QUIET_BEAT, body)
 
 
 def reports(first: int, bodies: list[AnyReport]) -> bytes:

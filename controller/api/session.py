@@ -1,8 +1,8 @@
 """An agent's session: frames on the connection that it upgraded (``everstep.wire.v1.session`` has the rules).
 
-A beat that says nothing new is taken and answered inside ``data_received``. What needs a transaction is queued, and
-answered by the callback of its future: beats and registrations in one lane, reports in another, each in order and one
-at a time. A session costs one object and no task.
+A beat that says nothing new is taken inside ``data_received``, and answered there unless it is a quiet one. What needs
+a transaction is queued, and answered by the callback of its future: beats and registrations in one lane, reports in
+another, each in order and one at a time. A session costs one object and no task.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from everstep.errors import (
     AuthenticationError,
     EverstepError,
     MalformedMessage,
+    NotFound,
     RateLimited,
     StaleGeneration,
     TooLarge,
@@ -45,8 +46,10 @@ _HEAD = PREFIX_BYTES + 1
 _HEARTBEAT = msgspec.json.Decoder(Heartbeat)
 _REPORTS = msgspec.json.Decoder(Reports)
 _ACKNOWLEDGE = msgspec.json.Decoder(Acknowledge)
+_QUIET_BEAT = int(Frame.QUIET_BEAT)  # an enumeration's names take time to look up
+_BEATS = (_QUIET_BEAT, int(Frame.HEARTBEAT))
 _REPORTS_LANE = (Frame.REPORTS,)
-_BEATS_LANE = (Frame.HEARTBEAT, Frame.REGISTER)
+_BEATS_LANE = (Frame.HEARTBEAT, Frame.QUIET_BEAT, Frame.REGISTER)
 
 
 class _Directives(msgspec.Struct, frozen=True):
@@ -204,11 +207,11 @@ class Session(asyncio.Protocol):
     def _frame(self, kind: int, body: bytes) -> None:
         try:
             self._gate.again(self._identity)
-            if kind == Frame.HEARTBEAT and not self._beats_busy:
-                self._beat(body)
+            if kind in _BEATS and not self._beats_busy:
+                self._beat(kind, body)
             elif kind == Frame.ACKNOWLEDGE:
                 self._acknowledge(body)
-            elif kind in (Frame.HEARTBEAT, Frame.REGISTER, Frame.REPORTS):
+            elif kind in _BEATS_LANE or kind == Frame.REPORTS:
                 self._in_turn(Frame(kind), body)
             else:
                 self._hang_up(0, MalformedMessage(f"a frame of kind {kind} is not known here: hanging up"))
@@ -225,7 +228,7 @@ class Session(asyncio.Protocol):
         elif kind is Frame.REGISTER:
             self._register(body)
         else:
-            self._beat(body)
+            self._beat(kind, body)
 
     def _park(self, kind: Frame, body: bytes) -> None:
         if self._parked is None:
@@ -250,29 +253,43 @@ class Session(asyncio.Protocol):
             except EverstepError as error:
                 self._refuse(kind, error)
 
-    def _beat(self, body: bytes) -> None:
+    def _beat(self, kind: int, body: bytes) -> None:
         beat = asgi.decode(_HEARTBEAT, body)
         self._check_own(beat.incarnation)
         outcome = self._desk.beat(self._node, beat)
         if isinstance(outcome, bool):
-            self._answer_beat(beat.incarnation, resend=outcome)
+            self._beat_taken(kind, beat.incarnation, resend=outcome)
         else:
             self._beats_busy = True
-            outcome.add_done_callback(lambda done: self._beat_done(beat.incarnation, done))
+            outcome.add_done_callback(lambda done: self._beat_done(kind, beat.incarnation, done))
 
-    def _beat_done(self, incarnation: int, done: asyncio.Future[bool]) -> None:
+    def _beat_done(self, kind: int, incarnation: int, done: asyncio.Future[bool]) -> None:
         self._beats_busy = False
-        if self._result(Frame.HEARTBEAT, done):
-            self._answer_beat(incarnation, resend=done.result())
+        if self._result(kind, done):
+            self._beat_taken(kind, incarnation, resend=done.result())
         self._next(_BEATS_LANE)
 
-    def _answer_beat(self, incarnation: int, *, resend: bool) -> None:
+    def _beat_taken(self, kind: int, incarnation: int, *, resend: bool) -> None:
         desk = self._desk
         desk.metrics.beats += 1
         waited = () if self._attached else self._attach(incarnation)
+        if kind == _QUIET_BEAT:
+            self._heed_quiet(waited, resend=resend)
+            return
         self._held = desk.hold(self._node)
         answer = BeatAnswer(desk.wall(), resend, tuple(one.encoded() for one in waited), self._held)
         self._send(Frame.HEARTBEAT_ANSWER, asgi.encode(answer))
+
+    def _heed_quiet(self, waited: tuple[Outgoing, ...], *, resend: bool) -> None:
+        """Says what an answer would have said, where that is something."""
+        if waited:
+            self.push(waited)
+        if resend:
+            error = NotFound(f"the findings of node {self._node} are not known here: register again")
+            self._refuse(Frame.QUIET_BEAT, error)
+        elif self._held and not self._desk.hold(self._node):
+            self._held = False
+            self._send(Frame.LET_GO, b"")
 
     def _register(self, body: bytes) -> None:
         register = decode_register(body)
@@ -371,7 +388,7 @@ class Session(asyncio.Protocol):
             self._transport.write(self._before + encode_frame(kind, body))
             self._before = b""
 
-    def _result(self, kind: Frame, done: asyncio.Future[Any]) -> bool:
+    def _result(self, kind: int, done: asyncio.Future[Any]) -> bool:
         """Whether it went well; else the agent is told why not."""
         error = done.exception()
         if error is None:

@@ -233,6 +233,11 @@ class ControllerStub:
         self._acknowledged(beat.directives_through)
         return HeartbeatAnswer(server_at=SYSTEM_CLOCK.wall(), resend=self.resend, hold=self.hold)
 
+    def _quiet_beat(self, body: bytes) -> None:
+        self._heartbeat(body)
+        if self.resend:
+            raise NotFound("findings not known")
+
     def _reports(self, body: bytes) -> ReportsAnswer:
         self._require_node()
         batch = msgspec.json.decode(body, type=Reports)
@@ -310,7 +315,7 @@ class _Session(asyncio.Protocol):
 
     def _answer(self, kind: Frame, body: bytes) -> None:
         lost = kind.name.lower() in self._stub.unanswered
-        if kind is Frame.ACKNOWLEDGE and lost:
+        if kind in (Frame.ACKNOWLEDGE, Frame.QUIET_BEAT) and lost:
             return
         try:
             answer = self._stub.answer(kind, body)
@@ -319,7 +324,7 @@ class _Session(asyncio.Protocol):
             refused = Refused(of=kind, code=error.code, message=str(error), retry_after_s=after_s)
             self._send(Frame.REFUSED, refused)
             return
-        if kind is Frame.ACKNOWLEDGE or lost:
+        if kind in (Frame.ACKNOWLEDGE, Frame.QUIET_BEAT) or lost:
             return
         first, self.introduced = not self.introduced, True
         if first and isinstance(answer, HeartbeatAnswer):

@@ -151,6 +151,10 @@ class AgentSession(Line):
         self.pushed += answer.directives
         return answer
 
+    def quiet_beat(self, **fields: Any) -> None:
+        self._seq += 1
+        self.say(Frame.QUIET_BEAT, Heartbeat(incarnation=self.incarnation, seq=self._seq, sent_at=0.0, **fields))
+
     def report(self, *bodies: AnyReport) -> ReportsAnswer:
         self.say_reports(*bodies)
         return self.answer(ReportsAnswer)

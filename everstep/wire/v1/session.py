@@ -9,6 +9,8 @@ agent                     controller             rule
 ========================  =====================  ==============================================================
 REGISTER ``Register``     REGISTERED             first in each life, and whenever the facts of the node change
 HEARTBEAT ``Heartbeat``   HEARTBEAT_ANSWER       answered at once, in order
+QUIET_BEAT ``Heartbeat``  (none)                 one that is not answered: it tells of no findings, and what the
+                                                 controller has to say comes as PUSH, LET_GO or REFUSED
 REPORTS ``Reports``       REPORTS_ANSWER         answered when durable, in order; beats overtake them
 ACKNOWLEDGE               (none)                 directives up to a number have been taken over
 (none)                    PUSH ``DirectivesAnswer``  directives as they are decided, each once per session
@@ -20,6 +22,9 @@ any                       REFUSED ``Refused``    instead of the answer to one fr
 Directives that waited for the node come before others: in the answer to the session's first beat, or pushed after
 REGISTERED where that was the first frame. A session belongs to the life (incarnation) of its first accepted frame; the
 newest session of a node takes the place of the one before, which the controller closes.
+
+A beat is quiet where the agent has asked for an answer lately (``ANSWER_EVERY_S``), awaits none, and holds its session:
+most of what a beat costs a controller is its answer.
 
 The end of the connection tells the controller at once that the agent is gone, unless it was told not to hold it
 (``HeartbeatAnswer.hold``, LET_GO).
@@ -42,6 +47,9 @@ MAX_TO_AGENT_BYTES = 16 << 20
 """Largest frame an agent reads: a generation of 100,000 ranks is some 10 MiB of JSON. A controller reads
 ``agent.MAX_BODY_BYTES`` and the kind's byte. An inflated push is no longer than this either."""
 
+ANSWER_EVERY_S = 4.0
+"""Seconds after which an agent asks for an answer again, so that it learns of a controller that hears no more."""
+
 
 class Frame(IntEnum):
     """The kind of a frame."""
@@ -50,6 +58,7 @@ class Frame(IntEnum):
     HEARTBEAT = 2
     REPORTS = 3
     ACKNOWLEDGE = 4
+    QUIET_BEAT = 5
     REGISTERED = 17
     HEARTBEAT_ANSWER = 18
     REPORTS_ANSWER = 19

@@ -6,6 +6,7 @@ where a change of the code makes a world go another way, the others are played a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from controller.core import (
 from controller.push import Outbox
 from controller.remediation.desk import RemedyDesk
 from controller.transaction import Transaction
+from everstep.wire.v1.agent import Register
+from everstep.wire.v1.session import Frame
 from tests.sim import training_state
 from tests.sim.mutants.surgery import method_mistaken, method_swapped, mistaken, swapped
 from trainer_hooks.data import share_of
@@ -169,6 +172,17 @@ def _sent_is_taken() -> AbstractContextManager[None]:
     return method_swapped(Session, "__init__", begins)
 
 
+def _never_asks() -> AbstractContextManager[None]:
+    """After its first beat an agent never wants an answer, so that it stays with a controller that has died unheard."""
+
+    def kind_of(self: Session, message: Any, now: float) -> Frame:
+        if isinstance(message, Register):
+            return Frame.REGISTER
+        return Frame.HEARTBEAT if self._ask_at == -math.inf else Frame.QUIET_BEAT
+
+    return method_swapped(Session, "_kind_of", kind_of)
+
+
 def _rule_without_floor() -> AbstractContextManager[None]:
     real = checkpoints.restore_rule
 
@@ -217,7 +231,7 @@ def _healthy_at_once() -> AbstractContextManager[None]:
 MUTANTS: tuple[Mutant, ...] = (
     # budget and evictions
     Mutant("the fleet's budget allows one eviction more", lambda: _one_eviction_more(budget.fleet_scope), seeds=(9,)),
-    Mutant("a rack's budget allows one eviction more", lambda: _one_eviction_more(budget.rack_scope), seeds=(69,)),
+    Mutant("a rack's budget allows one eviction more", lambda: _one_eviction_more(budget.rack_scope), seeds=(78,)),
     Mutant("a job's budget allows one eviction more", lambda: _one_eviction_more(budget.job_scope), seeds=(142,)),
     Mutant(
         "evictions go on while the database is away",
@@ -260,7 +274,7 @@ MUTANTS: tuple[Mutant, ...] = (
         lambda: method_mistaken(RemedyDesk, "_carry_out", "await self._write(row)", "pass"),
         seeds=(4,),
     ),
-    Mutant("a node is reset as often as it takes", lambda: swapped(remedies.node_cap, _no_words), seeds=(89,)),
+    Mutant("a node is reset as often as it takes", lambda: swapped(remedies.node_cap, _no_words), seeds=(114,)),
     Mutant(
         "the whole fleet may be rebooted at once",
         lambda: swapped(remedies.fleet_cap, lambda turn: ("", 0.0)),
@@ -306,6 +320,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("directives are told before they are written", _told_before_written),
     Mutant("directives that waited are lost", _waiting_directives_lost, seeds=(93,)),
     Mutant("what an earlier session sent counts as taken", _sent_is_taken, seeds=(1,)),
+    Mutant("an agent never asks for an answer", _never_asks, seeds=(84,)),
     # what is kept besides
     Mutant("parity that a home could not make counts", _parity_unmade, seeds=(62,)),
     Mutant(

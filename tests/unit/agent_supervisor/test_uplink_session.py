@@ -25,12 +25,13 @@ from everstep.wire.v1.agent import (
     ReportsAnswer,
 )
 from everstep.wire.v1.directives import Directive, StopJob
-from everstep.wire.v1.session import Acknowledge, Frame, Refused
+from everstep.wire.v1.session import ANSWER_EVERY_S, Acknowledge, Frame, Refused
 from everstep.wire.v1.training import RankLost, RankProgress
 
 KINDS: dict[Frame, Any] = {
     Frame.REGISTER: Register,
     Frame.HEARTBEAT: Heartbeat,
+    Frame.QUIET_BEAT: Heartbeat,
     Frame.REPORTS: Reports,
     Frame.ACKNOWLEDGE: Acknowledge,
 }
@@ -93,6 +94,7 @@ class Talk:
         """What it says now."""
         self.session.pump()
         said, self._said = self._said, []
+        self.kinds = [kind for kind, _ in said]
         return [msgspec.json.decode(body, type=KINDS[kind]) for kind, body in said]
 
     def hears(self, kind: Frame, message: Any) -> list[Any]:
@@ -117,6 +119,13 @@ class Talk:
 
     def refused(self, of: Frame, code: str, after_s: float | None = None) -> list[Any]:
         return self.hears(Frame.REFUSED, Refused(of=of, code=code, message="no", retry_after_s=after_s))
+
+    def asks(self) -> Heartbeat:
+        """The next beat that wants an answer."""
+        beat = self.beat()
+        while Frame.HEARTBEAT not in self.kinds:
+            beat = self.beat()
+        return beat
 
     def beat(self) -> Heartbeat:
         """The next beat, when it is due."""
@@ -172,12 +181,63 @@ def test_beats_go_out_on_time_whether_or_not_those_before_are_answered(talk: Tal
 
 
 def test_a_controller_that_owes_an_answer_for_too_long_is_given_up(talk: Talk) -> None:
-    talk.beat()
+    talk.asks()
     for _ in range(4):
         talk.beat()
     talk.clock.advance(PATIENCE_S - 4.0)
     with pytest.raises(NoAnswer, match="no answer within 5 s"):
         talk.session.pump()
+
+
+def test_of_beats_that_tell_nothing_new_one_in_a_few_seconds_asks_for_an_answer() -> None:
+    talk = Talk(uniform=0.25)
+    talk.registered()
+    kinds = []
+    for _ in range(12):
+        talk.beat()
+        (kind,) = talk.kinds
+        kinds.append(kind)
+        if kind is Frame.HEARTBEAT:
+            talk.answered()
+    every = round(ANSWER_EVERY_S)
+    asked = [place for place, kind in enumerate(kinds) if kind is Frame.HEARTBEAT]
+    assert asked == [0, *range(1, 12, every)]
+    assert talk.words.outcomes["heartbeat", "quiet"] == 12 - len(asked)
+
+
+def test_beats_ask_while_something_is_awaited_and_in_a_session_that_is_not_held(talk: Talk) -> None:
+    for _ in range(3):
+        talk.beat()
+        assert talk.kinds == [Frame.HEARTBEAT]
+    for _ in range(3):
+        talk.answered()
+    talk.report(0)
+    talk.says()
+    talk.beat()
+    assert talk.kinds == [Frame.HEARTBEAT]
+    talk.answered()
+    talk.hears(Frame.REPORTS_ANSWER, ReportsAnswer(through=1))
+    talk.beat()
+    assert talk.kinds == [Frame.QUIET_BEAT]
+    talk.session.heard(Frame.LET_GO, b"")
+    talk.beat()
+    assert talk.kinds == [Frame.HEARTBEAT]
+
+
+def test_after_a_quiet_beat_that_was_refused_the_next_word_asks(talk: Talk) -> None:
+    talk.beat()
+    talk.answered()
+    talk.beat()
+    assert talk.kinds == [Frame.QUIET_BEAT]
+    assert talk.refused(Frame.QUIET_BEAT, "unavailable", 0.5) == []
+    assert talk.wait() == pytest.approx(0.5)
+    talk.beat()
+    assert talk.kinds == [Frame.HEARTBEAT]
+    talk.answered()
+    talk.beat()
+    assert talk.kinds == [Frame.QUIET_BEAT]
+    (register,) = talk.refused(Frame.QUIET_BEAT, "not_found")
+    assert isinstance(register, Register)
 
 
 def test_late_answers_to_reports_are_borne_as_long_as_beats_are_answered(talk: Talk) -> None:
@@ -241,16 +301,18 @@ def test_refusals_that_cross_a_registration_do_not_cause_another(talk: Talk) -> 
 def test_a_controller_that_refuses_beats_is_left_after_a_few_where_there_are_others(elsewhere: bool) -> None:
     talk = Talk(elsewhere=elsewhere)
     talk.registered()
-    for _ in range(MOST_REFUSED_BEATS - 1):
-        talk.beat()
-        talk.refused(Frame.HEARTBEAT, "unavailable")
-    talk.beat()
+    first = talk.asks().seq
+    talk.refused(Frame.HEARTBEAT, "unavailable")
+    for number in range(1, MOST_REFUSED_BEATS):
+        assert (talk.beat().seq, talk.kinds) == (first + number, [Frame.HEARTBEAT])
+        if number < MOST_REFUSED_BEATS - 1:
+            talk.refused(Frame.HEARTBEAT, "unavailable")
     if elsewhere:
         with pytest.raises(Unavailable):
             talk.refused(Frame.HEARTBEAT, "unavailable")
     else:
         talk.refused(Frame.HEARTBEAT, "unavailable")
-        assert talk.beat().seq == MOST_REFUSED_BEATS + 1
+        assert talk.beat().seq == first + MOST_REFUSED_BEATS
 
 
 @pytest.mark.parametrize(
@@ -258,6 +320,7 @@ def test_a_controller_that_refuses_beats_is_left_after_a_few_where_there_are_oth
     [
         (Frame.HEARTBEAT, "forbidden", PermissionDenied),
         (Frame.ACKNOWLEDGE, "forbidden", PermissionDenied),
+        (Frame.QUIET_BEAT, "forbidden", PermissionDenied),
         (Frame.REGISTER, "forbidden", ProtocolError),
         (0, "malformed", ProtocolError),
     ],
@@ -265,7 +328,7 @@ def test_a_controller_that_refuses_beats_is_left_after_a_few_where_there_are_oth
 def test_what_a_person_must_mend_ends_the_session_and_so_does_an_answer_to_nothing(
     talk: Talk, of: Frame, code: str, kind: type[EverstepError]
 ) -> None:
-    talk.beat()
+    talk.asks()
     with pytest.raises(kind):
         talk.refused(of, code)
 
@@ -274,14 +337,14 @@ def test_directives_are_acknowledged_once_they_are_handed_on(talk: Talk) -> None
     pushed = DirectivesAnswer(directives=(stop(4), stop(5)))
     assert talk.hears(Frame.PUSH, pushed) == [Acknowledge(through=5)]
     assert talk.directives == [stop(4), stop(5)]
-    assert talk.beat().directives_through == 5
+    assert talk.asks().directives_through == 5
     assert talk.answered(directives=(stop(5), stop(6))) == [Acknowledge(through=6)]
     assert talk.directives == [stop(4), stop(5), stop(6)]
 
 
 def test_a_session_that_is_not_held_may_end_once_nothing_is_awaited(talk: Talk) -> None:
     talk.report(0)
-    talk.beat()
+    talk.asks()
     talk.answered(hold=False)
     assert not talk.session.may_end
     talk.hears(Frame.REPORTS_ANSWER, ReportsAnswer(through=1))

@@ -176,6 +176,43 @@ def test_beats_are_answered_in_order_though_one_waits_for_its_transaction(dial: 
     assert [answer.resend for answer in answers] == [False, False, False]
 
 
+def test_a_quiet_beat_is_taken_and_not_answered(controller: Served, dial: Dial) -> None:
+    session = ready(dial)
+    session.report(joined("j", 1.0))
+    session.directive(NewGeneration)
+    before = controller.controller.metrics.beats
+    session.quiet_beat(ranks=(RankProgress(job="j", generation=1, rank=0, step=7, step_s=0.5),))
+    assert not session.beat().resend
+    assert controller.controller.metrics.beats == before + 2
+    assert controller.controller.loop.state.live_jobs["j"].pace.newest_step == 7
+
+
+def test_a_quiet_beat_of_a_node_whose_findings_are_not_known_has_it_register_again(dial: Dial) -> None:
+    session = dial()
+    session.quiet_beat()
+    refused = session.answer(Refused)
+    assert (refused.of, refused.code) == (Frame.QUIET_BEAT, "not_found")
+    session.register()
+    session.close()
+    following = dial()
+    following.quiet_beat()
+    assert not following.beat(findings=()).resend
+
+
+def test_a_quiet_beat_waits_for_its_turn_and_what_was_waiting_for_the_node_is_pushed(
+    controller: Served, dial: Dial
+) -> None:
+    session = ready(dial)
+    session.report(joined("j", 1.0))
+    session.close()
+    following = dial()
+    following.quiet_beat(findings=())
+    assert following.directive(NewGeneration).spec.job == "j"
+    following.quiet_beat(findings=())
+    following.quiet_beat()
+    assert not following.beat().resend
+
+
 def test_more_frames_than_may_wait_are_read_later_and_all_are_answered(dial: Dial) -> None:
     session = dial()
     session.register()
@@ -359,6 +396,15 @@ def scarce(controller: Served, *, exhausted: bool = False) -> None:
     """As if the process had hardly a file descriptor, or none, to spare."""
     controller.descriptors.scarce_from = controller.descriptors.crowded_from = 0
     controller.descriptors.exhausted_from = 0 if exhausted else 1000
+
+
+def test_where_descriptors_are_scarce_a_quiet_beat_has_the_agent_hang_up(controller: Served, dial: Dial) -> None:
+    session = ready(dial)
+    scarce(controller)
+    session.quiet_beat()
+    assert session.next_frame() == (Frame.LET_GO, None)
+    session.quiet_beat()
+    assert not session.beat().hold
 
 
 def test_where_descriptors_are_scarce_an_idle_agent_is_told_to_hang_up_and_is_not_missed(
