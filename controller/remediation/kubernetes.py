@@ -4,7 +4,7 @@ Our cordon is known by the annotation ``everstep.dev/cordon``, which holds the r
 ``unschedulable`` was last set by us, as its managed fields say (``kubectl uncordon`` and ``cordon`` leave annotations
 alone). Any other is somebody else's and stays. Nodes are patched only as they were read: a taint that somebody adds
 meanwhile is not lost. A reboot is asked for by the annotation ``everstep.dev/reboot``, which a site's own reboot
-controller acts on, and is done when the node's boot id has changed.
+controller acts on, and is done when the node's boot id has changed. Roles: ``deploy/kubernetes/rbac.yaml``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ MIRROR = "kubernetes.io/config.mirror"
 ANCIENT = "ancient-changes"
 """The manager under which an API server puts what the oldest of more than ten managers have set."""
 NODES_A_PAGE = 500
+
+
+class Unanswered(Unavailable):
+    """No answer came, not even a refusal."""
 
 
 def connect(kubeconfig: str = "") -> Any:
@@ -74,11 +78,13 @@ class Kubernetes:
             self._leave(node)
             raise _others(remedy)
         change = self._change(node, remedy)
-        if change is not None:
-            self._patch(node, change)
-            self._tell(node, remedy)
-        if remedy.kind is RemedyKind.CORDON and self._evict:
-            self._empty(remedy.node)
+        try:
+            self._tell(node, remedy)  # first: of a node that shows what was asked for nobody asks again
+        finally:  # no node stays in service because its event was not taken
+            if change is not None:
+                self._patch(node, change)
+            if remedy.kind is RemedyKind.CORDON and self._evict:
+                self._empty(remedy.node)
 
     def _change(self, node: Any, remedy: Remedy) -> dict[str, Any] | None:
         """The patch that brings ``remedy`` about; None where nothing is to be changed."""
@@ -156,16 +162,29 @@ class Kubernetes:
         ]
 
     def _empty(self, node: NodeId) -> None:
-        for pod in self._pods(node):
+        """Evicts every pod; a refusal, as by a disruption budget (429), is of that pod only, and raised at the end."""
+        pods = self._pods(node)
+        refusals: list[Conflict | Unavailable] = []
+        for pod in pods:
             if pod.metadata.deletion_timestamp is None:
-                body = {
-                    "apiVersion": "policy/v1",
-                    "kind": "Eviction",
-                    "metadata": {"name": pod.metadata.name, "namespace": pod.metadata.namespace},
-                }
-                self._call(
-                    self._api.create_namespaced_pod_eviction, pod.metadata.name, pod.metadata.namespace, body, gone=True
-                )
+                try:
+                    self._evict_pod(pod.metadata.name, pod.metadata.namespace)
+                except Unanswered:
+                    raise  # each of the others would wait as long
+                except (Conflict, Unavailable) as refusal:
+                    refusals.append(refusal)
+        if refusals:
+            passing = [refusal for refusal in refusals if isinstance(refusal, Unavailable)]
+            first = (passing or refusals)[0]
+            raise type(first)(f"{len(refusals)} pods of {len(pods)} stay on {node}: {first}") from first
+
+    def _evict_pod(self, name: str, namespace: str) -> None:
+        body = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"name": name, "namespace": namespace},
+        }
+        self._call(self._api.create_namespaced_pod_eviction, name, namespace, body, gone=True)
 
     def _tell(self, node: Any, remedy: Remedy) -> None:
         """An event at the node; its name is the remedy's, so that it is there once."""
@@ -200,7 +219,7 @@ class Kubernetes:
                 raise Conflict(f"kubernetes refuses: {error.status} {error.reason}") from error
             raise Unavailable(f"kubernetes: {error.status} {error.reason}") from error
         except (HTTPError, OSError) as error:
-            raise Unavailable(f"kubernetes did not answer: {type(error).__name__}") from error
+            raise Unanswered(f"kubernetes did not answer: {type(error).__name__}") from error
 
 
 def _annotations(node: Any) -> dict[str, str]:

@@ -1,8 +1,10 @@
 """The part of a Kubernetes API server that remediation talks to: the shapes and codes of its API, kept in memory.
 
-No API server can be had where these tests run, so its answers are written after its reference (core/v1, policy/v1):
-``Node``, ``NodeList`` in pages, merge patches with resource versions and managed fields, ``Event``, ``PodList`` by
-field selector, ``Eviction``, ``Status``.
+No API server can be had where these tests run, and these are no recordings of one: answers are modelled on its
+documentation. ``Node``, ``NodeList`` in pages, merge patches with resource versions, ``Event``, ``PodList`` by field
+selector and ``Status``: https://kubernetes.io/docs/reference/kubernetes-api/ and .../reference/using-api/api-concepts/;
+managed fields: .../reference/using-api/server-side-apply/; ``Eviction``, and what it answers where a disruption budget
+holds a pod (429) or contradicts another one (500): .../concepts/scheduling-eviction/api-eviction/.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import http.server
 import json
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -18,15 +21,23 @@ from kubernetes import client
 
 
 class Cluster:
-    """A cluster of ``nodes``; ``calls`` are (method, path, body) of what was changed. ``meanwhile`` happens once,
-    between the reading of a node and its next patch."""
+    """A cluster of ``nodes``; ``calls`` are (method, path, body) of what was changed, ``used`` the rights that requests
+    took, as (resource, verb). ``meanwhile`` happens once, between the reading of a node and its next patch.
+
+    ``guarded``: pods that a disruption budget holds. ``broken``: resources (``events``, ``nodes``, ...) of which
+    nothing can be changed for now. ``halts``: called with its resource before each change, whose answer waits for it.
+    """
 
     def __init__(self, *nodes: str) -> None:
         self.nodes = {name: _node(name) for name in nodes}
         self.pods: dict[str, dict[str, Any]] = {}
         self.events: dict[str, dict[str, Any]] = {}
         self.calls: list[tuple[str, str, Any]] = []
+        self.used: set[tuple[str, str]] = set()
         self.away = False
+        self.guarded: set[str] = set()
+        self.broken: set[str] = set()
+        self.halts: Callable[[str], object] = lambda resource: None
         self._clients: list[client.ApiClient] = []
         self.meanwhile: Callable[[], object] | None = None
         cluster = self
@@ -40,11 +51,12 @@ class Cluster:
                 else:
                     status, answer = cluster._answer(self.command, self.path, body)
                 data = json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
+                with suppress(ConnectionError):  # whoever asked may be dead by now
+                    self.send_response(status)
+                    self.send_header("Content-Type", "application/json")
+                    self.send_header("Content-Length", str(len(data)))
+                    self.end_headers()
+                    self.wfile.write(data)
 
             do_GET = do_POST = do_PATCH = _serve  # noqa: N815 - the library's names
 
@@ -101,9 +113,14 @@ class Cluster:
         parts = urlsplit(url)
         query = {name: values[0] for name, values in parse_qs(parts.query).items()}
         place = parts.path.removeprefix("/api/v1/").split("/")
+        resource, verb = _right(method, place)
+        self.used.add((resource, verb))
         if self.away:
             return _status(503, "ServiceUnavailable")
         if method != "GET":
+            self.halts(resource)
+            if resource in self.broken:
+                return _status(503, "ServiceUnavailable")
             self.calls.append((method, parts.path, body))
         if place[0] == "nodes":
             return self._nodes(method, place[1:], query, body)
@@ -118,6 +135,8 @@ class Cluster:
             self.events[name] = body
             return 201, body
         if place[0] == "namespaces" and place[-1] == "eviction":
+            if place[3] in self.guarded:
+                return _status(429, "TooManyRequests")
             if self.pods.pop(place[3], None) is None:
                 return _status(404, "NotFound")
             return 201, {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": body["metadata"]}
@@ -142,6 +161,16 @@ class Cluster:
                 return _status(409, "Conflict")
             _change(node, body, query.get("fieldManager", "OpenAPI-Generator"))
         return 200, node
+
+
+def _right(method: str, place: list[str]) -> tuple[str, str]:
+    """The resource and the verb that a role must allow (kubernetes.io/docs/reference/access-authn-authz/authorization/,
+    "Determine the request verb")."""
+    if place[0] == "namespaces" and len(place) > 2:
+        place = place[2:]
+    resource = "/".join([place[0], *place[2:]])
+    read = "get" if len(place) > 1 else "list"
+    return resource, {"GET": read, "POST": "create", "PATCH": "patch"}[method]
 
 
 def _node(name: str) -> dict[str, Any]:

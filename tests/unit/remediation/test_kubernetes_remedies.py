@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from controller.core.effects import RemedyKind
 from controller.remediation.base import Standing
@@ -12,6 +15,8 @@ from controller.remediation.kubernetes import Kubernetes
 from everstep.errors import Conflict, Unavailable
 from tests.support import kube
 from tests.support.remedies import carry_out, remedy
+
+RBAC = Path(__file__).parents[3] / "deploy" / "kubernetes" / "rbac.yaml"
 
 
 @pytest.fixture
@@ -117,3 +122,79 @@ def test_a_repair_is_told_by_its_own_note(cluster: kube.Cluster) -> None:
     carry_out(made, remedy(1, RemedyKind.REPAIR))
     assert not made.is_done(remedy(2, RemedyKind.REPAIR))
     carry_out(made, remedy(2, RemedyKind.REPAIR))
+
+
+def test_a_pod_that_a_disruption_budget_holds_keeps_no_other_pod_on_the_node(cluster: kube.Cluster) -> None:
+    for name in ("a", "b", "c", "d"):
+        cluster.add_pod(name, "n1")
+    cluster.guarded = {"a", "c"}
+    made = Kubernetes(cluster.api(), evict=True)
+    with pytest.raises(Unavailable, match=r"2 pods of 4 stay on n1.*429"):
+        made.apply(remedy(1))
+    assert set(cluster.pods) == {"a", "c"}
+    assert not made.is_done(remedy(1))
+    cluster.guarded = set()
+    made.apply(remedy(1))
+    assert made.is_done(remedy(1))
+
+
+def test_an_event_that_is_not_taken_keeps_no_node_in_service_and_is_told_later(cluster: kube.Cluster) -> None:
+    made = Kubernetes(cluster.api())
+    cluster.broken = {"events"}
+    with pytest.raises(Unavailable):
+        made.apply(remedy(1))
+    assert cluster.nodes["n1"]["spec"]["unschedulable"]
+    assert not cluster.events
+    cluster.broken = set()
+    made.apply(remedy(1))
+    made.apply(remedy(1))
+    assert [event["reason"] for event in cluster.events.values()] == ["EverstepCordon"]
+
+
+def test_a_node_that_shows_what_was_asked_for_has_its_event_since_nobody_asks_again(cluster: kube.Cluster) -> None:
+    made = Kubernetes(cluster.api())
+    for number, kind in enumerate(sorted(made.kinds)):
+        seen: list[set[str]] = []
+        cluster.halts = lambda resource, seen=seen: seen.append(set(cluster.events)) if resource == "nodes" else None
+        made.apply(remedy(number, kind))
+        assert seen == [{f"everstep.n1-a{earlier}" for earlier in range(number + 1)}], kind
+
+
+def test_the_roles_to_be_bound_allow_what_is_asked_for_and_no_more(cluster: kube.Cluster) -> None:
+    evicting = _rights("everstep-controller-evict")
+    assert _rights("everstep-controller") == _used(cluster, evict=False)
+    assert _rights("everstep-controller") | evicting == _used(cluster, evict=True)
+    bound = {one["roleRef"]["name"]: one["subjects"] for one in _manifests() if one["kind"].endswith("Binding")}
+    (account,) = (one["metadata"] for one in _manifests() if one["kind"] == "ServiceAccount")
+    whom = [{"kind": "ServiceAccount", "name": account["name"], "namespace": account["namespace"]}]
+    assert bound == dict.fromkeys(("everstep-controller", "everstep-controller-evict", "everstep-events"), whom)
+
+
+def _used(cluster: kube.Cluster, *, evict: bool) -> set[tuple[str, str]]:
+    """Rights that everything a remediator can be asked for takes."""
+    cluster.used.clear()
+    made = Kubernetes(cluster.api(), evict=evict)
+    for number, kind in enumerate(sorted(made.kinds)):
+        cluster.add_pod("trainer", "n1")
+        made.apply(remedy(number, kind))
+        made.is_done(remedy(number, kind))
+    made.standing(["n1", "n2"])
+    cluster.kubectl("n1", unschedulable=None)
+    return set(cluster.used)
+
+
+def _manifests() -> list[Any]:
+    return list(yaml.safe_load_all(RBAC.read_text()))
+
+
+def _rights(role: str) -> set[tuple[str, str]]:
+    """What the cluster role allows, and, of the one that is always bound, the role for events."""
+    names = {role, "everstep-events"} if role == "everstep-controller" else {role}
+    rules = [
+        rule
+        for one in _manifests()
+        if one["kind"].endswith("Role") and one["metadata"]["name"] in names
+        for rule in one["rules"]
+    ]
+    assert all(rule["apiGroups"] == [""] for rule in rules)
+    return {(resource, verb) for rule in rules for resource in rule["resources"] for verb in rule["verbs"]}
