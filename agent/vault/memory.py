@@ -24,52 +24,91 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Budget:
-    """How many bytes may still be made under a directory. Safe to use from any thread."""
+    """How many bytes may still be made under a directory. Safe to use from any thread.
+
+    A file that is being made counts as large as it will be, once: what of it has its pages already is missing from the
+    machine's free memory, and what has not is still to come off it.
+    """
 
     def __init__(self, directory: Path, limit: int | None) -> None:
         self._directory = directory
         self._limit = limit
         self._lock = threading.Lock()
-        self._promised = 0
+        self._growing: dict[Path, list[int]] = {}
 
     @contextmanager
-    def admit(self, need: int, what: str) -> Iterator[None]:
-        """Holds ``need`` bytes while a file is made. Raises OutOfSlotMemory, with the arithmetic, for want of room."""
+    def admit(self, path: Path, size: int, what: str) -> Iterator[None]:
+        """Inside, the file ``path`` may be made, or grow, to ``size`` bytes.
+
+        Raises OutOfSlotMemory, with the arithmetic, for want of room.
+        """
         with self._lock:
-            self._check(need, what)
-            self._promised += need
+            self._check(path, size, what)
+            self._growing.setdefault(path, []).append(size)
         try:
             yield
         finally:
             with self._lock:
-                self._promised -= need
+                self._settle(path, size)
 
-    def _check(self, need: int, what: str) -> None:
-        used = self.used_bytes() + self._promised
+    def rename(self, draft: Path, path: Path) -> None:
+        """Gives a file its name when it is made: in one, so that nobody counts it under both."""
+        with self._lock:
+            draft.rename(path)
+            self._growing.pop(draft, None)
+
+    def _settle(self, path: Path, size: int) -> None:
+        sizes = self._growing.get(path, [])
+        if size in sizes:
+            sizes.remove(size)
+        if not sizes:
+            self._growing.pop(path, None)
+
+    def _check(self, path: Path, size: int, what: str) -> None:
+        counted = self._counted()
+        used, need = sum(counted.values()), size - counted.get(path, 0)
+        if need <= 0:
+            return
         if self._limit is not None and used + need > self._limit:
             raise OutOfSlotMemory(
                 f"{what} needs {need} bytes; {used} of --memory-limit {self._limit} are in use, "
-                f"{self._limit - used} are free: raise the limit or keep fewer slots"
+                f"{max(0, self._limit - used)} are free: raise the limit or keep fewer slots"
             )
-        free = self._left_bytes() - self._promised
+        free = self._unpromised()
         if need > free:
             raise OutOfSlotMemory(
                 f"{what} needs {need} bytes; {self._directory} has {free} free and {used} in use by slots: "
                 "enlarge that file system, or keep fewer slots"
             )
 
-    def used_bytes(self) -> int:
-        """What the files under the directory take now."""
+    def _counted(self) -> dict[Path, int]:
+        """Each file's bytes: as many as it has, or as it will have when it is made."""
         found = (Path(folder) / name for folder, _, names in os.walk(self._directory) for name in names)
-        return sum(_size(path) for path in found if path.name != LOCK_FILE)
+        counted = {path: _size(path) for path in found if path.name != LOCK_FILE}
+        for path, sizes in self._growing.items():
+            counted[path] = max(counted.get(path, 0), *sizes)
+        return counted
+
+    def _unpromised(self) -> int:
+        """What is left, less what files that are being made have not taken yet.
+
+        Their pages are counted before what is left: one that is made in between counts as still to come.
+        """
+        to_come = sum(max(0, max(sizes) - _taken(path)) for path, sizes in self._growing.items())
+        return self._left_bytes() - to_come
+
+    def used_bytes(self) -> int:
+        """What the files under the directory take, those that are being made included."""
+        with self._lock:
+            return sum(self._counted().values())
 
     def free_bytes(self) -> int:
         """What could be made now: the limit and the machine allow it, and nobody is making it already."""
         with self._lock:
-            free = self._left_bytes()
+            free = self._unpromised()
             if self._limit is not None:
-                free = min(free, self._limit - self.used_bytes())
-            return max(0, free - self._promised)
+                free = min(free, self._limit - sum(self._counted().values()))
+            return max(0, free)
 
     def _left_bytes(self) -> int:
         """What the file system, and on a memory file system the machine, has left."""
@@ -80,6 +119,14 @@ class Budget:
 def _size(path: Path) -> int:
     try:
         return path.lstat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _taken(path: Path) -> int:
+    """Bytes of the file that have their blocks; ``st_size`` says nothing of those (``pages.make_huge``, holes)."""
+    try:
+        return path.lstat().st_blocks * 512
     except FileNotFoundError:
         return 0
 

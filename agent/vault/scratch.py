@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path, PurePath
 
 from agent.vault.memory import Budget, allocate
@@ -45,8 +44,7 @@ class Scratch:
         end = self.offset + self.length
         if not self.length:
             return
-        grows = end > found.st_size
-        with budget.admit(end - found.st_size, into) if grows else nullcontext():
+        with budget.admit(Path(into), end, into):
             # its own part alone, so that others in the same file need not wait for all before theirs
             allocate(self._descriptor, self.length, into, self.offset)
 

@@ -257,13 +257,13 @@ class SegmentStore:
         draft, path = folder / f".{key.filename}", folder / key.filename
         what = f"{slots} slots of {slot_bytes} bytes for {key.job}/{key.filename}"
         length = segment_bytes(slots, slot_bytes)
-        with self.budget.admit(length, what):
+        with self.budget.admit(draft, length, what):
             try:
                 self._draft(key, draft, length, slot_bytes, slots, what)
                 if old is not None:
                     old.seal_copied()
                     _carry_over(old.view, SegmentView(memoryview(_map(draft, True))))
-                draft.rename(path)
+                self.budget.rename(draft, path)
             except BaseException:
                 draft.unlink(missing_ok=True)
                 raise

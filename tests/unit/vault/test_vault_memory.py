@@ -2,33 +2,150 @@
 
 from __future__ import annotations
 
+import mmap
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from agent.vault import memory, segments
 from agent.vault.memory import Budget
+from agent.vault.segments import SegmentKey, SegmentStore
 from everstep.errors import OutOfSlotMemory
+from everstep.segment_header import segment_bytes
+from tests.support.vaults import DEADLINE_S, JOB
+
+PAGES = 1 << 20
+ONE = segment_bytes(1, PAGES)
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    made = Path(tempfile.mkdtemp(prefix="everstep-test-", dir="/dev/shm"))
+    yield made
+    shutil.rmtree(made)
+
+
+class BeingMade:
+    """A segment whose making stands still between two of its steps, with all its pages there, until ``finish``."""
+
+    def __init__(self, store: SegmentStore, key: SegmentKey, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._go_on, stands = threading.Event(), threading.Event()
+        populate: Callable[..., None] = segments.populate
+
+        def held(mapping: object) -> None:
+            if threading.current_thread() is self._thread:
+                stands.set()
+                assert self._go_on.wait(DEADLINE_S)
+            populate(mapping)
+
+        monkeypatch.setattr(segments, "populate", held)
+        self._thread = threading.Thread(target=store.open, args=(key, PAGES, 1))
+        self._thread.start()
+        assert stands.wait(DEADLINE_S)
+
+    def finish(self) -> None:
+        self._go_on.set()
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive()
+
+
+def own(number: int) -> SegmentKey:
+    return SegmentKey(JOB, "own", number)
 
 
 def test_what_is_free_is_what_could_still_be_made_under_the_limit(tmp_path: Path) -> None:
     budget = Budget(tmp_path, 100_000)
     (tmp_path / "slots").write_bytes(bytes(60_000))
     assert budget.free_bytes() == 40_000
-    with budget.admit(30_000, "a segment"):
+    with budget.admit(tmp_path / "a", 30_000, "a segment"):
         assert budget.free_bytes() == 10_000
-        with pytest.raises(OutOfSlotMemory, match="10000 are free"), budget.admit(10_001, "another"):
+        with (
+            pytest.raises(OutOfSlotMemory, match="10000 are free"),
+            budget.admit(tmp_path / "b", 10_001, "another"),
+        ):
             pass
     assert budget.free_bytes() == 40_000
 
 
+def test_a_segment_that_is_being_made_counts_once_against_the_limit(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SegmentStore(shared, "n1", 2 * ONE)
+    first = BeingMade(store, own(0), monkeypatch)
+    try:
+        assert (store.budget.used_bytes(), store.budget.free_bytes()) == (ONE, ONE)
+        store.open(own(1), PAGES, 1)
+        with pytest.raises(OutOfSlotMemory, match=rf"{2 * ONE} of --memory-limit {2 * ONE} are in use, 0 are free"):
+            store.open(own(2), PAGES, 1)
+    finally:
+        first.finish()
+    assert (store.budget.used_bytes(), store.budget.free_bytes()) == (2 * ONE, 0)
+
+
+def test_pages_that_a_segment_being_made_has_already_do_not_come_off_the_free_memory_again(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine with room for two segments, on which nothing else takes memory."""
+
+    def left() -> int:
+        return 2 * ONE - sum(p.stat().st_blocks * 512 for p in shared.rglob("*") if p.is_file())
+
+    monkeypatch.setattr(memory, "_available_memory", left)
+    store = SegmentStore(shared, "n1", None)
+    first = BeingMade(store, own(0), monkeypatch)
+    try:
+        assert store.budget.free_bytes() == ONE
+        store.open(own(1), PAGES, 1)
+        with pytest.raises(OutOfSlotMemory, match="has 0 free"):
+            store.open(own(2), PAGES, 1)
+    finally:
+        first.finish()
+    assert store.budget.free_bytes() == 0
+
+
+def test_what_a_file_that_is_being_made_has_no_pages_for_yet_is_spoken_for(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``make_huge`` leaves it: as long as it will be, and with hardly any pages."""
+    monkeypatch.setattr(memory, "_available_memory", lambda: 10 * mmap.PAGESIZE)
+    budget, path = Budget(shared, None), shared / "slots"
+    with budget.admit(path, 6 * mmap.PAGESIZE, "slots"):
+        with path.open("wb") as file:
+            file.write(bytes(mmap.PAGESIZE))
+            file.truncate(6 * mmap.PAGESIZE)
+        assert budget.free_bytes() == 5 * mmap.PAGESIZE
+
+
+def test_parts_of_one_file_that_come_at_once_count_as_the_file_that_they_make(tmp_path: Path) -> None:
+    budget, path = Budget(tmp_path, 100_000), tmp_path / "landing"
+    with budget.admit(path, 30_000, "its first part"), budget.admit(path, 80_000, "its second part"):
+        assert budget.free_bytes() == 20_000
+        path.write_bytes(bytes(80_000))
+        assert budget.free_bytes() == 20_000
+    assert budget.free_bytes() == 20_000
+
+
 def test_a_directory_that_holds_more_than_the_limit_has_nothing_free(tmp_path: Path) -> None:
     (tmp_path / "slots").write_bytes(bytes(60_000))
-    assert Budget(tmp_path, 50_000).free_bytes() == 0
+    budget = Budget(tmp_path, 50_000)
+    assert budget.free_bytes() == 0
+    with (
+        pytest.raises(OutOfSlotMemory, match="60000 of --memory-limit 50000 are in use, 0 are free"),
+        budget.admit(tmp_path / "a", 1, "a byte"),
+    ):
+        pass
 
 
 def test_without_a_limit_what_is_free_is_what_the_machine_has_left(tmp_path: Path) -> None:
-    free = Budget(tmp_path, None).free_bytes()
-    with Budget(tmp_path, None).admit(free // 2, "half of it"):
+    budget = Budget(tmp_path, None)
+    with budget.admit(tmp_path / "a", budget.free_bytes() // 2, "half of it"):
         pass
-    with pytest.raises(OutOfSlotMemory, match="enlarge that file system"), Budget(tmp_path, None).admit(1 << 60, "all"):
+    with (
+        pytest.raises(OutOfSlotMemory, match="enlarge that file system"),
+        budget.admit(tmp_path / "a", 1 << 60, "all"),
+    ):
         pass
