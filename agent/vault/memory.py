@@ -19,6 +19,8 @@ MADV_POPULATE_WRITE = 23
 
 POPULATE_BYTES = 64 << 20
 
+_FEWER_SLOTS = "keep fewer slots: run.track(slots=2)"
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -72,13 +74,14 @@ class Budget:
         if self._limit is not None and used + need > self._limit:
             raise OutOfSlotMemory(
                 f"{what} needs {need} bytes; {used} of --memory-limit {self._limit} are in use, "
-                f"{max(0, self._limit - used)} are free: raise the limit or keep fewer slots"
+                f"{max(0, self._limit - used)} are free: raise it (the agent's --vault-memory-limit-bytes), "
+                f"or {_FEWER_SLOTS}"
             )
         free = self._unpromised()
         if need > free:
             raise OutOfSlotMemory(
                 f"{what} needs {need} bytes; {self._directory} has {free} free and {used} in use by slots: "
-                "enlarge that file system, or keep fewer slots"
+                f"enlarge that file system, or {_FEWER_SLOTS}"
             )
 
     def _counted(self) -> dict[Path, int]:
@@ -152,7 +155,7 @@ def allocate(descriptor: int, length: int, what: str, start: int = 0) -> None:
         found = os.fstatvfs(descriptor)
         raise OutOfSlotMemory(
             f"{what} needs {length} bytes; its file system has {found.f_bavail * found.f_frsize} free: "
-            "enlarge it, or keep fewer slots"
+            f"enlarge it, or {_FEWER_SLOTS}"
         ) from error
 
 
