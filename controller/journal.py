@@ -56,11 +56,15 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Beginning(msgspec.Struct, frozen=True, kw_only=True):
-    """How a segment begins: the state before its first event (``FleetState`` in MessagePack, secrets blank)."""
+    """How a segment begins: the state before its first event (``FleetState`` in MessagePack, secrets blank).
+
+    ``follows``: this controller wrote the segment before, to its end.
+    """
 
     version: str
     at: float
     state: msgspec.Raw
+    follows: bool = False
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -119,9 +123,10 @@ class Journal:
         segment = self._segment
         if segment is not None and not self._is_over(segment, now):
             return
+        follows = segment is not None and not segment.failed
         self._end_segment()
         self._segment = _Segment(self._directory / f"{int(now * 1000):015d}-{state.epoch}{SUFFIX}", now)
-        self._add(Beginning(version=__version__, at=now, state=msgspec.Raw(_blanked(state))))
+        self._add(Beginning(version=__version__, at=now, state=msgspec.Raw(_blanked(state)), follows=follows))
         self._beginning_bytes = len(self._waiting)
         self._thread.submit(_prune, self._directory, self._most_bytes, now - self._keep_s)
 

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from controller.core.policy import CorePolicy
-from controller.replay import WhatIf, what_if
 from controller.rulebook import changed_rules
+from controller.what_if import WhatIf, what_if
 from everstep.errors import ConfigurationError
 from everstep.wire.v1.history import PolicyChange, PolicyChecked, PolicyDocument
 

@@ -1,4 +1,4 @@
-"""A journal decided again: the same decisions today, or what differs; and what another policy would have done.
+"""A journal decided again: the same decisions today, or what differs.
 
 With the code and the policy of the time, every event leads to the same decisions as then. With a newer core the
 differences are shown as they arise; from the first one on, what follows in the journal happened in a world that had
@@ -16,18 +16,19 @@ import msgspec
 from controller.core import fleet
 from controller.core.describe import describe
 from controller.core.effects import Effect, PutVerdict
-from controller.core.events import Event, HeartbeatChanged, ReportArrived
+from controller.core.events import Event, HeartbeatChanged, OperatorCommand, ReportArrived
 from controller.core.policy import CorePolicy
 from controller.core.state import FleetState
-from controller.journal import Entry, read_segment, segments
+from controller.journal import Beginning, Entry, read_segment
 from controller.rulebook import with_rules
 from everstep import __version__
-from everstep.errors import EverstepError, MalformedMessage, NotFound
-from everstep.vocabulary import Decision, Verdict
+from everstep.errors import EverstepError, MalformedMessage
+from everstep.vocabulary import Verdict
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One event, decided again. ``then`` and ``now`` are decisions in lines; ``verdicts`` are today's."""
+    """One event, decided again. ``then`` and ``now`` are decisions in lines; ``verdicts`` are today's. ``ordered``: an
+    operator's order about a node."""
 
     at: float
     what: str
@@ -37,6 +38,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     then: tuple[str, ...]
     now: tuple[str, ...]
     verdicts: tuple[Verdict, ...]
+    ordered: bool
 
     @property
     def differs(self) -> bool:
@@ -48,10 +50,15 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
-    """A segment, opened: which release wrote it, when it begins, and its events decided again, one by one."""
+    """A segment, opened: which release wrote it, when it begins, and its events decided again, one by one.
+
+    ``follows``: whether nothing was left out between the segment before and this one. ``state`` goes on with ``steps``.
+    """
 
     version: str
     begins_at: float
+    follows: bool
+    state: FleetState
     steps: Iterator[Step]
 
     @property
@@ -59,12 +66,15 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
         return self.version == __version__
 
 
-def replay(segment: Path, policy: CorePolicy | None = None) -> Recording:
-    """Decides a segment again, with the policy of the time or with ``policy``.
+def replay(segment: Path, policy: CorePolicy | None = None, before: FleetState | None = None) -> Recording:
+    """Decides a segment again, with the policy of the time or with ``policy``; from the state that it begins with, or
+    from ``before``, that of the segment which it follows.
 
     Raises MalformedMessage for what is no journal, or one whose state this release does not understand.
     """
     beginning, entries = read_segment(segment)
+    if before is not None and beginning.follows:
+        return _recording(beginning, before, entries)
     try:
         state = msgspec.msgpack.decode(beginning.state, type=FleetState)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -74,7 +84,17 @@ def replay(segment: Path, policy: CorePolicy | None = None) -> Recording:
         ) from error
     if policy is not None:
         state.policy = with_rules(policy).validate()
-    return Recording(version=beginning.version, begins_at=beginning.at, steps=_steps(state, entries))
+    return _recording(beginning, state, entries)
+
+
+def _recording(beginning: Beginning, state: FleetState, entries: Iterable[Entry]) -> Recording:
+    return Recording(
+        version=beginning.version,
+        begins_at=beginning.at,
+        follows=beginning.follows,
+        state=state,
+        steps=_steps(state, entries),
+    )
 
 
 def _steps(state: FleetState, entries: Iterable[Entry]) -> Iterator[Step]:
@@ -90,6 +110,7 @@ def _steps(state: FleetState, entries: Iterable[Entry]) -> Iterator[Step]:
             then=entry.decisions,
             now=now,
             verdicts=verdicts,
+            ordered=isinstance(event, OperatorCommand) and bool(event.node),
         )
 
 
@@ -114,59 +135,3 @@ def _name(event: Event) -> str:
 def _job_of(event: Event) -> str:
     subject = event.body if isinstance(event, ReportArrived) else event
     return getattr(subject, "job", None) or ""
-
-
-# --- another policy ----------------------------------------------------------------------------------------------
-
-
-class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy would have done with a stretch of the past. ``at`` of verdicts is when.
-
-    ``also``: evictions that it would have carried out and that did not happen; ``not_then``: evictions that happened
-    and would not have. ``evictions``: how many it would have carried out in all; ``events``: how many were decided
-    again, from ``since`` on.
-    """
-
-    since: float | None
-    events: int
-    evictions: int
-    also: tuple[Verdict, ...]
-    not_then: tuple[str, ...]
-
-
-def what_if(journal: Path, policy: CorePolicy, since: float) -> WhatIf:
-    """Decides everything in ``journal`` (a directory) from ``since`` on again under ``policy``.
-
-    Raises NotFound where nothing was recorded since then, MalformedMessage as ``replay``.
-    """
-    reached = _reaching(segments(journal), since)
-    if not reached:
-        raise NotFound(f"nothing is recorded in {journal}: a journal is kept when journal_dir is set")
-    events, evictions, also, not_then, began = 0, 0, list[Verdict](), list[str](), None
-    for segment in reached:
-        for step in replay(segment, policy).steps:
-            if step.at < since:
-                continue
-            began = step.at if began is None else began
-            events += 1
-            evicted = [verdict for verdict in step.verdicts if verdict.decision is Decision.EVICT]
-            evictions += len(evicted)
-            then = {_evicted(line) for line in step.then} - {""}
-            also += [verdict for verdict in evicted if verdict.node not in then]
-            not_then += [
-                line for line in step.then if (node := _evicted(line)) and node not in {v.node for v in evicted}
-            ]
-    return WhatIf(since=began, events=events, evictions=evictions, also=tuple(also), not_then=tuple(not_then))
-
-
-def _reaching(found: list[Path], since: float) -> list[Path]:
-    """Segments with events after ``since``: all that begin later, and the one before them."""
-    later = [path for path in found if int(path.name[:15]) / 1000 > since]
-    return found[-len(later) - 1 :]
-
-
-def _evicted(line: str) -> str:
-    """The node that a line of ``describe`` evicts, empty for any other line."""
-    if not line.startswith("verdict ") or f"({Decision.EVICT}): " not in line:
-        return ""
-    return line.split()[1].rpartition("-")[0]

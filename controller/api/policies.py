@@ -11,7 +11,7 @@ from fastapi import Request
 
 from controller import policy_change, views
 from controller.api import endpoints, tags
-from controller.replay import WhatIf
+from controller.what_if import WhatIf
 from everstep.errors import Conflict
 from everstep.tokens import Identity
 from everstep.wire.v1 import history as past
@@ -78,11 +78,16 @@ def _tried(told: WhatIf) -> past.Tried:
     sentence = f"it would have evicted {'once' if told.evictions == 1 else f'{told.evictions} times'}"
     sentence += f"; also {nodes}" if also else ""
     sentence += f"; {not_then} {'eviction' if not_then == 1 else 'evictions'} would not have been" if not_then else ""
+    sentence = sentence if also or not_then else f"{sentence}, as happened"
+    if told.gaps:
+        hours = sum(end - begin for begin, end in told.gaps) / 3600.0
+        sentence += f"; {hours:.1f} h of the time are not recorded here ({len(told.gaps)} gaps)"
     return past.Tried(
         since=told.since or 0.0,
         events=told.events,
         evictions=told.evictions,
         also=told.also[:1000],
         not_then=told.not_then[:1000],
-        sentence=sentence if also or not_then else f"{sentence}, as happened",
+        gaps=told.gaps[:1000],
+        sentence=sentence,
     )

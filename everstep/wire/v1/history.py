@@ -135,14 +135,18 @@ class TryPolicy(Message, frozen=True, kw_only=True):
 
 
 class Tried(Message, frozen=True, kw_only=True):
-    """What the change would have done with the recorded past. ``also``: evictions that did not happen and would have;
-    ``not_then``: those that happened and would not have. ``since``: where the record begins."""
+    """What the change would have done with the recorded past, apart from what operators ordered.
+
+    ``also``: evictions of nodes that did not leave and would have, ``not_then``: of nodes that left and would not have;
+    by node, whenever it was. ``since``: where the record begins. ``gaps``: (from, to) of what is not recorded since
+    then: each controller keeps a journal of its own."""
 
     since: float
     events: int
     evictions: int
     also: tuple[Verdict, ...] = ()
     not_then: tuple[str, ...] = ()
+    gaps: tuple[tuple[float, float], ...] = ()
     sentence: ShortText = ""
 
 

@@ -15,8 +15,8 @@ import pytest
 from controller import journal
 from controller.core.turn import Turn
 from controller.journal import MAGIC, RETRY_S, Journal, read_segment, segments
-from controller.replay import Step, replay, what_if
-from everstep.errors import ConfigurationError, MalformedMessage, NotFound
+from controller.replay import Step, replay
+from everstep.errors import ConfigurationError, MalformedMessage
 from everstep.vocabulary import NodeState
 from tests.support.core_fleet import ENTROPY, START, CoreFleet, xid
 from tests.support.journaled import JournaledFleet
@@ -170,17 +170,6 @@ def test_a_large_state_that_waits_for_a_busy_disk_is_no_reason_for_a_gap(
         free.set()
     fleet.journal.close()
     assert fleet.journal.gaps == gaps
-
-
-def test_another_policy_tells_what_it_would_have_done(fleet: JournaledFleet, tmp_path: Path) -> None:
-    _incident(fleet)
-    fleet.journal.close()
-    assert fleet.node_state("n2") is not NodeState.HEALTHY
-    strict = msgspec.structs.replace(fleet.policy, eviction_count=1)
-    told = what_if(tmp_path / "journal", strict, START)
-    assert (told.evictions, told.also, told.not_then) == (1, (), ())
-    with pytest.raises(NotFound, match="nothing is recorded"):
-        what_if(tmp_path / "nothing", strict, START)
 
 
 def test_what_is_no_journal_is_refused_with_a_sentence(tmp_path: Path) -> None:
