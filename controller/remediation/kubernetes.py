@@ -91,14 +91,18 @@ class Kubernetes:
         notes = _annotations(node)
         match remedy.kind:
             case RemedyKind.CORDON | RemedyKind.REPAIR:
-                if _is_ours(node) and remedy.kind is RemedyKind.CORDON:
-                    return None
                 mine = {CORDON: notes[CORDON] if _is_ours(node) else reason_of(remedy)}
                 if remedy.kind is RemedyKind.REPAIR:
                     mine[REPAIR] = reason_of(remedy)
+                if _is_ours(node) and mine.items() <= notes.items():
+                    return None
                 return _merge_patch(mine, unschedulable=True, taints=[*_others_taints(node), TAINT])
             case RemedyKind.UNCORDON:
-                return _merge_patch(NO_NOTES, unschedulable=False, taints=_others_taints(node))
+                taints = _others_taints(node)
+                is_marked = not NO_NOTES.keys().isdisjoint(notes) or len(taints) < len(node.spec.taints or ())
+                if not node.spec.unschedulable and not is_marked:
+                    return None
+                return _merge_patch(NO_NOTES, unschedulable=False, taints=taints)
             case RemedyKind.REBOOT:
                 if notes.get(REBOOT, "").startswith(remedy.id + " "):
                     return None

@@ -25,7 +25,7 @@ class Cluster:
     took, as (resource, verb). ``meanwhile`` happens once, between the reading of a node and its next patch.
 
     ``guarded``: pods that a disruption budget holds. ``broken``: resources (``events``, ``nodes``, ...) of which
-    nothing can be changed for now. ``halts``: called with its resource before each change, whose answer waits for it.
+    nothing can be changed for now.
     """
 
     def __init__(self, *nodes: str) -> None:
@@ -37,7 +37,6 @@ class Cluster:
         self.away = False
         self.guarded: set[str] = set()
         self.broken: set[str] = set()
-        self.halts: Callable[[str], object] = lambda resource: None
         self._clients: list[client.ApiClient] = []
         self.meanwhile: Callable[[], object] | None = None
         cluster = self
@@ -67,10 +66,14 @@ class Cluster:
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
 
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
     def api(self) -> client.CoreV1Api:
         """The official client, connected."""
         configuration = client.Configuration()
-        configuration.host = f"http://127.0.0.1:{self._server.server_address[1]}"
+        configuration.host = self.url
         configuration.retries = False
         made = client.ApiClient(configuration)
         self._clients.append(made)
@@ -118,7 +121,6 @@ class Cluster:
         if self.away:
             return _status(503, "ServiceUnavailable")
         if method != "GET":
-            self.halts(resource)
             if resource in self.broken:
                 return _status(503, "ServiceUnavailable")
             self.calls.append((method, parts.path, body))

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from controller.remediation.slurm import BOOT_JITTER_S, parse_node
+from everstep.system_clock import SYSTEM_CLOCK
 from tests.support.processes import ended
 
 NODE = "n1"
@@ -115,6 +117,14 @@ class Cluster:
         self._slurmd.close()
         command = ["slurmd", "-D", "-b", "-N", NODE, "-f", str(self.configuration)]
         self._slurmd.enter_context(ended(command, self.environment))
+
+    def boot_as_told(self, told_before: int) -> None:
+        """Waits until the node was told to reboot once more than ``told_before`` times, and until another boot can be
+        told from the last one; then it boots."""
+        _until(lambda: self.reboots() > told_before, self)
+        booted = parse_node(self.shown(TZ="UTC")).booted_at
+        _until(lambda: SYSTEM_CLOCK.wall() > booted + BOOT_JITTER_S + 1, self)
+        self.boot()
 
     def reboots(self) -> int:
         """How often the node was told to reboot."""

@@ -2,79 +2,209 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import pytest
 
 from controller.core.effects import Remedy, RemedyKind
 from controller.remediation.base import MARK, Remediator, Standing
 from controller.remediation.dry_run import DryRun
-from controller.remediation.kubernetes import Kubernetes
-from controller.remediation.slurm import Slurm
+from controller.remediation.kubernetes import REPAIR, Kubernetes
+from controller.remediation.slurm import Slurm, parse_node
 from controller.remediation.webhook import Webhook
 from everstep.errors import Conflict, Unavailable
-from tests.support import kube
+from tests.support import kube, slurm
 from tests.support.hook import Receiver
 from tests.support.remedies import carry_out, remedy
 
 SECRET = b"the webhook's own secret"
-KINDS = ("dry_run", "webhook", "slurm", "kubernetes")
+DEADLINE_S = 30.0
+each_kind = pytest.mark.parametrize("kind", RemedyKind)
 
 
 class Outside:
-    """One remediator and the world behind it. ``cordon``: somebody else takes n1 out of service; ``vanish``: the
-    world does not answer from now on; ``acts``: how often something was done to a node."""
+    """One remediator and the world behind it.
 
-    def __init__(
-        self,
-        remediator: Remediator,
-        *,
-        cordon: Callable[[], object] | None = None,
-        vanish: Callable[[], object] | None = None,
-        acts: Callable[[], int] | None = None,
-    ) -> None:
+    ``acts``: how often something was done to a node. ``why``: the reason that stands there for a node in repair.
+    ``boots``: the node comes up again, where it was told to reboot. ``knows_nodes``: whether it can tell one node from
+    another, who has cordoned it, and when nobody answers; ``cordon``: somebody else takes n1 out of service;
+    ``vanish``: the world does not answer from now on.
+    """
+
+    knows_nodes = True
+
+    def __init__(self, remediator: Remediator) -> None:
         self.remediator = remediator
-        self.cordon = cordon
-        self.vanish = vanish
-        self.acts = acts
+
+    def acts(self) -> int:
+        raise NotImplementedError
+
+    def why(self) -> str:
+        raise NotImplementedError
+
+    def boots(self) -> None:
+        pass
+
+    def cordon(self) -> None:
+        raise NotImplementedError
+
+    def vanish(self) -> None:
+        raise NotImplementedError
 
     def carry_out(self, remedy: Remedy) -> None:
         carry_out(self.remediator, remedy)
 
+    def is_to_offer(self, kind: RemedyKind) -> None:
+        if kind not in self.remediator.kinds:
+            pytest.skip(f"{self.remediator.name} offers no {kind}")
 
-@pytest.fixture(params=KINDS)
-def outside(request: pytest.FixtureRequest) -> Iterator[Outside]:
-    if request.param == "slurm":
-        real = request.getfixturevalue("real_slurm")
-        real.make_idle()
-        yield Outside(
-            Slurm(configuration=str(real.client_configuration())),
-            cordon=lambda: real.scontrol("update", "NodeName=n1", "State=DRAIN", "Reason=a person's own"),
-            vanish=real.pause,
-        )
-        real.resume()
-    elif request.param == "kubernetes":
-        cluster = kube.Cluster("n1", "n2", "n3")
-        made = Kubernetes(cluster.api())
-        yield Outside(
-            made,
-            cordon=lambda: cluster.kubectl("n1", unschedulable=True),
-            vanish=lambda: setattr(cluster, "away", True),
-            acts=lambda: sum(1 for method, _, _ in cluster.calls if method == "PATCH"),
-        )
-        made.close()
-        cluster.close()
-    elif request.param == "webhook":
-        receiver = Receiver(SECRET, nodes=("n1", "n2"))
-        yield Outside(
-            Webhook(receiver.url, SECRET, wall=lambda: 1.7e9, cordons=True),
-            cordon=lambda: receiver.cordoned.update(n1={"cordoned_by": "ada", "reason": "her own"}),
-            vanish=lambda: setattr(receiver, "status", 503),
-            acts=lambda: len(receiver.done),
-        )
+    def is_to_know_nodes(self) -> None:
+        if not self.knows_nodes:
+            pytest.skip(f"{self.remediator.name} asks nobody")
+
+
+class InTheLog(Outside):
+    knows_nodes = False
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        super().__init__(DryRun())
+        self._caplog = caplog
+
+    def _lines(self) -> list[str]:
+        return [record.getMessage() for record in self._caplog.records if record.name.endswith("dry_run")]
+
+    def acts(self) -> int:
+        return len(self._lines())
+
+    def why(self) -> str:
+        return self._lines()[-1]
+
+
+class AtAReceiver(Outside):
+    def __init__(self, receiver: Receiver) -> None:
+        super().__init__(Webhook(receiver.url, SECRET, wall=lambda: 1.7e9, cordons=True))
+        self._receiver = receiver
+
+    def acts(self) -> int:
+        return len(self._receiver.done)
+
+    def why(self) -> str:
+        return list(self._receiver.done.values())[-1]["sentence"]
+
+    def cordon(self) -> None:
+        self._receiver.cordoned["n1"] = {"cordoned_by": "ada", "reason": "her own"}
+
+    def vanish(self) -> None:
+        self._receiver.status = 503
+
+
+class InSlurm(Outside):
+    """``directory``: for a ``scontrol`` that writes down what it was asked and hands it on to the real one."""
+
+    def __init__(self, cluster: slurm.Cluster, directory: Path) -> None:
+        self._asked = directory / "asked"
+        self._asked.touch()
+        program = directory / "scontrol"
+        program.write_text(f'#!/bin/sh\necho "$*" >> {self._asked}\nexec scontrol "$@"\n')
+        program.chmod(0o700)
+        super().__init__(Slurm(str(program), configuration=str(cluster.client_configuration())))
+        self._cluster, self._rebooted = cluster, cluster.reboots()
+
+    def acts(self) -> int:
+        return sum(1 for line in self._asked.read_text().splitlines() if "show node" not in line)
+
+    def why(self) -> str:
+        return parse_node(self._cluster.shown()).reason
+
+    def boots(self) -> None:
+        self._cluster.boot_as_told(self._rebooted)
+
+    def cordon(self) -> None:
+        self._cluster.scontrol("update", "NodeName=n1", "State=DRAIN", "Reason=a person's own")
+
+    def vanish(self) -> None:
+        self._cluster.pause()
+
+
+class InKubernetes(Outside):
+    def __init__(self, cluster: kube.Cluster) -> None:
+        super().__init__(Kubernetes(cluster.api()))
+        self._cluster = cluster
+
+    def acts(self) -> int:
+        return sum(1 for method, _, _ in self._cluster.calls if method == "PATCH")
+
+    def why(self) -> str:
+        return str(self._cluster.nodes["n1"]["metadata"]["annotations"][REPAIR])
+
+    def boots(self) -> None:
+        self._cluster.boot("n1", "boot-2")
+
+    def cordon(self) -> None:
+        self._cluster.kubectl("n1", unschedulable=True)
+
+    def vanish(self) -> None:
+        self._cluster.away = True
+
+
+@contextmanager
+def _in_the_log(request: pytest.FixtureRequest) -> Iterator[Outside]:
+    caplog = request.getfixturevalue("caplog")
+    with caplog.at_level(logging.INFO, logger="controller.remediation.dry_run"):
+        yield InTheLog(caplog)
+
+
+@contextmanager
+def _at_a_receiver(_: pytest.FixtureRequest) -> Iterator[Outside]:
+    receiver = Receiver(SECRET, nodes=("n1", "n2"))
+    try:
+        yield AtAReceiver(receiver)
+    finally:
         receiver.close()
-    else:
-        yield Outside(DryRun())
+
+
+@contextmanager
+def _in_slurm(request: pytest.FixtureRequest) -> Iterator[Outside]:
+    cluster = request.getfixturevalue("real_slurm")
+    cluster.make_idle()
+    try:
+        yield InSlurm(cluster, request.getfixturevalue("tmp_path"))
+    finally:
+        cluster.resume()
+
+
+@contextmanager
+def _in_kubernetes(_: pytest.FixtureRequest) -> Iterator[Outside]:
+    cluster = kube.Cluster("n1", "n2", "n3")
+    try:
+        yield InKubernetes(cluster)
+    finally:
+        cluster.close()
+
+
+WORLDS: dict[str, Callable[[pytest.FixtureRequest], AbstractContextManager[Outside]]] = {
+    "dry_run": _in_the_log,
+    "webhook": _at_a_receiver,
+    "slurm": _in_slurm,
+    "kubernetes": _in_kubernetes,
+}
+
+
+@pytest.fixture(params=WORLDS)
+def outside(request: pytest.FixtureRequest) -> Iterator[Outside]:
+    with WORLDS[request.param](request) as made:
+        yield made
+
+
+def _wait(happens: Callable[[], object]) -> None:
+    end = time.perf_counter() + DEADLINE_S
+    while not happens():
+        assert time.perf_counter() < end
+        time.sleep(0.02)
 
 
 # --- the contract ------------------------------------------------------------------------------------------------
@@ -87,48 +217,63 @@ def test_a_cordon_is_read_back_and_given_back(outside: Outside) -> None:
     assert outside.remediator.standing(["n1"]).get("n1", Standing()) == Standing()
 
 
-def test_asking_twice_does_it_once(outside: Outside) -> None:
-    outside.carry_out(remedy(1))
-    before = outside.acts() if outside.acts else 0
-    outside.remediator.apply(remedy(1))
-    assert outside.remediator.is_done(remedy(1))
-    assert (outside.acts() if outside.acts else 0) == before
+@each_kind
+def test_asking_again_and_again_does_it_once(outside: Outside, kind: RemedyKind) -> None:
+    outside.is_to_offer(kind)
+    if kind is RemedyKind.UNCORDON:
+        outside.carry_out(remedy(1))
+    wanted, before = remedy(2, kind), outside.acts()
+    for _ in range(3):
+        outside.remediator.apply(wanted)
+    assert outside.acts() == before + 1
+    if kind is RemedyKind.REBOOT:
+        outside.boots()
+    _wait(lambda: outside.remediator.is_done(wanted))
+    outside.remediator.apply(wanted)
+    assert outside.remediator.is_done(wanted)
+    assert outside.acts() == before + 1
 
 
 def test_a_node_handed_to_repair_says_why(outside: Outside) -> None:
-    outside.carry_out(remedy(3, RemedyKind.REPAIR))
+    wanted = remedy(3, RemedyKind.REPAIR)
+    assert not outside.remediator.is_done(wanted)
+    outside.carry_out(wanted)
+    assert wanted.sentence.partition("=")[2] in outside.why()
 
 
-def test_what_it_cannot_do_is_not_among_its_kinds(outside: Outside) -> None:
-    for kind in set(RemedyKind) - outside.remediator.kinds:
+def test_what_it_cannot_do_is_refused(outside: Outside) -> None:
+    refused = set(RemedyKind) - outside.remediator.kinds
+    if not refused:
+        pytest.skip(f"{outside.remediator.name} can do everything")
+    for kind in refused:
         with pytest.raises(Conflict, match="cannot"):
             outside.remediator.apply(remedy(4, kind))
+    assert outside.acts() == 0
 
 
-def test_a_node_that_is_not_known_outside_is_given_up(outside: Outside) -> None:
-    if isinstance(outside.remediator, DryRun):
-        return
+@each_kind
+def test_a_node_that_is_not_known_outside_is_given_up(outside: Outside, kind: RemedyKind) -> None:
+    outside.is_to_know_nodes()
+    outside.is_to_offer(kind)
     with pytest.raises(Conflict):
-        outside.remediator.apply(remedy(1, node="n9"))
+        outside.remediator.apply(remedy(1, kind, node="n9"))
 
 
 def test_somebody_elses_cordon_is_seen_and_never_lifted(outside: Outside) -> None:
-    if outside.cordon is None:
-        return
+    outside.is_to_know_nodes()
     outside.cordon()
     shown = outside.remediator.standing(["n1", "n2"])["n1"]
     assert shown.cordoned_by not in ("", MARK)
-    before = outside.acts() if outside.acts else 0
+    before = outside.acts()
     for kind in (RemedyKind.UNCORDON, RemedyKind.REBOOT, RemedyKind.REPAIR):
         with pytest.raises(Conflict, match="somebody else"):
             outside.remediator.apply(remedy(2, kind))
     assert outside.remediator.standing(["n1"])["n1"] == shown
-    assert (outside.acts() if outside.acts else 0) == before
+    assert outside.acts() == before
 
 
 def test_an_outside_that_is_away_will_be_asked_again(outside: Outside) -> None:
-    if outside.vanish is None:
-        return
+    outside.is_to_know_nodes()
     outside.vanish()
     with pytest.raises(Unavailable):
         outside.remediator.apply(remedy(1))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -17,6 +18,7 @@ from everstep.vocabulary import Action
 from everstep.wire.v1.agent import Numbered, Reports
 from everstep.wire.v1.history import RemedyList
 from everstep.wire.v1.training import FindingRaised
+from tests.support import kube
 from tests.support.controllers import VIEWER, ControllerProcess, bearer, controller_process, registration
 from tests.support.core_fleet import xid
 from tests.support.forked import ForkPool
@@ -24,47 +26,96 @@ from tests.support.hook import Receiver
 
 SECRET = b"the webhook's own secret"
 DEADLINE_S = 30.0
+T = TypeVar("T")
 
 
-class Halting(Receiver):
-    """Takes the first post of ``kind``, does it where it ``does``, and does not answer until it is ``released``."""
+class Halt:
+    """Takes the first request for ``what``, does it where it ``does``, and does not answer until it is ``released``.
+    ``asked``: what was asked for, in order."""
 
-    def __init__(self, kind: str, *, does: bool) -> None:
-        super().__init__(SECRET)
+    def __init__(self, what: str, *, does: bool) -> None:
         self.asked: list[str] = []
         self.reached, self.released = threading.Event(), threading.Event()
-        self._kind, self._does = kind, does
+        self.what, self._does = what, does
 
-    def _answer(self, method: str, path: str, body: bytes) -> object:
-        kind = json.loads(body)["kind"] if method == "POST" else ""
-        self.asked += [kind] if kind else []
-        if kind != self._kind or self.reached.is_set():
-            return super()._answer(method, path, body)
-        answer = super()._answer(method, path, body) if self._does else {}
+    def answer(self, what: str, act: Callable[[], T], nothing: T) -> T:
+        self.asked += [what] if what else []
+        if what != self.what or self.reached.is_set():
+            return act()
+        answer = act() if self._does else nothing
         self.reached.set()
         self.released.wait(DEADLINE_S)
         return answer
 
 
+class AtAReceiver(Receiver):
+    def __init__(self, halt: Halt, directory: Path) -> None:
+        super().__init__(SECRET)
+        self._halt = halt
+        secret = directory / "hook.secret"
+        secret.write_bytes(SECRET)
+        secret.chmod(0o600)
+        self.settings = f'remediation = "webhook"\nwebhook_url = "{self.url}"\nwebhook_secret_file = "{secret}"\n'
+
+    def _answer(self, method: str, path: str, body: bytes) -> object:
+        kind = json.loads(body)["kind"] if method == "POST" else ""
+        return self._halt.answer(kind, lambda: super(AtAReceiver, self)._answer(method, path, body), {})
+
+    def did(self) -> list[str]:
+        return [one["kind"] for one in self.done.values()]
+
+
+class InKubernetes(kube.Cluster):
+    """With a reboot controller that is quick. What changes a node is told apart by the note that it leaves there."""
+
+    def __init__(self, halt: Halt, directory: Path) -> None:
+        super().__init__("n1", "n2", "n3", "n4")
+        self._halt = halt
+        config = directory / "kubeconfig"
+        config.write_text(
+            f"{{apiVersion: v1, kind: Config, current-context: c, users: [{{name: u, user: {{}}}}], "
+            f"clusters: [{{name: c, cluster: {{server: '{self.url}'}}}}], "
+            "contexts: [{name: c, context: {cluster: c, user: u}}]}\n"
+        )
+        self.settings = f'remediation = "kubernetes"\nkubeconfig = "{config}"\n'
+
+    def _answer(self, method: str, url: str, body: Any) -> tuple[int, Any]:
+        return self._halt.answer(_step(method, body), lambda: self._done(method, url, body), (503, {}))
+
+    def _done(self, method: str, url: str, body: Any) -> tuple[int, Any]:
+        answer = super()._answer(method, url, body)
+        if _step(method, body) == "reboot":
+            self.boot("n1", "boot-2")
+        return answer
+
+    def did(self) -> list[str]:
+        assert sorted(event["reason"] for event in self.events.values()) == ["EverstepCordon", "EverstepReboot"]
+        return [_step(method, body) for method, _, body in self.calls if method == "PATCH"]
+
+
+def _step(method: str, body: Any) -> str:
+    """What a request asks for: a change of a node, by its kind, or an event, by its reason."""
+    if method == "PATCH":
+        return str(next(iter(body["metadata"]["annotations"]))).removeprefix("everstep.dev/")
+    return str(body["reason"]) if method == "POST" else ""
+
+
 @contextmanager
-def halting(kind: str, *, does: bool) -> Iterator[Halting]:
-    receiver = Halting(kind, does=does)
+def halting(
+    world: type[AtAReceiver | InKubernetes], halt: Halt, directory: Path
+) -> Iterator[AtAReceiver | InKubernetes]:
+    made = world(halt, directory)
     try:
-        yield receiver
+        yield made
     finally:
-        receiver.released.set()
-        receiver.close()
+        halt.released.set()
+        made.close()
 
 
 @contextmanager
-def controller_with(program_forks: ForkPool, receiver: Receiver, directory: Path) -> Iterator[ControllerProcess]:
-    secret, settings = directory / "hook.secret", directory / "settings.toml"
-    secret.write_bytes(SECRET)
-    secret.chmod(0o600)
-    settings.write_text(
-        f'remediation = "webhook"\nwebhook_url = "{receiver.url}"\nwebhook_secret_file = "{secret}"\n'
-        '[policy]\nremediate = "enforce"\nremedy_settle_s = 1000.0\n'
-    )
+def controller_with(program_forks: ForkPool, remediation: str, directory: Path) -> Iterator[ControllerProcess]:
+    settings = directory / "settings.toml"
+    settings.write_text(f'{remediation}[policy]\nremediate = "enforce"\nremedy_settle_s = 1000.0\n')
     with controller_process(directory, program_forks, arguments=("--settings", str(settings))) as process:
         yield process
 
@@ -89,23 +140,54 @@ def remedies(process: ControllerProcess) -> dict[str, str]:
     return {one.kind: one.state for one in msgspec.json.decode(body, type=RemedyList).remedies}
 
 
-@pytest.mark.parametrize("does", [True, False], ids=["it is done", "it is lost"])
-@pytest.mark.parametrize("kind", ["cordon", "reboot"])
+DONE_OR_LOST = pytest.mark.parametrize("does", [True, False], ids=["it is done", "it is lost"])
+BEFORE = {
+    "cordon": {"cordon": "begun", "reboot": "wanted"},
+    "EverstepCordon": {"cordon": "begun", "reboot": "wanted"},
+    "reboot": {"cordon": "confirmed", "reboot": "begun"},
+    "EverstepReboot": {"cordon": "confirmed", "reboot": "begun"},
+}
+"""How the remedies stand while a request is under way; wanted: not begun either."""
+
+
+@DONE_OR_LOST
+@pytest.mark.parametrize("what", ["cordon", "reboot"])
 def test_a_controller_killed_between_begun_and_confirmed_has_every_remedy_done_once(
-    program_forks: ForkPool, kind: str, does: bool, tmp_path: Path
+    program_forks: ForkPool, what: str, does: bool, tmp_path: Path
 ) -> None:
-    with halting(kind, does=does) as receiver, controller_with(program_forks, receiver, tmp_path) as process:
+    asked = _killed_during(program_forks, AtAReceiver, Halt(what, does=does), tmp_path)
+    again = [] if does else [what]  # what was done shows when it is read back, and is not asked for any more
+    assert sorted(asked) == sorted(["cordon", "reboot", *again])
+
+
+@DONE_OR_LOST
+@pytest.mark.parametrize("what", ["cordon", "EverstepCordon", "reboot", "EverstepReboot"])
+def test_a_controller_killed_while_it_changes_kubernetes_leaves_every_change_and_event_there_once(
+    program_forks: ForkPool, what: str, does: bool, tmp_path: Path
+) -> None:
+    asked = _killed_during(program_forks, InKubernetes, Halt(what, does=does), tmp_path)
+    kinds = [one for one in asked if not one.startswith("Everstep")]
+    again = [what] if what in kinds and not does else []
+    assert sorted(kinds) == sorted(["cordon", "reboot", *again])
+
+
+def _killed_during(
+    program_forks: ForkPool, world: type[AtAReceiver | InKubernetes], halt: Halt, directory: Path
+) -> list[str]:
+    """Kills the controller while the halted request is under way, and waits for the next to end. What was asked for."""
+    with (
+        halting(world, halt, directory) as outside,
+        controller_with(program_forks, outside.settings, directory) as process,
+    ):
         fall_off_the_bus(process)
-        assert receiver.reached.wait(DEADLINE_S)
-        others = {"cordon": {"reboot": "wanted"}, "reboot": {"cordon": "confirmed"}}  # wanted: not begun either
-        assert remedies(process) == {kind: "begun"} | others[kind]
+        assert halt.reached.wait(DEADLINE_S)
+        assert remedies(process) == BEFORE[halt.what]
         process.kill()
-        receiver.released.set()
+        halt.released.set()
         process.start()
         end = time.perf_counter() + DEADLINE_S
         while remedies(process) != {"cordon": "confirmed", "reboot": "confirmed"}:
             assert time.perf_counter() < end, remedies(process)
             time.sleep(0.02)
-        assert [one["kind"] for one in receiver.done.values()] == ["cordon", "reboot"]
-        again = [] if does else [kind]  # what was done shows when it is read back, and is not asked for any more
-        assert sorted(receiver.asked) == sorted(["cordon", "reboot", *again])
+        assert outside.did() == ["cordon", "reboot"]
+        return halt.asked
