@@ -25,6 +25,7 @@ MPOL_DEFAULT, MPOL_PREFERRED = 0, 1
 MOST_NUMA_NODES = 1024
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 """The system call's number (glibc has no name for it; libnuma is another library to need)."""
+_SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _HUGE_WHEN_ADVISED = ("huge=advise", "huge=within_size", "huge=always")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -32,21 +33,36 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.syscall.restype = ctypes.c_long
 
 
-def has_huge_pages(directory: Path, mounts: str | None = None) -> bool:
-    """Whether the file system of ``directory`` was mounted so that it gives huge pages to who asks for them.
+def has_huge_pages(directory: Path, mounts: str | None = None, setting: str | None = None) -> bool:
+    """Whether the file system of ``directory`` gives huge pages to who asks for them.
+
+    That is how it was mounted, unless the kernel is set to force them on every memory file system, or to deny them.
+    Its other settings are for memory without a mount that is seen.
 
     Args:
         mounts: what /proc/self/mounts says; read where it is not given.
+        setting: what shmem_enabled in /sys/kernel/mm/transparent_hugepage says; read where it is not given.
     """
     text = Path("/proc/self/mounts").read_text() if mounts is None else mounts
     within = os.path.realpath(directory)
-    best, options = "", ""
+    best, kind, options = "", "", ""
     for line in text.splitlines():
-        _, where, _, found, *_ = line.split(" ")
+        _, where, what, found, *_ = line.split(" ")
         where = where.replace("\\040", " ")
         if (within + "/").startswith(where.rstrip("/") + "/") and len(where) >= len(best):
-            best, options = where, found
-    return any(option in _HUGE_WHEN_ADVISED for option in options.split(","))
+            best, kind, options = where, what, found
+    chosen = _shmem_setting() if setting is None else setting
+    if kind != "tmpfs" or "[deny]" in chosen:
+        return False
+    return "[force]" in chosen or any(option in _HUGE_WHEN_ADVISED for option in options.split(","))
+
+
+def _shmem_setting() -> str:
+    """``always within_size advise [never] deny force``; nothing where the kernel has no huge pages of its own."""
+    try:
+        return _SHMEM_ENABLED.read_text()
+    except OSError:
+        return ""
 
 
 def make_huge(descriptor: int, length: int) -> None:

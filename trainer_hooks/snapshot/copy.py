@@ -13,6 +13,7 @@ import torch
 
 from trainer_hooks.sdc.digest import WeightedDigest
 from trainer_hooks.snapshot.blob import dtype_of
+from trainer_hooks.snapshot.device import gpu_of
 from trainer_hooks.snapshot.gather import Gather, Targets
 from trainer_hooks.snapshot.layout import BLOB_PREFIX, Box, Manifest
 from trainer_hooks.snapshot.plan import Share
@@ -47,8 +48,8 @@ class Sources:
         self._volatile = [(i, t) for i, t in enumerate(tensors) if t.volatile and (wanted is None or i in wanted)]
         self._staged = {i: torch.empty_like(t.local) for i, t in self._volatile}
         self._tensors = tensors
-        devices = {t.local.device for t in tensors if t.local.device.type == "cuda"}
-        self.mover = DeviceMover(min(devices, key=str)) if devices else HostMover()
+        gpu = gpu_of(tensors)
+        self.mover = HostMover() if gpu is None else DeviceMover(gpu)
         self._views: list[torch.Tensor] | None = None
         self._digests: tuple[Share, dict[str, WeightedDigest]] | None = None
 

@@ -16,7 +16,6 @@ from trainer_hooks.snapshot.copy import slot_view
 from trainer_hooks.snapshot.exchange import Exchange
 from trainer_hooks.snapshot.gather import Targets
 from trainer_hooks.snapshot.layout import ALIGN, Layout, Manifest
-from trainer_hooks.snapshot.locked import page_lock
 from trainer_hooks.snapshot.plan import Share, divide, manifest_for
 from trainer_hooks.vault_client import MappedSegment, VaultClient
 
@@ -91,7 +90,7 @@ class Planner:
         self._choices = choices
         self._shared: tuple[Layout, list[Layout], Share] | None = None
 
-    def plan(self, tag: str, layout: Layout, blob_bytes: int, *, on_gpu: bool) -> Planned:
+    def plan(self, tag: str, layout: Layout, blob_bytes: int) -> Planned:
         """A plan for ``layout`` with room for ``blob_bytes`` of Python state.
 
         The exchange under ``tag`` takes place only where ``layout`` is not the last one planned. Raises Unavailable,
@@ -105,26 +104,23 @@ class Planner:
         capacity = max(SMALLEST_BLOB_BYTES, 2 * blob_bytes)
         manifest = manifest_for(self._member.rank, layouts, share, capacity)
         if not share.covers or self._choices.lean:
-            return Planned(layout, share, manifest, self._open(manifest, on_gpu))
+            return Planned(layout, share, manifest, self._open(manifest))
         wide = share.with_covers()
         wide_manifest = manifest_for(self._member.rank, layouts, wide, capacity)
-        segment = self._open(wide_manifest, on_gpu)
+        segment = self._open(wide_manifest)
         return Planned(layout, share, manifest, segment, Planned(layout, wide, wide_manifest, segment))
 
     def _nodes(self) -> list[str]:
         return [self._spec.node_of(rank) for rank in range(self._spec.world_size)]
 
-    def _open(self, manifest: Manifest, on_gpu: bool) -> MappedSegment:
+    def _open(self, manifest: Manifest) -> MappedSegment:
         """The rank's segment, with room for ``manifest``; for more than that where the job has memory to spare."""
         encoded = len(encode_manifest(manifest))
         if self._choices.lean:
             slot_bytes = slot_bytes_for(encoded, manifest.payload_bytes)
         else:
             slot_bytes = slot_bytes_for(2 * encoded, self._larger_payload(manifest)) + PAGE
-        segment = self._open_slots(slot_bytes)
-        if on_gpu:
-            page_lock(segment)
-        return segment
+        return self._open_slots(slot_bytes)
 
     def _larger_payload(self, manifest: Manifest) -> int:
         """Of the share that is left to a rank when one node goes, bytes.

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 
+import torch
 from torch._C._distributed_c10d import Store
 
 from everstep.clock import Clock
@@ -27,8 +28,10 @@ from trainer_hooks.snapshot.changes import difference
 from trainer_hooks.snapshot.choices import DEFAULT, Choices
 from trainer_hooks.snapshot.copy import Sources, write_blob
 from trainer_hooks.snapshot.cover import all_stored, store_with_covers
+from trainer_hooks.snapshot.device import current_gpu
 from trainer_hooks.snapshot.exchange import Exchange
 from trainer_hooks.snapshot.job import Filled, Job, Look, Phase
+from trainer_hooks.snapshot.locked import page_lock
 from trainer_hooks.snapshot.pace import Pace
 from trainer_hooks.snapshot.planned import Planned, Planner
 from trainer_hooks.snapshot.reports import Reports, SealedShare
@@ -101,6 +104,7 @@ class Snapshotter:
         self._planned: Planned | None = None
         self._sources: Sources | None = None
         self._look: Look | None = None
+        self._gpu = current_gpu()
         if state.complete():
             self._look = self._look_again(START)
         self._thread = threading.Thread(target=self._run, name="everstep-copier", daemon=True)
@@ -264,7 +268,7 @@ class Snapshotter:
     def _run(self) -> None:
         early = self._look
         if early is not None:
-            self._attempt(partial(self._plan, early, b"", on_gpu=False), "plan snapshots")
+            self._attempt(partial(self._plan, early, 0), "plan snapshots")
         while (job := self._next()) is not None:
             self._attempt(partial(self._snapshot, job), f"snapshot step {job.version.step}")
             self._attempt(partial(self._pace.agree, job.version.step), "agree on how often to snapshot")
@@ -302,20 +306,26 @@ class Snapshotter:
             job.phase = after
             return True
 
-    def _plan(self, look: Look, blob: bytes, *, on_gpu: bool) -> Planned:
+    def _plan(self, look: Look, blob_bytes: int) -> Planned:
+        """The plan there is where it fits, else a new one; its slots are page-locked where state lies on a GPU."""
+        gpu = look.gpu or self._gpu
+        if gpu is not None:
+            torch.cuda.set_device(gpu)  # each thread has its own; a new one begins with the first GPU
         planned = self._planned
-        if planned is None or planned.layout is not look.layout or not planned.fits(len(blob)):
-            try:
-                planned = self._planned = self._planner.plan(look.tag, look.layout, len(blob), on_gpu=on_gpu)
-            except Exception:
-                self._retry_at = self._clock.monotonic() + RETRY_S
-                raise
-            self._retry_at = float("-inf")
+        try:
+            if planned is None or planned.layout is not look.layout or not planned.fits(blob_bytes):
+                planned = self._planned = self._planner.plan(look.tag, look.layout, blob_bytes)
+                self._retry_at = float("-inf")
+            if look.gpu is not None:
+                page_lock(planned.segment)
+        except Exception:
+            self._retry_at = self._clock.monotonic() + RETRY_S
+            raise
         return planned
 
     def _snapshot(self, job: Job) -> None:
         if job.phase is Phase.QUEUED:
-            self._fill(job, self._plan(job.look, job.blob, on_gpu=job.sources.on_gpu))
+            self._fill(job, self._plan(job.look, len(job.blob)))
         if job.filled is not None:
             self._seal(job, job.filled)
 

@@ -214,12 +214,20 @@ def test_every_promise_has_a_test() -> None:
         assert TEST.search(tests), f"nothing proves: {promise}"
 
 
+def gpu_tests(path: Path) -> set[str]:
+    """The tests of a file that are marked, one by one or all together."""
+    tree = ast.parse(path.read_text())
+    tests = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    together = [ast.unparse(node.value) for node in tree.body if isinstance(node, ast.Assign)]
+    if any("mark.gpu" in value for value in together):
+        return {test.name for test in tests}
+    return {test.name for test in tests if any("mark.gpu" in ast.unparse(mark) for mark in test.decorator_list)}
+
+
 def test_every_gpu_test_is_in_the_table() -> None:
-    named = {path for path, _ in TEST.findall((ROOT / "docs" / "gpu.md").read_text())}
-    marked = {
-        path for path in (ROOT / "tests").rglob("test_*.py") if re.search(r"^[@ ].*mark\.gpu", path.read_text(), re.M)
-    }
-    assert named == {str(path.relative_to(ROOT)) for path in marked}
+    named = {TEST.findall(test)[0] for test, _ in rows("docs/gpu.md", "## Tests that need one")}
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()]
+    assert named == {(str(path.relative_to(ROOT)), name) for path in files for name in gpu_tests(path)}
 
 
 # --- what there is -----------------------------------------------------------------------------------------------

@@ -229,7 +229,7 @@ def test_a_slot_has_room_for_the_share_after_a_loss_and_never_for_more_than_ever
     spec = generation(1, ranks=[("n1", 0), ("n2", 0)])
     planner = Planner(Vault(), spec, spec.roster[0], Layouts(), 1.0)  # type: ignore[arg-type]
     with pytest.raises(Asked) as asked:
-        planner.plan("start", layout, 0, on_gpu=False)
+        planner.plan("start", layout, 0)
     assert whole < asked.value.args[0] < 1.05 * whole
 
 
@@ -247,7 +247,7 @@ def test_a_job_that_is_short_of_memory_gets_two_slots_of_the_size_of_its_share(n
     spec = generation(1, ranks=[(node, nodes[:rank].count(node)) for rank, node in enumerate(nodes)])
     planner = Planner(Vault(), spec, spec.roster[0], Layouts(), 1.0, Choices(slots=2))  # type: ignore[arg-type]
     with pytest.raises(Asked) as asked:
-        planner.plan("start", layouts[0], 0, on_gpu=False)
+        planner.plan("start", layouts[0], 0)
     share = divide(layouts, nodes, spec.spec.replicas, spec.replica_nodes)[0]
     manifest = manifest_for(0, layouts, share, SMALLEST_BLOB_BYTES)
     stored = sum(piece.box.volume * layouts[0].parts[piece.part].itemsize for piece in share.pieces)
