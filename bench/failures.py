@@ -75,11 +75,13 @@ def schedule(
     per_rack: int = NODES_PER_RACK,
     rate: float = 1.0,
     sigma: float = SIGMA,
+    shocks: bool = True,
 ) -> list[Failure]:
     """Every failure of a fleet in ``hours``, in order of time.
 
     Args:
         rate: a factor on all rates.
+        shocks: whether causes that take several nodes of a rack do, or one each.
     """
     weights = frailties(nodes, rng, sigma)
     failures = []
@@ -88,7 +90,7 @@ def schedule(
         count = _poisson(per_hour * hours, rng)
         firsts = rng.choices(range(nodes), weights=weights, k=count)
         for first in firsts:
-            width = rng.randint(*cause.width)
+            width = rng.randint(*cause.width) if shocks else 1
             failures.append(Failure(rng.uniform(0, hours), cause.name, _neighbours(first, width, nodes, per_rack)))
     return sorted(failures)
 

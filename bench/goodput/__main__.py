@@ -1,8 +1,8 @@
 """``python -m bench.goodput``: effective training time of large fleets, with the real core deciding.
 
 Plays 54 days of 16,384 and of 131,072 GPUs under the failure model of ``bench.failures``. Recovery times come from
-``bench.goodput.recovery_model``, whose text states each assumption; a row for each says what another value would cost.
-The larger fleet takes the better part of an hour of one core: ``--large-days`` shortens it.
+``bench.goodput.recovery_model``, whose text states each assumption, or from a run of ``bench.recovery``
+(``--recovery``); rows for each assumption say what another value would cost. The larger fleet takes the better part of an hour of one core: ``--large-days`` shortens it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench.goodput.picture import draw
-from bench.goodput.recovery_model import GPUS_PER_NODE
+from bench.goodput.recovery_model import GPUS_PER_NODE, RecoveryModel
 from bench.goodput.restart_all import RestartAll
 from bench.goodput.runs import Assumptions, Outcome, play, replays, repricings
 from bench.table import Row, add_arguments, finish
@@ -32,22 +32,24 @@ def main() -> int:
     add_arguments(parser)
     parser.add_argument("--days", type=float, default=54.0, help="of the smaller fleet (default: 54)")
     parser.add_argument("--large-days", type=float, default=54.0, help="of the larger fleet (default: 54)")
+    parser.add_argument("--recovery", type=Path, metavar="JSON", help="figures that bench.recovery --json has written")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the outcome")
     arguments = parser.parse_args()
     sizes = {SMALL: arguments.days, LARGE: arguments.large_days}
     if arguments.quick:
         sizes = {SMALL: 2.0}
+    model = RecoveryModel() if arguments.recovery is None else RecoveryModel.measured(arguments.recovery)
     rows: list[Row] = []
     outcomes: list[Outcome] = []
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         for nodes, days in sizes.items():
-            assumptions = Assumptions(days=days)
+            assumptions = Assumptions(days=days, model=model)
             outcome = _play(progress, f"{nodes * GPUS_PER_NODE:,} GPUs", nodes, assumptions)
             outcomes.append(outcome)
             rows += _rows(outcome)
             rows += _repriced(outcome, assumptions)
         if not arguments.quick:
-            rows += _replayed(progress, SMALL, Assumptions(days=arguments.days / 4))
+            rows += _replayed(progress, SMALL, Assumptions(days=arguments.days / 4, model=model))
     if arguments.plot is not None:
         draw(arguments.plot, outcomes, {o.nodes: _restart_all(o) for o in outcomes}, PUBLISHED)
     return finish("Effective training time", rows, arguments.json)
@@ -106,9 +108,8 @@ def _replayed(progress: Progress, nodes: int, assumptions: Assumptions) -> list[
     rows = [Row(f"{gpus}: played again as above", 100 * base.ratio, "%")]
     for name, changed in replays(assumptions).items():
         outcome = _play(progress, name, nodes, replace(changed))
-        rows.append(
-            Row(f"  with {name}", 100 * outcome.ratio, "%", against=f"{outcome.false_evictions} false evictions")
-        )
+        words = f"{outcome.false_evictions} false evictions; {outcome.spares_used} of {outcome.spares} spares needed"
+        rows.append(Row(f"  with {name}", 100 * outcome.ratio, "%", against=words))
     return rows
 
 

@@ -25,7 +25,8 @@ REBOOT_S = 300.0
 @dataclass(frozen=True)
 class FleetPlan:
     """``nodes`` are the job's, ``spares`` wait beside them. ``reset_s``: after how long somebody looks at a latched
-    breaker and resets it. ``transients_per_node_day``: short absences that mean nothing."""
+    breaker and resets it. ``transients_per_node_day``: short absences that mean nothing. ``repair``: a factor on the
+    hours that repairs take."""
 
     nodes: int
     spares: int
@@ -34,6 +35,7 @@ class FleetPlan:
     least_share: float = 0.9
     reset_s: float = 900.0
     transients_per_node_day: float = 0.05
+    repair: float = 1.0
 
 
 class FleetOfNodes(FleetInTime):

@@ -31,9 +31,14 @@ lost work
 
 from __future__ import annotations
 
+import json
+import statistics
 from dataclasses import dataclass
+from pathlib import Path
 
 GPUS_PER_NODE = 8
+LARGER_MODEL = 10
+"""Times longer that a large model's objects take to build than those of the bench."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,30 @@ class RecoveryModel:
     first_step_factor: float = 0.33
     activate_s: float = 2.0
     digest_interval_s: float = 50.0
+
+    @classmethod
+    def measured(cls, path: Path) -> RecoveryModel:
+        """With what ``bench.recovery --json`` measured: medians of its DDP kills. Raises ValueError elsewhere."""
+        rows = {row["name"]: row["value"] for row in json.loads(path.read_text())["rows"]}
+
+        def phase(name: str) -> float:
+            of_kills = (key for key in rows if key.startswith("ddp SIGKILL") and key.endswith(f", {name}"))
+            found = [rows[key] for key in of_kills]
+            if not found:
+                raise ValueError(
+                    f"{path} has no rows of bench recoveries for {name!r}: give the file of bench.recovery --json"
+                )
+            return statistics.median(found)
+
+        step_s = next((value / 1e3 for key, value in rows.items() if key.startswith("step with hooks")), None)
+        if step_s is None:
+            raise ValueError(f"{path} has no row for a step with hooks: run bench.recovery whole")
+        return cls(
+            leave_s=phase("abort") + phase("teardown"),
+            meet_s=phase("rendezvous"),
+            build_s=LARGER_MODEL * phase("build"),
+            first_step_factor=max(0.0, phase("first_step") / step_s - 1.0),
+        )
 
     def delivery_s(self, nodes: int) -> float:
         """From the decision until the last node has the roster."""

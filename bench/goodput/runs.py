@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import msgspec
 
@@ -21,12 +21,15 @@ NODES_PER_EVICTION = 256
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a run rests on. ``evictions_per_hour`` None: by the fleet's size."""
+    """What a run rests on. ``evictions_per_hour`` None: by the fleet's size. ``repair``: a factor on the hours that
+    repairs take; ``shocks``: whether causes that take several nodes do."""
 
     days: float = 54.0
     spare_share: float = 1 / 64
     rate: float = 1.0
     sigma: float = SIGMA
+    repair: float = 1.0
+    shocks: bool = True
     evictions_per_hour: int | None = None
     reset_s: float = 900.0
     transients_per_node_day: float = 0.05
@@ -88,13 +91,16 @@ def play(nodes: int, assumptions: Assumptions, on_progress: Callable[[float], No
     spares = round(nodes * assumptions.spare_share)
     hours = assumptions.days * 24
     rng = random.Random(SEED + nodes)
-    failures = schedule(nodes + spares, hours, rng, rate=assumptions.rate, sigma=assumptions.sigma)
+    failures = schedule(
+        nodes + spares, hours, rng, rate=assumptions.rate, sigma=assumptions.sigma, shocks=assumptions.shocks
+    )
     plan = FleetPlan(
         nodes=nodes,
         spares=spares,
         hours=hours,
         reset_s=assumptions.reset_s,
         transients_per_node_day=assumptions.transients_per_node_day,
+        repair=assumptions.repair,
     )
     days = FleetDays(plan, failures, site_policy(nodes, assumptions), assumptions.model, SEED)
     days.run(on_progress)
@@ -115,9 +121,14 @@ def play(nodes: int, assumptions: Assumptions, on_progress: Callable[[float], No
     )
 
 
+DECIDING = ("sensor_s", "peers_notice_s", "digest_interval_s")
+"""Fields of the recovery model on which it depends when something is decided: another value is played again."""
+
+
 def repricings(model: RecoveryModel) -> dict[str, RecoveryModel]:
-    """One assumption of the recovery model changed at a time."""
-    return {
+    """One assumption of the recovery model changed at a time: what is published or feared, then each field halved and
+    doubled."""
+    changed = {
         "communicators as MegaScale publishes (2.4e-3 s a rank)": replace(model, meet_s_per_rank=2.4e-3),
         "communicators ten times faster": replace(model, meet_s_per_rank=1e-5),
         "40 GB of state a GPU": replace(model, state_bytes_per_gpu=40e9),
@@ -127,15 +138,31 @@ def repricings(model: RecoveryModel) -> dict[str, RecoveryModel]:
         "a step takes 20 s": replace(model, step_s=20.0),
         "a death is seen after 10 s": replace(model, seen_s=10.0),
     }
+    for one in fields(model):
+        if one.name not in DECIDING:
+            value = getattr(model, one.name)
+            changed[f"{one.name} halved, {value / 2:.3g}"] = replace(model, **{one.name: value / 2})
+            changed[f"{one.name} doubled, {2 * value:.3g}"] = replace(model, **{one.name: 2 * value})
+    return changed
 
 
 def replays(assumptions: Assumptions) -> dict[str, Assumptions]:
     """Assumptions that change what is decided: played again."""
+    slower = {
+        f"{name} ten times as long": replace(
+            assumptions, model=replace(assumptions.model, **{name: 10 * getattr(assumptions.model, name)})
+        )
+        for name in DECIDING
+    }
     return {
         "no spares": replace(assumptions, spare_share=0.0),
         "half the spares": replace(assumptions, spare_share=assumptions.spare_share / 2),
+        "four times the spares": replace(assumptions, spare_share=assumptions.spare_share * 4),
         "failures twice as often": replace(assumptions, rate=2.0),
         "all nodes alike (no lemons)": replace(assumptions, sigma=0.0),
+        "repairs twice as long": replace(assumptions, repair=2.0),
+        "shocks that take one node each": replace(assumptions, shocks=False),
         "four evictions an hour, breaker reset after 8 h": replace(assumptions, evictions_per_hour=4, reset_s=8 * 3600),
         "ten times as many short absences": replace(assumptions, transients_per_node_day=0.5),
+        **slower,
     }

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +15,7 @@ from bench.goodput.accounts import Accounts
 from bench.goodput.fleet_days import FleetDays, FleetPlan
 from bench.goodput.recovery_model import RecoveryModel
 from bench.goodput.restart_all import RestartAll
-from bench.goodput.runs import Assumptions, play, site_policy
+from bench.goodput.runs import Assumptions, play, replays, repricings, site_policy
 from bench.goodput.symptoms import SYMPTOMS
 from tests.sim.month import play_month
 
@@ -88,3 +91,39 @@ def test_the_same_decisions_are_priced_by_another_model() -> None:
     model = RecoveryModel()
     assert outcome.repriced(model, model) == outcome.ratio
     assert outcome.repriced(model, RecoveryModel(meet_s=100.0)) < outcome.ratio
+
+
+def test_every_assumption_has_a_row_that_says_what_another_value_would_cost() -> None:
+    assumptions = Assumptions()
+    changed = {
+        one.name
+        for model in (*repricings(assumptions.model).values(), *(a.model for a in replays(assumptions).values()))
+        for one in fields(model)
+        if getattr(model, one.name) != getattr(assumptions.model, one.name)
+    }
+    assert changed == {one.name for one in fields(RecoveryModel)}
+    played = {
+        one.name
+        for other in replays(assumptions).values()
+        for one in fields(other)
+        if getattr(other, one.name) != getattr(assumptions, one.name)
+    }
+    assert played == {one.name for one in fields(Assumptions)} - {"days"}
+
+
+def test_recovery_times_are_read_from_what_was_measured(tmp_path: Path) -> None:
+    phases = {"abort": 0.001, "teardown": 0.012, "rendezvous": 0.014, "build": 0.032, "first_step": 0.07}
+    rows = [{"name": f"ddp SIGKILL rank 3 between, {name}", "value": value} for name, value in phases.items()]
+    rows += [{"name": "fsdp2 SIGKILL rank 3 between, build", "value": 9.0}]
+    file = tmp_path / "recovery.json"
+    file.write_text(json.dumps({"rows": rows}))
+    with pytest.raises(ValueError, match="no row for a step with hooks"):
+        RecoveryModel.measured(file)
+    rows.append({"name": "step with hooks and a snapshot every step, median", "value": 50.0})
+    file.write_text(json.dumps({"rows": rows}))
+    model = RecoveryModel.measured(file)
+    assert (model.leave_s, model.meet_s, model.build_s) == pytest.approx((0.013, 0.014, 0.32))
+    assert model.first_step_factor == pytest.approx(0.4)
+    file.write_text(json.dumps({"rows": rows[-1:]}))
+    with pytest.raises(ValueError, match="no rows of bench recoveries for 'abort'"):
+        RecoveryModel.measured(file)
