@@ -41,6 +41,7 @@ from controller.retention import retaining
 from controller.rulebook import with_rules
 from controller.secret_file import Keyring
 from controller.steady_time import SteadyTime
+from controller.store import alerts
 from controller.store.records import Loaded
 from controller.store.retention import Keep
 from controller.store.threads import Store
@@ -112,7 +113,8 @@ class Controller:
             make_remediator(),
             loop=self.loop,
             state=state,
-            rows=loaded.remedies,
+            loaded=loaded,
+            write_alerts=lambda told, over: store.write(lambda connection: alerts.write(connection, told, over)),
             failed=self.metrics.remediation_failures.inc,
         )
         self.desk = views.Desk(

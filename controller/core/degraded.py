@@ -32,6 +32,7 @@ def store_changed(turn: Turn, event: StoreChanged) -> None:
     if event.away:
         begins, state.store_away = not state.store_away, event.reason or "it does not answer"
         if begins:
+            state.store_away_at = turn.now
             turn.audit(
                 "store.away",
                 f"the database is away ({state.store_away}): running jobs go on and regroup; nobody is evicted, no "

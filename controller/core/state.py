@@ -222,7 +222,7 @@ class FleetState(msgspec.Struct, kw_only=True):
     ``partnerless_until``: until then no node is free to be a partner in a probe. ``sightings``: where and when each
     kind of finding (and XID) was seen lately; ``outbreaks``: those of them taken for no node's own.
     ``epoch``: which life of a controller over its database this is. ``store_away``: why the database cannot be written
-    now, empty while it can.
+    now, empty while it can; ``store_away_at``: since when.
     ``ignored`` counts what was dropped by rule (stale reports and the like), by reason.
     """
 
@@ -255,4 +255,5 @@ class FleetState(msgspec.Struct, kw_only=True):
     slack_at: float = 0.0
     epoch: int = 0
     store_away: str = ""
+    store_away_at: float = 0.0
     ignored: dict[str, int] = {}

@@ -1,19 +1,21 @@
 """What stands wrong now, as alerts in the form of Alertmanager's webhooks, so that its receivers understand it.
 
 Alerts are a picture of the present, not a log: the whole picture is posted when it changes, and again every few
-minutes, so that nothing needs to be remembered across a crash and a post that was lost is made good by the next.
+minutes, so that a post that was lost is made good by the next. What a picture cannot show is what has ended since the
+one before, so whatever may have been told is kept in the database until its end was told.
 Format: Alertmanager's configuration reference, ``webhook_config``, version 4.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 
 import msgspec
 
 from controller.core.state import FleetState
+from controller.store.records import Loaded
 from everstep.vocabulary import JobState, NodeState
 
 OUT = {NodeState.QUARANTINED: "warning", NodeState.LOST: "warning", NodeState.REPAIR: "critical"}
@@ -21,7 +23,7 @@ OUT = {NodeState.QUARANTINED: "warning", NodeState.LOST: "warning", NodeState.RE
 ENDED_S = 3600.0
 """Seconds for which a job that failed is still told."""
 MOST = 1000
-"""Alerts in one post; how many more there are is said in ``truncatedAlerts``."""
+"""Alerts in one post; what is more goes into further ones."""
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,12 +42,17 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
 
 def alerts_of(state: FleetState, now: float) -> list[Alert]:
     """Everything that stands wrong, the fleet's own first."""
-    return [*_fleet(state, now), *_jobs(state, now), *_nodes(state)]
+    return [*_fleet(state), *_jobs(state, now), *_nodes(state)]
 
 
-def _fleet(state: FleetState, now: float) -> Iterable[Alert]:
+def store_away(reason: str, since: float) -> Alert:
+    """The one alert that cannot be kept in the database before it is told."""
+    return _alert("EverstepStoreAway", "critical", f"the database is away: {reason}", since)
+
+
+def _fleet(state: FleetState) -> Iterable[Alert]:
     if state.store_away:
-        yield _alert("EverstepStoreAway", "critical", f"the database is away: {state.store_away}", now)
+        yield store_away(state.store_away, state.store_away_at)
     if state.fleet.breaker:
         yield _alert("EverstepBreakerOpen", "critical", state.fleet.breaker, state.fleet.breaker_at)
 
@@ -71,22 +78,39 @@ def _alert(name: str, severity: str, summary: str, since: float, **labels: str) 
     return Alert(labels={"alertname": name, "severity": severity, **labels}, summary=summary[:1024], since=since)
 
 
-def payload(firing: list[Alert], resolved: list[Alert], now: float, controller: str) -> bytes:
-    """One post."""
-    told = [*((alert, None) for alert in firing), *((alert, now) for alert in resolved)]
-    body = {
-        "version": "4",
-        "groupKey": "everstep",
-        "truncatedAlerts": max(0, len(told) - MOST),
-        "status": "firing" if firing else "resolved",
-        "receiver": "everstep",
-        "groupLabels": {},
-        "commonLabels": {},
-        "commonAnnotations": {},
-        "externalURL": controller,
-        "alerts": [_told(alert, ended_at, controller) for alert, ended_at in told[:MOST]],
-    }
-    return msgspec.json.encode(body)
+def maybe_told(loaded: Loaded) -> list[Alert]:
+    """What earlier lives may have told without its end: what they kept, and that the database was away, if they ended
+    while it was."""
+    kept = [msgspec.json.decode(row.doc, type=Alert) for row in loaded.alerts]
+    return [*kept, store_away("", loaded.newest_at)] if loaded.epoch > 1 else kept
+
+
+class Post(msgspec.Struct, frozen=True, kw_only=True):
+    """One post, and the fingerprints of the alerts whose end it tells."""
+
+    body: bytes
+    over: tuple[str, ...]
+
+
+def posts(firing: list[Alert], resolved: list[Alert], now: float, controller: str) -> Iterator[Post]:
+    """The whole picture, at most MOST alerts in a post; what has ended comes first."""
+    told = [*((alert, now) for alert in resolved), *((alert, None) for alert in firing)]
+    for start in range(0, len(told), MOST):
+        page = told[start : start + MOST]
+        body = {
+            "version": "4",
+            "groupKey": "everstep",
+            "truncatedAlerts": 0,
+            "status": "firing" if firing else "resolved",
+            "receiver": "everstep",
+            "groupLabels": {},
+            "commonLabels": {},
+            "commonAnnotations": {},
+            "externalURL": controller,
+            "alerts": [_told(alert, ended_at, controller) for alert, ended_at in page],
+        }
+        over = tuple(alert.fingerprint for alert, ended_at in page if ended_at is not None)
+        yield Post(body=msgspec.json.encode(body), over=over)
 
 
 def _told(alert: Alert, ended_at: float | None, controller: str) -> dict[str, object]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from controller.config import ControllerSettings, read_password
 from controller.core.events import NodeObserved
 from controller.core.state import FleetState
 from controller.loop import FleetLoop
-from controller.remediation.alerting import Alerting
+from controller.remediation.alerting import Alerting, Write
+from controller.remediation.alerts import maybe_told
 from controller.remediation.base import Remediator
 from controller.remediation.desk import RemedyDesk
 from controller.remediation.observer import Observer
-from controller.store.records import RemedyRow
+from controller.store.records import Loaded
 from controller.transaction import Transaction, new_trace
 
 
@@ -22,7 +23,8 @@ class Outside:
     """Made for one time of leading. Every method belongs to the event loop's thread.
 
     Args:
-        rows: remedies that an earlier life left.
+        loaded: what earlier lives left: remedies, and alerts that they told.
+        write_alerts: keeps what was told.
         failed: called for each remedy that is given up, and each post of alerts that failed.
 
     Raises ConfigurationError for settings that cannot be.
@@ -35,7 +37,8 @@ class Outside:
         *,
         loop: FleetLoop,
         state: FleetState,
-        rows: Iterable[RemedyRow],
+        loaded: Loaded,
+        write_alerts: Write,
         failed: Callable[[], None],
     ) -> None:
         self._loop = loop
@@ -46,7 +49,7 @@ class Outside:
             uniform=random.random,
             check_leading=loop.check_leading,
             failed=failed,
-            rows=rows,
+            rows=loaded.remedies,
         )
         self._observer = Observer(remediator, state, self._tell)
         self._alerting = None
@@ -57,6 +60,9 @@ class Outside:
                 controller=f"{'https' if settings.tls_certificate else 'http'}://{settings.name}",
                 state=state,
                 now=loop.now,
+                write=write_alerts,
+                told=maybe_told(loaded),
+                check_leading=loop.check_leading,
                 failed=failed,
             )
         self._tasks: list[asyncio.Task[None]] = []

@@ -6,7 +6,7 @@ from typing import Any
 
 from sqlalchemy import Column, Connection, desc, select
 
-from controller.store import credentials, remedies, tables
+from controller.store import alerts, credentials, remedies, tables
 from controller.store.reader import newest_verified, newest_versions
 from controller.store.records import Loaded, OutboxRow, VersionRow
 
@@ -30,6 +30,7 @@ def load(connection: Connection, epoch: int, batch: int) -> Loaded:
         versions=_versions(connection, jobs),
         credentials=credentials.load(connection),
         remedies=remedies.load(connection),
+        alerts=alerts.load(connection),
         outbox=_outbox(connection),
         marks={
             (node, incarnation): through

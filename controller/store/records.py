@@ -151,6 +151,13 @@ class RemedyRow(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
 
 
+class AlertRow(msgspec.Struct, frozen=True, kw_only=True):
+    """An alert that may have been told. ``doc`` is ``controller.remediation.alerts.Alert`` in JSON."""
+
+    fingerprint: str
+    doc: str
+
+
 class Batch(msgspec.Struct, kw_only=True):
     """Everything one transaction writes: the outcome of one or more events, none of them in part.
 
@@ -262,3 +269,4 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     versions: list[VersionRow]
     credentials: list[CredentialRow] = msgspec.field(default_factory=list)
     remedies: list[RemedyRow] = msgspec.field(default_factory=list)
+    alerts: list[AlertRow] = msgspec.field(default_factory=list)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sqlalchemy import BigInteger, Column, Float, Index, Integer, MetaData, PrimaryKeyConstraint, Table, Text
 
-HEAD = "0003"
+HEAD = "0004"
 """The newest migration; a database at this revision needs no migration tool at start."""
 
 metadata = MetaData()
@@ -189,6 +189,14 @@ remedies = Table(
     Index("remedies_by_state", "state"),
 )
 """What is asked of the outside: ``state`` is wanted, begun, confirmed, failed or superseded."""
+
+told_alerts = Table(
+    "told_alerts",
+    metadata,
+    Column("fingerprint", Text, primary_key=True),
+    Column("doc", Text, nullable=False),
+)
+"""Alerts whose beginning a receiver may have heard of, and whose end it has not."""
 
 findings = Table(
     "findings",

@@ -8,11 +8,12 @@ import pytest
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from controller.store import history
+from controller.store import alerts, history
 from controller.store.database import open_database
 from controller.store.migrate import head
 from controller.store.reader import Reader
 from controller.store.records import (
+    AlertRow,
     AuditRow,
     Batch,
     FindingRow,
@@ -389,3 +390,11 @@ def test_batches_merged_are_what_they_were_one_by_one(database: str, tmp_path: P
         found.append((loaded.nodes, loaded.fleet, loaded.marks, loaded.outbox, loaded.versions, loaded.newest_audit))
         engine.dispose()
     assert found[0] == found[1]
+
+
+def test_alerts_that_were_told_are_there_until_their_end_was(writer: Writer, engine: Engine) -> None:
+    first, second = AlertRow(fingerprint="a", doc="1"), AlertRow(fingerprint="b", doc="2")
+    writer.run(lambda connection: alerts.write(connection, [first, second], []))
+    writer.run(lambda connection: alerts.write(connection, [AlertRow(fingerprint="b", doc="3")], ["a", "c"]))
+    writer.close()
+    assert Writer(engine).take_over().alerts == [AlertRow(fingerprint="b", doc="3")]
