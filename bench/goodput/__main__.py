@@ -2,7 +2,9 @@
 
 Plays 54 days of 16,384 and of 131,072 GPUs under the failure model of ``bench.failures``. Recovery times come from
 ``bench.goodput.recovery_model``, whose text states each assumption, or from a run of ``bench.recovery``
-(``--recovery``); rows for each assumption say what another value would cost. The larger fleet takes the better part of an hour of one core: ``--large-days`` shortens it.
+(``--recovery``); rows for each assumption say what another value would cost.
+
+The larger fleet takes the better part of an hour of one core: ``--large-days`` shortens it.
 """
 
 from __future__ import annotations

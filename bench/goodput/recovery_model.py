@@ -72,9 +72,7 @@ class RecoveryModel:
             of_kills = (key for key in rows if key.startswith("ddp SIGKILL") and key.endswith(f", {name}"))
             found = [rows[key] for key in of_kills]
             if not found:
-                raise ValueError(
-                    f"{path} has no rows of bench recoveries for {name!r}: give the file of bench.recovery --json"
-                )
+                raise ValueError(f"{path} has no rows for {name!r}: give what bench.recovery --json has written")
             return statistics.median(found)
 
         step_s = next((value / 1e3 for key, value in rows.items() if key.startswith("step with hooks")), None)

@@ -125,5 +125,5 @@ def test_recovery_times_are_read_from_what_was_measured(tmp_path: Path) -> None:
     assert (model.leave_s, model.meet_s, model.build_s) == pytest.approx((0.013, 0.014, 0.32))
     assert model.first_step_factor == pytest.approx(0.4)
     file.write_text(json.dumps({"rows": rows[-1:]}))
-    with pytest.raises(ValueError, match="no rows of bench recoveries for 'abort'"):
+    with pytest.raises(ValueError, match="no rows for 'abort'"):
         RecoveryModel.measured(file)
