@@ -81,10 +81,10 @@ class Stream:
     def enqueue(self, work: Callable[[], object]) -> None:
         self._work.append(work)
 
-    def drain(self) -> None:
-        """All that was enqueued so far."""
+    def drain(self, done: Callable[[], bool] = lambda: False) -> None:
+        """Does what was enqueued, until ``done``."""
         with self._lock:
-            while self._work:
+            while self._work and not done():
                 self._work.popleft()()
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -113,8 +113,8 @@ class Event:
         self.stream.enqueue(lambda: self.came.setdefault(number, runtime.now))
 
     def come(self, stream: Stream | None, number: int) -> None:
-        if stream is not None and number not in self.came:
-            stream.drain()
+        if stream is not None:
+            stream.drain(lambda: number in self.came)
 
     def query(self) -> bool:
         return self.stream is None or self.number in self.came

@@ -68,7 +68,8 @@ class Sources:
     def copy(self, share: Share, targets: Targets, *, digest: bool) -> dict[str, torch.Tensor]:
         """Copies the share's pieces to ``targets``, and digests each of its groups if asked to.
 
-        From the copier thread. On a GPU both are enqueued when this returns; ``mover.finish`` waits for them.
+        From the copier thread. On a GPU both are enqueued when this returns; ``mover.finish`` waits for them, after
+        which the digests are host tensors.
         """
         views, digests = self._views_of(share), self._digests_of(share) if digest else {}
         return self.mover.run(targets, views, digests)
@@ -154,7 +155,8 @@ class DeviceMover(HostMover):
             self._stream.wait_event(self._ready)
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
-            made = {group: digest.start() for group, digest in digests.items()}
+            # to the host on this stream: read on another one they would wait for all that training has enqueued there
+            made = {group: digest.start().to("cpu", non_blocking=True) for group, digest in digests.items()}
             self._copied.record(self._stream)
         return made
 

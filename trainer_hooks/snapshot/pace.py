@@ -1,10 +1,10 @@
 """How many steps apart snapshots are, so that training does not stand still for them for long.
 
-Each rank measures how long its training thread is blocked by a snapshot, and how long a step is. All take the same
-pace, that of the rank that needs the slowest, from the same step on, without a collective: steps are counted in windows
-of WINDOW. In a window's first quarter each rank says what it would have needed in the window before; in the second rank
-0 decides for the next window; from the third on all read that. Ranks are in lock step, and each has done what it had to
-before it begins its next snapshot, at most MOST steps later: so whoever reads finds it written.
+Each rank measures for how long a snapshot holds up its training, and how long a step is (stopwatch.py). All take the
+same pace, that of the rank that needs the slowest, from the same step on, without a collective: steps are counted in
+windows of WINDOW. In a window's first quarter each rank says what it would have needed in the window before; in the
+second rank 0 decides for the next window; from the third on all read that. Ranks are in lock step, and each has done
+what it had to before it begins its next snapshot, at most MOST steps later: so whoever reads finds it written.
 
 What the controller announces is stored at any pace, about twice a second.
 """
@@ -43,10 +43,10 @@ class Store(Protocol):
 
 
 def wanted(blocked_s: float, step_s: float, now: int) -> int:
-    """Steps from one snapshot to the next, so that training is blocked for SHARE of its time at most.
+    """Steps from one snapshot to the next, so that training is held up for SHARE of its time at most.
 
     Args:
-        blocked_s: for each snapshot.
+        blocked_s: by each snapshot.
         step_s: a step without that.
         now: how many steps apart they are.
     """
@@ -63,7 +63,7 @@ def wanted(blocked_s: float, step_s: float, now: int) -> int:
 class Pace:
     """One rank's, in one generation. ``every``: fixed by the user; nothing is measured or told then.
 
-    ``step_ends``, ``due`` and ``blocked`` are for the training thread, ``agree`` for the copier.
+    ``step_ends``, ``took`` and ``due`` are for the training thread, ``agree`` for the copier.
     """
 
     def __init__(self, store: Store, rank: int, every: int | None) -> None:
@@ -75,10 +75,13 @@ class Pace:
         self._wishes: dict[int, int] = {}
         self._steps: list[float] = []
         self._blocked: list[float] = []
-        self._blocked_in_step = 0.0
         self._window = 0
-        self._last_end: float | None = None
         self._done: set[tuple[str, int]] = set()
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the user chose it, so that nobody needs to measure."""
+        return self._fixed is not None
 
     def every(self, step: int) -> int:
         """How many steps apart regular snapshots are at ``step``."""
@@ -92,23 +95,16 @@ class Pace:
 
     # --- the training thread
 
-    def step_ends(self, step: int, now: float) -> None:
-        """``step`` is finished at ``now``, monotonic seconds; before anything is begun for it."""
-        if self._fixed is not None:
-            return
-        if step // WINDOW != self._window:
+    def step_ends(self, step: int) -> None:
+        """``step`` is finished; before anything is begun for it."""
+        if not self.fixed and step // WINDOW != self._window:
             self._wish(step)
-        if self._last_end is not None:
-            self._steps.append(max(0.0, now - self._last_end - self._blocked_in_step))
-        self._last_end, self._blocked_in_step = now, 0.0
 
-    def blocked(self, seconds: float, *, anew: bool) -> None:
-        """The training thread stood still for so long. ``anew``: for a snapshot that begins; else for the last one."""
-        self._blocked_in_step += seconds
-        if anew or not self._blocked:
-            self._blocked.append(seconds)
-        else:
-            self._blocked[-1] += seconds
+    def took(self, step_s: float, blocked_s: float | None) -> None:
+        """A step took so long; and where a snapshot was begun in it, that held up training for so long beside."""
+        self._steps.append(step_s)
+        if blocked_s is not None:
+            self._blocked.append(blocked_s)
 
     def _wish(self, step: int) -> None:
         if self._blocked and self._steps:

@@ -36,6 +36,7 @@ from trainer_hooks.snapshot.pace import Pace
 from trainer_hooks.snapshot.planned import Planned, Planner
 from trainer_hooks.snapshot.reports import Reports, SealedShare
 from trainer_hooks.snapshot.retention import Retention
+from trainer_hooks.snapshot.stopwatch import Stopwatch
 from trainer_hooks.state import TrackedState
 from trainer_hooks.vault_client import VaultClient
 
@@ -97,6 +98,7 @@ class Snapshotter:
         self._closing = False
         self._retention = Retention(spec.number, spec.restore, choices, restored)
         self._pace = Pace(store, member.rank, 1 if choices.lean else choices.every)
+        self._watch = Stopwatch(None if self._pace.fixed else self._pace.took, clock)
         self._retry_at = self._warn_at = float("-inf")
         self._planner = Planner(
             vault, spec, member, Exchange(store, member.rank, spec.world_size, clock, self._stop), PATIENCE_S, choices
@@ -121,11 +123,11 @@ class Snapshotter:
 
         Raises TypeError for tracked state that cannot be stored: that is for the user to mend.
         """
-        began = self._clock.monotonic()
-        self._pace.step_ends(step, began)
+        self._pace.step_ends(step)
+        self._watch.step_ends(None if self._look is None else self._look.gpu)
         if self._is_stored(step):
-            self._begin(step)
-            self._pace.blocked(self._clock.monotonic() - began, anew=True)
+            with self._watch.held_up(stored=True):
+                self._begin(step)
 
     def every(self, step: int) -> int:
         """How many steps apart snapshots are at ``step``; 0 where only what is to be committed is stored."""
@@ -188,10 +190,9 @@ class Snapshotter:
         Returns without a copy when the generation ended meanwhile, or no plan could be made in PATIENCE_S.
         """
         if self._last is not None:
-            began = self._clock.monotonic()
-            self._await(self._last, self._last.copied)
-            self._pace.blocked(self._clock.monotonic() - began, anew=False)
-            self._last.sources.mover.order_before_step()
+            with self._watch.held_up():
+                self._await(self._last, self._last.copied)
+                self._last.sources.mover.order_before_step()
         self._standing = None
 
     def _await(self, job: Job, event: threading.Event) -> None:

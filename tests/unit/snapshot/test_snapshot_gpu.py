@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from everstep.ids import Version
 from everstep.segment_header import segment_bytes
 from everstep.slots import format_segment
+from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.training import RestoreRule
 from tests.support.generations import generation
 from tests.support.vaults import vaults
@@ -21,6 +23,7 @@ from trainer_hooks.restore import Restoration
 from trainer_hooks.sdc.digest import WeightedDigest
 from trainer_hooks.snapshot.locked import page_lock
 from trainer_hooks.snapshot.snapshotter import Snapshotter
+from trainer_hooks.snapshot.stopwatch import Stopwatch
 from trainer_hooks.state import TrackedState
 from trainer_hooks.vault_client import MappedSegment, VaultClient
 
@@ -67,6 +70,27 @@ def test_the_digest_of_a_tensor_is_the_same_on_the_gpu_and_on_the_host() -> None
     tensors = [torch.randn(n) for n in (5, 40_000, 3_000_000)]
     on_gpu = [t.cuda() for t in tensors]
     assert WeightedDigest(on_gpu).value() == WeightedDigest(tensors).value()
+
+
+def test_what_a_snapshot_holds_up_is_told_in_the_streams_time() -> None:
+    """Between events: a wait of the thread counts where the GPU has nothing to do meanwhile, else it does not."""
+    told: list[tuple[float, float | None]] = []
+    watch, gpu = Stopwatch(lambda *step: told.append(step), SYSTEM_CLOCK), torch.device("cuda", 0)
+    for idle in (False, True, False):
+        watch.step_ends(gpu)
+        torch.cuda._sleep(1_000_000_000)  # cycles: half a second or more
+        if idle:
+            torch.cuda.synchronize()
+        with watch.held_up(stored=True):
+            Event().wait(0.1)
+    watch.step_ends(gpu)
+    torch.cuda.synchronize()
+    watch.step_ends(gpu)
+    (step_s, under), (_, alone) = told[:2]
+    assert step_s > 0.1
+    assert under is not None
+    assert alone is not None
+    assert under < 0.05 < 0.1 <= alone
 
 
 def test_slot_memory_is_registered_while_it_is_held_and_can_be_registered_again_after_that(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ class Lockstep:
     def __init__(self, world: int) -> None:
         store = dist.HashStore()
         self.paces = [Pace(store, rank, None) for rank in range(world)]
-        self.now = [0.0] * world
         self.last: list[int | None] = [None] * world
 
     def step(self, step: int, order: list[int], blocked_s: list[float], copiers: list[bool], step_s: float) -> None:
@@ -31,13 +30,12 @@ class Lockstep:
 
     def rank(self, rank: int, step: int, blocked_s: float, copier: bool, step_s: float) -> bool:
         pace = self.paces[rank]
-        self.now[rank] += step_s
-        pace.step_ends(step, self.now[rank])
+        pace.step_ends(step)
         if not pace.due(step):
+            pace.took(step_s, None)
             return False
         self.catch_up(rank)  # the last snapshot is over before the next one begins
-        self.now[rank] += blocked_s
-        pace.blocked(blocked_s, anew=True)
+        pace.took(step_s, blocked_s)
         self.last[rank] = step
         if copier:
             self.catch_up(rank)
@@ -99,8 +97,8 @@ def test_the_pace_follows_the_slowest_rank_and_comes_back_and_each_is_said_once(
 def test_what_the_user_fixed_stays_whatever_it_costs() -> None:
     pace = Pace(dist.HashStore(), 0, 5)
     for step in range(1, 4 * WINDOW):
-        pace.step_ends(step, float(step))
-        pace.blocked(1.0, anew=True)
+        pace.step_ends(step)
+        pace.took(1.0, 1.0)
         pace.agree(step)
     assert [step for step in range(1, 21) if pace.due(step)] == [5, 10, 15, 20]
 
