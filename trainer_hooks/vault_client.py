@@ -7,14 +7,10 @@ vault on the same path; callers see at most a longer wait. Errors the vault answ
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import logging
-import mmap
-import os
 import socket
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -27,7 +23,7 @@ from everstep.backoff import Backoff
 from everstep.clock import Clock
 from everstep.framing import FrameDecoder, encode_frame
 from everstep.ids import Version
-from everstep.slots import SLOTS, SegmentView
+from everstep.slots import SLOTS
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.local import (
     MAX_FRAME_BYTES,
@@ -51,6 +47,7 @@ from everstep.wire.v1.parity import ParityGroup
 from everstep.wire.v1.supervision import VaultFinding
 from everstep.wire.v1.training import PeerLost
 from trainer_hooks.locality import numa_node
+from trainer_hooks.mapped_segment import MappedSegment
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +60,8 @@ OPEN_TIMEOUT_S = 300.0
 """For a segment to be made: the first touch of its pages runs at 0.6 GB/s, and all ranks of a node begin together."""
 DECODE_TIMEOUT_S = 300.0
 """For a slot that is made again from parity: all the others of its group are read for that."""
+CHECKED_WITHIN_S = 20.0
+"""For vaults to hash what they found when they began, newest versions first; ranks wait a minute for one another."""
 RECONNECT = Backoff(floor_s=0.01, ceiling_s=0.5)
 
 
@@ -81,31 +80,6 @@ _ERRORS = _error_classes()
 def _error_of(answer: Failed) -> errors.EverstepError:
     kind = _ERRORS.get(answer.code, errors.EverstepError)
     return kind(answer.message)
-
-
-class MappedSegment:
-    """A segment file mapped writable into this process. The mapping lives as long as this object or a view of it.
-
-    ``descriptor``: of the file, open as long as this object lives; ``address``: of the mapping's first byte.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self.descriptor)
-        status = os.fstat(self.descriptor)
-        self._map = mmap.mmap(self.descriptor, 0)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        self.identity = (status.st_dev, status.st_ino)
-        self.buffer = memoryview(self._map)
-        self.view = SegmentView(self.buffer)
-        self.slot_bytes = self.view.slot_bytes
-        self.page_locked = False
-
-    @property
-    def directory(self) -> str:
-        """Where scratch files that the vault may write to go."""
-        return os.path.dirname(self.path)
 
 
 class Lent(msgspec.Struct, frozen=True):
@@ -159,7 +133,7 @@ class VaultClient:
             OPEN_TIMEOUT_S,
         ).result()
         known = self._segments.get(answer.path)
-        if known is None or known.slot_bytes != answer.slot_bytes or not _same_file(known):
+        if known is None or known.slot_bytes != answer.slot_bytes or not known.is_named():
             known = self._segments[answer.path] = MappedSegment(answer.path)
         return known
 
@@ -169,7 +143,7 @@ class VaultClient:
         Raises OSError where there is none, DigestMismatch where it is no segment.
         """
         known = self._segments.get(path)
-        if known is None or not _same_file(known):
+        if known is None or not known.is_named():
             known = self._segments[path] = MappedSegment(path)
         return known
 
@@ -205,11 +179,20 @@ class VaultClient:
         )
 
     def inventory(self, job: str, nodes: tuple[str, ...] = (), *, timeout_s: float = 1.0) -> tuple[SlotInfo, ...]:
-        """The job's sealed slots here and in the vaults of ``nodes``; a silent node is left out after ``timeout_s``."""
-        answer: InventoryAnswer = self._ask(
-            lambda n: Inventory(request=n, job=job, nodes=nodes, timeout_s=timeout_s)
-        ).result()
-        return answer.slots
+        """The job's sealed slots here and in the vaults of ``nodes``; a silent node is left out after ``timeout_s``.
+
+        Vaults that began a moment ago, and have yet to hash what they found, are given CHECKED_WITHIN_S for it.
+        """
+        deadline = self._clock.monotonic() + CHECKED_WITHIN_S
+        while True:
+            answer: InventoryAnswer = self._ask(
+                lambda n: Inventory(request=n, job=job, nodes=nodes, timeout_s=timeout_s)
+            ).result()
+            if not answer.unchecked:
+                return answer.slots
+            if self._clock.monotonic() > deadline:
+                log.warning("%d slots are left out: no vault has hashed them yet", answer.unchecked, extra={"job": job})
+                return answer.slots
 
     def fetch(
         self,
@@ -389,12 +372,3 @@ class VaultClient:
             dropped = [self._pending.pop(number) for number in late]
         for pending in dropped:
             pending.future.set_exception(errors.Unavailable(message))
-
-
-def _same_file(segment: MappedSegment) -> bool:
-    """Whether the path still names the file that is mapped (a restarted vault may have made another)."""
-    try:
-        status = os.stat(segment.path)
-    except FileNotFoundError:
-        return False
-    return (status.st_dev, status.st_ino) == segment.identity

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from agent.lifecycle import hold, private_directory, write_atomically
 from agent.log_format import log_to_stderr
+from agent.vault.adoption import Adoption
 from agent.vault.linger import Linger, keep_from_oom_killer
 from agent.vault.segments import SegmentStore
 from agent.vault.service import Vault
@@ -77,8 +78,9 @@ async def serve(settings: VaultSettings, parent: int) -> None:
     keep_from_oom_killer()
     held = [take(settings.run_dir), take(settings.segment_dir)]
     store = SegmentStore(settings.segment_dir, settings.node, settings.memory_limit)
-    found = await asyncio.to_thread(store.adopt)
-    vault = Vault(settings, store, SYSTEM_CLOCK)
+    adoption = Adoption(store)
+    found = await asyncio.to_thread(adoption.find)
+    vault = Vault(settings, store, adoption, SYSTEM_CLOCK)
     note = VaultNote(pid=os.getpid(), run_dir=str(settings.run_dir))
     linger = Linger(vault.clients, settings.linger_s, SYSTEM_CLOCK, note, partial(write_note, held[1]))
     waits: list[asyncio.Task[object]] = []
@@ -87,7 +89,7 @@ async def serve(settings: VaultSettings, parent: int) -> None:
         await vault.start()
         write_atomically(settings.ready_file, {"pid": os.getpid(), "address": vault.transfers.address})
         context = {"node": settings.node}
-        log.info("serving at %s, %d sealed slots found", vault.transfers.address, found, extra=context)
+        log.info("serving at %s, %d sealed slots are to be checked", vault.transfers.address, found, extra=context)
         waits = [asyncio.create_task(stop.wait()), asyncio.create_task(linger.watch())]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         alone = waits[1].done() and not stop.is_set()

@@ -314,7 +314,7 @@ def _holds(segment: Segment, put: Put) -> bool:
         and header.version == put.version
         and header.payload_bytes == put.payload_bytes
         and header.table == table
-        for _, header in segment.view.sealed()
+        for _, header in segment.sealed()
     )
 
 

@@ -104,9 +104,8 @@ class Replicator:
         self._lanes: dict[LaneKey, Lane] = {}
 
     async def replicate(self, message: SlotSealed) -> Replicated:
-        """Raises StaleGeneration, and NotFound for an unknown job or a slot that is not sealed as is said."""
-        self._book.current(message.job, message.generation)
-        segment, header = self._sealed(message)
+        """Raises what ``find`` does."""
+        segment, header = self.find(message)
         if not message.replicate:
             return Replicated(request=message.request, nodes=())
         task = Task(message.generation, segment, message.slot, header, message.keep, message.kept)
@@ -118,7 +117,9 @@ class Replicator:
                 self._book.saw(message.job, header.rank, node)
         return Replicated(request=message.request, nodes=tuple(n for n in nodes if n not in failed), failed=failed)
 
-    def _sealed(self, message: SlotSealed) -> tuple[Segment, SlotHeader]:
+    def find(self, message: SlotSealed) -> tuple[Segment, SlotHeader]:
+        """The slot. Raises StaleGeneration, and NotFound for an unknown job or a slot that is not sealed as is said."""
+        self._book.current(message.job, message.generation)
         key = SegmentKey(message.job, "own", message.local_rank)
         segment = self._store.get(key)
         if segment is None:

@@ -76,7 +76,7 @@ class Scrubber:
         odd_before, self._at_odds = self._at_odds, {}
         for segment in self._store.segments():
             self._look_at_headers(segment, odd_before)
-            for slot, header in segment.view.sealed():
+            for slot, header in segment.sealed():
                 if self._stopping.is_set():
                     return
                 self._seen.add((segment.key, slot, header))

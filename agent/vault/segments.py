@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import re
 import secrets
 import shutil
 import threading
@@ -24,16 +23,15 @@ import msgspec
 
 from agent.vault.memory import Budget, allocate, populate
 from agent.vault.pages import has_huge_pages, make_huge
-from everstep.errors import ConfigurationError, DigestMismatch, VersionMismatch
-from everstep.ids import NAME_PATTERN, Version
+from everstep.errors import ConfigurationError, DigestMismatch
+from everstep.ids import Version
 from everstep.segment_header import MOST_SLOTS, NONCE_BYTES, PAGE, is_intact, segment_bytes, write_header
 from everstep.segment_records import Look
 from everstep.slots import SegmentView, SlotHeader, SlotState, format_segment, segment_name
 from everstep.wire.v1.local import SlotInfo
 
 Kind = Literal["own", "replica", "parity"]
-_KINDS: dict[str, Kind] = {"own": "own", "replica": "replica", "parity": "parity"}
-_FILE = re.compile(r"^(own|replica|parity)-(0|[1-9][0-9]{0,6})$")
+KINDS: dict[str, Kind] = {"own": "own", "replica": "replica", "parity": "parity"}
 MOST_SLOT_BYTES = 1 << 48
 MOST_LOCAL_RANKS = 64
 
@@ -71,11 +69,16 @@ class Segment:
         self.mapping = _map(path, key.kind != "own")
         self._file = path.stat()
         self._mending = threading.Lock()
+        self.unchecked: dict[int, SlotHeader] = {}
         self.view = SegmentView(memoryview(self.mapping))
         said = self.view.segment
         self._header = msgspec.structs.replace(said, kind=key.kind, number=key.number, job=key.job)
         if said.job and said != self._header:
             raise DigestMismatch(f"it is the segment {said.job}/{segment_name(said.kind, said.number)}")
+
+    def sealed(self) -> list[tuple[int, SlotHeader]]:
+        """The sealed slots, but for those that an earlier vault left and this one has yet to hash."""
+        return [(slot, header) for slot, header in self.view.sealed() if self.unchecked.get(slot) != header]
 
     def discard(self, slot: int, header: SlotHeader | None) -> bool:
         """Marks the slot empty if it still is what ``header`` says (None: damaged)."""
@@ -176,6 +179,9 @@ class SegmentStore:
         self._untold: list[Damage] = []
         self._tell: Callable[[Damage], None] = self._untold.append
 
+    def tell(self, damage: Damage) -> None:
+        self._tell(damage)
+
     def listen(self, tell: Callable[[Damage], None]) -> None:
         """Damage goes to ``tell`` from now on, from any thread; what was found before goes there at once."""
         self._tell = tell
@@ -208,15 +214,23 @@ class SegmentStore:
                 if header.rank == rank and header.version == version:
                     yield segment, slot, header
 
+    def unchecked(self, job: str) -> int:
+        """The job's sealed slots that have yet to be hashed."""
+        return sum(
+            segment.view.header(slot) == header
+            for segment in self.segments(job)
+            for slot, header in list(segment.unchecked.items())
+        )
+
     def inventory(self, job: str) -> tuple[SlotInfo, ...]:
-        """The job's sealed slots, parity apart. One that is filled anew at this moment is left out."""
+        """The job's checked sealed slots, parity apart. One that is filled anew at this moment is left out."""
         found = []
         for segment in self.segments(job):
             if segment.key.kind == "parity":
                 continue
             if segment.key.kind == "own":
                 segment.seal_copied()
-            for slot, header in segment.view.sealed():
+            for slot, header in segment.sealed():
                 try:
                     found.append(segment.info(self._node, slot, header))
                 except DigestMismatch:
@@ -245,7 +259,7 @@ class SegmentStore:
         """Before a rank maps the file, and now and then: it should find what the vault has known all the time."""
         if segment.mend_header():
             message = f"the header of {segment.path} was damaged; it is written anew, and its slots stand"
-            self._tell(segment.damage(None, None, message))
+            self.tell(segment.damage(None, None, message))
 
     def _making_lock(self, key: SegmentKey) -> threading.Lock:
         with self._lock:
@@ -267,7 +281,7 @@ class SegmentStore:
             except BaseException:
                 draft.unlink(missing_ok=True)
                 raise
-        return self._add(Segment(key, path))
+        return self.add(Segment(key, path))
 
     def _draft(self, key: SegmentKey, draft: Path, length: int, slot_bytes: int, slots: int, what: str) -> None:
         draft.unlink(missing_ok=True)
@@ -286,73 +300,24 @@ class SegmentStore:
         else:
             threading.Thread(target=populate, args=(mapping,), daemon=True, name="populate").start()
 
-    def _add(self, segment: Segment) -> Segment:
+    def add(self, segment: Segment) -> Segment:
         with self._lock:
             self._segments[segment.key] = segment
         return segment
 
-    # --- finding again --------------------------------------------------------------------------------------------
-
-    def adopt(self) -> int:
-        """Takes over what an earlier vault left: whole segments with the slots in them that hash right.
-
-        Returns how many sealed slots were found good. Unfinished fills of replicas are discarded; those of own
-        segments are left alone, since their rank may be alive and in the middle of one, and nobody reads them.
-        """
-        good = 0
-        for folder in sorted(p for p in self.directory.iterdir() if p.is_dir() and not p.is_symlink()):
-            if re.match(NAME_PATTERN, folder.name):
-                good += sum(self._adopt_file(folder.name, path) for path in sorted(folder.iterdir()))
-        return good
-
-    def _adopt_file(self, job: str, path: Path) -> int:
-        if path.name.startswith("."):
-            path.unlink()
-            return 0
-        name = _FILE.match(path.name)
-        if name is None:
-            return 0
-        key = SegmentKey(job, _KINDS[name[1]], int(name[2]))
-        try:
-            segment = Segment(key, path)
-        except VersionMismatch as error:
-            raise ConfigurationError(f"{path} cannot be taken over: {error}") from error
-        except (DigestMismatch, OSError) as error:
-            path.unlink(missing_ok=True)
-            self._tell(Damage(job, f"{job}/{path.name}", f"{path} is given up: {error}", {"path": str(path)}))
-            return 0
-        self.mend_header(segment)
-        return sum(self._adopt_slot(segment, slot) for slot in range(self._add(segment).view.slots))
-
-    def _adopt_slot(self, segment: Segment, slot: int) -> bool:
-        """Whether the slot is sealed and good. What cannot be believed is discarded."""
-        segment.settle(slot)
-        header = segment.view.look(slot).header
-        if header is None:
-            self.lost_header(segment, slot)
-        elif header.state is SlotState.SEALED:
-            try:
-                segment.view.check(slot)
-            except DigestMismatch as error:
-                segment.discard(slot, header)
-                self._tell(segment.damage(slot, header, f"{error}; the slot is discarded"))
-            else:
-                return True
-        elif header.state is not SlotState.EMPTY and segment.key.kind != "own":
-            segment.discard(slot, header)
-        return False
+    # --- damage ---------------------------------------------------------------------------------------------------
 
     def lost_header(self, segment: Segment, slot: int) -> None:
         """Both records of a slot's header are damaged: what it held, if it held anything, cannot be told any more."""
         if segment.discard(slot, None):
             message = f"slot {slot} of {segment.path} is discarded: both records of its header were damaged"
-            self._tell(segment.damage(slot, None, message))
+            self.tell(segment.damage(slot, None, message))
 
     def mend_records(self, segment: Segment, slot: int, look: Look) -> None:
         """One record of a slot's header is not what the other one is: damaged, or its writer died between the two."""
         if segment.mend_records(slot, look) and look.bad:
             message = f"a record of the header of slot {slot} of {segment.path} was damaged; it is mended from its twin"
-            self._tell(segment.damage(slot, None if look.state is SlotState.EMPTY else look.header, message))
+            self.tell(segment.damage(slot, None if look.state is SlotState.EMPTY else look.header, message))
 
     # --- the end --------------------------------------------------------------------------------------------------
 

@@ -6,11 +6,11 @@ import logging
 import socket
 import threading
 
+from agent.vault.adoption import Adoption
 from agent.vault.handshake import admit
 from agent.vault.jobs import JobBook
 from agent.vault.reading import Library, Reading
 from agent.vault.receive import Receiver
-from agent.vault.segments import SegmentStore
 from agent.vault.settings import VaultSettings
 from agent.vault.statistics import Tally
 from agent.vault.witness import Witness
@@ -48,6 +48,9 @@ from everstep.wire.v1.transfer import (
 
 log = logging.getLogger(__name__)
 
+CHECKED_WITHIN_S = 0.25
+"""How long the answer to another vault waits for slots that are yet to be checked; some give it half a second."""
+
 ACCEPT_AGAIN_S = 0.05
 """After a connection that could not be taken, for want of file descriptors as a rule."""
 
@@ -61,7 +64,7 @@ class TransferServer:
     def __init__(
         self,
         settings: VaultSettings,
-        store: SegmentStore,
+        adoption: Adoption,
         book: JobBook,
         library: Library,
         receiver: Receiver,
@@ -72,7 +75,7 @@ class TransferServer:
         self._book = book
         self._tally = tally
         self._witness = witness
-        self._answers = Answers(store, library, receiver, tally)
+        self._answers = Answers(adoption, library, receiver, tally)
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._connections: dict[Channel, threading.Thread] = {}
@@ -216,7 +219,8 @@ class Conversation:
             self.channel.send(self._answers.digests(self.job, request))
         else:
             assert isinstance(request, InventoryAsk)
-            self.channel.send(InventoryList(slots=self._answers.store.inventory(self.job)))
+            slots, unchecked = self._answers.adoption.inventory(self.job, CHECKED_WITHIN_S)
+            self.channel.send(InventoryList(slots=slots, unchecked=unchecked))
 
     def _put(self, put: Put) -> None:
         incoming = self._answers.receiver.begin(self.job, self.node, put)
@@ -235,8 +239,8 @@ class Conversation:
 class Answers:
     """What conversations draw on."""
 
-    def __init__(self, store: SegmentStore, library: Library, receiver: Receiver, tally: Tally) -> None:
-        self.store = store
+    def __init__(self, adoption: Adoption, library: Library, receiver: Receiver, tally: Tally) -> None:
+        self.adoption = adoption
         self.receiver = receiver
         self._library = library
         self._tally = tally

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
+from agent.vault.adoption import Adoption
 from agent.vault.fetch import Fetcher
 from agent.vault.findings import Findings
 from agent.vault.jobs import JobBook
@@ -46,6 +47,7 @@ from everstep.wire.v1.local import (
     Inventory,
     InventoryAnswer,
     OpenSegment,
+    Replicated,
     Segment,
     SlotInfo,
     SlotSealed,
@@ -68,6 +70,8 @@ from everstep.wire.v1.transfer import InventoryAsk, InventoryList
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+CHECKED_WITHIN_S = 5.0
+"""How long the answer to a rank waits for slots that are yet to be checked; half of the time that it waits itself."""
 MOST_UNTOLD_FINDINGS = 256
 """Findings kept while no supervisor is connected; the oldest give way."""
 
@@ -75,9 +79,10 @@ MOST_UNTOLD_FINDINGS = 256
 class Vault:
     """One running vault. Made and used on the event loop; everything that moves bytes runs in threads."""
 
-    def __init__(self, settings: VaultSettings, store: SegmentStore, clock: Clock) -> None:
+    def __init__(self, settings: VaultSettings, store: SegmentStore, adoption: Adoption, clock: Clock) -> None:
         self._settings = settings
         self._store = store
+        self._adoption = adoption
         self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(settings.workers, "vault")
         self._streams = ThreadPoolExecutor(settings.workers, "stream")
@@ -97,7 +102,7 @@ class Vault:
         self._spiller = Spiller(settings.node, store, self._book, shards, self._tally, self._streams)
         self._receiver = Receiver(store, self._book, findings, self._tally)
         self.transfers = TransferServer(
-            settings, store, self._book, library, self._receiver, self._tally, self._witness
+            settings, adoption, self._book, library, self._receiver, self._tally, self._witness
         )
         self._local = LocalServer(settings.socket_path, self.handle, self._tally.refuse)
         repairer = Repairer(settings, self._book, self._peers)
@@ -119,6 +124,7 @@ class Vault:
         self._store.listen(self._findings.damage)
         self.transfers.start()
         await self._local.start()
+        self._adoption.start()
         if self._settings.scrub_interval_s:
             self._scrubber.start()
 
@@ -129,6 +135,7 @@ class Vault:
         self._peers.close()
         self._spiller.close()
         await asyncio.to_thread(self.transfers.stop)
+        await asyncio.to_thread(self._adoption.stop)
         await asyncio.to_thread(self._scrubber.stop)
         for pool in (self._threads, self._streams):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -146,7 +153,7 @@ class Vault:
             case OpenSegment():
                 return await self._open(message)
             case SlotSealed():
-                return await self._replicator.replicate(message)
+                return await self._sealed(message)
             case Fetch():
                 fetcher = self._decoder if message.group else self._fetcher
                 landed = await self._in_thread(lambda: fetcher.fetch(message))
@@ -200,6 +207,12 @@ class Vault:
         view = segment.view
         return Segment(request=message.request, path=str(segment.path), slot_bytes=view.slot_bytes, slots=view.slots)
 
+    async def _sealed(self, message: SlotSealed) -> Replicated:
+        segment, header = self._replicator.find(message)
+        if message.slot in segment.unchecked:  # said to the vault before this one, which had no time to answer
+            await self._in_thread(lambda: self._adoption.require(segment, message.slot, header))
+        return await self._replicator.replicate(message)
+
     async def _forget(self, message: Forget) -> Done:
         self._book.forget(message.job)
         self._replicator.forget(message.job)
@@ -211,28 +224,33 @@ class Vault:
         return Done(request=message.request)
 
     async def _inventory(self, message: Inventory) -> InventoryAnswer:
-        here = self._in_thread(lambda: self._store.inventory(message.job))
+        here = self._in_thread(lambda: self._adoption.inventory(message.job, CHECKED_WITHIN_S))
         others = dict.fromkeys(node for node in message.nodes if node != self._settings.node)
         answers = await asyncio.gather(here, *(self._ask(message, node) for node in others))
-        return InventoryAnswer(request=message.request, slots=tuple(slot for slots in answers for slot in slots))
+        return InventoryAnswer(
+            request=message.request,
+            slots=tuple(slot for slots, _ in answers for slot in slots),
+            unchecked=sum(unchecked for _, unchecked in answers),
+        )
 
-    async def _ask(self, message: Inventory, node: str) -> tuple[SlotInfo, ...]:
-        """A peer's slots; none where it does not answer in time."""
+    async def _ask(self, message: Inventory, node: str) -> tuple[tuple[SlotInfo, ...], int]:
+        """A peer's slots, and how many it has yet to check; none where it does not answer in time."""
 
-        def ask(channel: Channel) -> tuple[SlotInfo, ...]:
+        def ask(channel: Channel) -> tuple[tuple[SlotInfo, ...], int]:
             channel.send(InventoryAsk())
-            return channel.answer(InventoryList).slots
+            answer = channel.answer(InventoryList)
+            return answer.slots, answer.unchecked
 
         asked = self._in_thread(lambda: self._peers.call(message.job, node, ask, message.timeout_s))
         try:
             return await asyncio.wait_for(asked, message.timeout_s)
         except (EverstepError, TimeoutError) as error:
             log.info("%s is left out of the inventory: %s", node, error, extra=self._context(message.job))
-            return ()
+            return (), 0
 
     def _statistics(self, message: Statistics) -> StatisticsAnswer:
         counters, refused = self._tally.read()
-        sealed = sum(1 for segment in self._store.segments() for _ in segment.view.sealed())
+        sealed = sum(len(segment.sealed()) for segment in self._store.segments())
         levels = {
             "segment_bytes": self._store.budget.used_bytes(),
             "free_bytes": self._store.budget.free_bytes(),

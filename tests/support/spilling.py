@@ -13,12 +13,12 @@ from torch import nn
 from agent.spill.order import Order, Source
 from everstep.ids import Version
 from everstep.slots import format_segment, segment_bytes, slot_bytes_for
+from trainer_hooks.mapped_segment import MappedSegment
 from trainer_hooks.snapshot.copy import Sources, slot_view, write_blob
 from trainer_hooks.snapshot.gather import Targets
 from trainer_hooks.snapshot.layout import Sharing, encode
 from trainer_hooks.snapshot.plan import divide, manifest_for
 from trainer_hooks.state import TrackedState, TrackedTensor
-from trainer_hooks.vault_client import MappedSegment
 
 
 class Odd(nn.Module):

@@ -106,7 +106,7 @@ class VaultClient:
 
 
 class VaultProcess:
-    """A vault started by its command line, or forked with it."""
+    """A vault started by its command line, or forked with it. ``module``: what is run when it starts again."""
 
     def __init__(self, base: Path, segments: Path, node: str, *options: str, forks: ForkPool | None = None) -> None:
         self.node = node
@@ -116,6 +116,7 @@ class VaultProcess:
         self._options = options
         self._clients: list[VaultClient] = []
         self.address = ""
+        self.module = "agent.vault.main"
         self.start()
 
     def start(self, *more: str) -> None:
@@ -123,9 +124,9 @@ class VaultProcess:
         arguments += [*self._options, *more]
         self.process: subprocess.Popen[bytes] | Forked
         if self._forks is None:
-            self.process = subprocess.Popen([sys.executable, "-m", "agent.vault.main", *arguments])
+            self.process = subprocess.Popen([sys.executable, "-m", self.module, *arguments])
         else:
-            self.process = Forked(self._forks, "agent.vault.main", arguments)
+            self.process = Forked(self._forks, self.module, arguments)
         ready = self.run_dir / "vault.json"
 
         def said() -> str:

@@ -21,11 +21,11 @@ from everstep.slots import SlotHeader, SlotState, slot_bytes_for
 from everstep.wire.v1.local import Replicated
 from trainer_hooks.dcp.metadata import Aside, encode_aside
 from trainer_hooks.dcp.planner import PLAIN
+from trainer_hooks.mapped_segment import MappedSegment
 from trainer_hooks.snapshot.blob import dtype_name
 from trainer_hooks.snapshot.copy import slot_view, write_blob
 from trainer_hooks.snapshot.layout import ALIGN, BLOB_PREFIX
 from trainer_hooks.tier import SLOTS, Tier
-from trainer_hooks.vault_client import MappedSegment
 
 log = logging.getLogger(__name__)
 

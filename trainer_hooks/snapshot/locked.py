@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trainer_hooks.vault_client import MappedSegment
+from trainer_hooks.mapped_segment import MappedSegment
 
 log = logging.getLogger(__name__)
 

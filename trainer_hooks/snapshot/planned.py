@@ -11,13 +11,14 @@ from everstep.errors import OutOfSlotMemory
 from everstep.manifests import encode_manifest
 from everstep.slots import PAGE, slot_bytes_for
 from everstep.wire.v1.training import GenerationSpec, Member
+from trainer_hooks.mapped_segment import MappedSegment
 from trainer_hooks.snapshot.choices import DEFAULT, Choices
 from trainer_hooks.snapshot.copy import slot_view
 from trainer_hooks.snapshot.exchange import Exchange
 from trainer_hooks.snapshot.gather import Targets
 from trainer_hooks.snapshot.layout import ALIGN, Layout, Manifest
 from trainer_hooks.snapshot.plan import Share, divide, manifest_for
-from trainer_hooks.vault_client import MappedSegment, VaultClient
+from trainer_hooks.vault_client import VaultClient
 
 log = logging.getLogger(__name__)
 

@@ -167,6 +167,5 @@ def _check(ask: Protect) -> None:
 
 def _holds(segment: Segment, ask: Protect, manifest: bytes) -> bool:
     return any(
-        header.version == ask.version and segment.view.manifest(slot) == manifest
-        for slot, header in segment.view.sealed()
+        header.version == ask.version and segment.view.manifest(slot) == manifest for slot, header in segment.sealed()
     )

@@ -221,8 +221,12 @@ class SlotInfo(Message, frozen=True, kw_only=True, array_like=True):
 
 
 class InventoryAnswer(Message, frozen=True, kw_only=True, tag=True):
+    """``unchecked``: sealed slots of the job that those vaults found when they began and have yet to hash. They are not
+    among ``slots``; ask again."""
+
     request: int
     slots: tuple[SlotInfo, ...]
+    unchecked: int = 0
 
 
 class Fetch(Message, frozen=True, kw_only=True, tag=True):

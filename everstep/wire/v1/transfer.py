@@ -204,7 +204,10 @@ class InventoryAsk(Message, frozen=True, kw_only=True, tag=True):
 
 
 class InventoryList(Message, frozen=True, kw_only=True, tag=True):
+    """``unchecked``: how many more there are that this vault has yet to hash."""
+
     slots: tuple[SlotInfo, ...]
+    unchecked: int = 0
 
 
 class Refused(Message, frozen=True, kw_only=True, tag=True):

@@ -20,13 +20,15 @@ from agent.config import AgentSettings
 from agent.lifecycle import hold
 from agent.vault_keeper import VaultKeeper
 from everstep.errors import Unavailable
+from everstep.ids import Version
 from everstep.slots import SLOTS
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vault_note import LOCK_FILE
 from everstep.wire.v1 import local
 from everstep.wire.v1.training import FindingRaised, PeerLost
 from tests.support.agents import is_running, until
-from tests.support.vaults import VaultClient
+from tests.support.held_vault import HELD
+from tests.support.vaults import RankMemory, VaultClient
 
 
 class Place:
@@ -130,6 +132,45 @@ def test_a_vault_that_is_still_beginning_or_ending_is_waited_for(place: Place) -
         await keeper.stop()
 
     play(story())
+
+
+def test_a_vault_that_takes_long_over_what_it_found_is_kept(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that hashes for ever, longer than a vault is given to begin."""
+    command = vault_keeper.vault_command
+    held = place.base / "held"
+    held.touch()
+
+    def slow(settings: AgentSettings, listen: str) -> list[str]:
+        return [
+            "tests.support.held_vault" if word == "agent.vault.main" else word for word in command(settings, listen)
+        ]
+
+    async def story() -> None:
+        keeper = await place.started()
+        client = VaultClient(place.run_dir / "vault.sock")
+        RankMemory(client, rank=0).fill(0, Version(1, 9), b"kept")
+        client.close()
+        os.kill(keeper.pid, signal.SIGKILL)
+        await keeper._until_gone()
+        monkeypatch.setenv(HELD, str(held))
+        monkeypatch.setattr(vault_keeper, "vault_command", slow)
+        await keeper.start()
+        place.pids.add(keeper.pid)
+        serving = asyncio.create_task(keeper.run())
+        assert await sealed_slots(keeper) == 0
+        held.unlink()
+        while not await sealed_slots(keeper):
+            await asyncio.sleep(0.01)
+        assert keeper.restarts == 0
+        serving.cancel()
+        await keeper.stop()
+
+    async def sealed_slots(keeper: VaultKeeper) -> float:
+        statistics = await keeper.statistics(20.0)
+        assert statistics is not None
+        return statistics.levels["sealed_slots"]
+
+    play(asyncio.wait_for(story(), 60.0))
 
 
 def test_a_vault_that_never_comes_to_serve_is_told_of(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

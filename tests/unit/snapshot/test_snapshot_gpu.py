@@ -19,13 +19,14 @@ from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.training import RestoreRule
 from tests.support.generations import generation
 from tests.support.vaults import vaults
+from trainer_hooks.mapped_segment import MappedSegment
 from trainer_hooks.restore import Restoration
 from trainer_hooks.sdc.digest import WeightedDigest
 from trainer_hooks.snapshot.locked import page_lock
 from trainer_hooks.snapshot.snapshotter import Snapshotter
 from trainer_hooks.snapshot.stopwatch import Stopwatch
 from trainer_hooks.state import TrackedState
-from trainer_hooks.vault_client import MappedSegment, VaultClient
+from trainer_hooks.vault_client import VaultClient
 
 pytestmark = [
     pytest.mark.gpu,

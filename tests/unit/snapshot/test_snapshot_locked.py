@@ -11,8 +11,8 @@ import torch
 
 from everstep.segment_header import PAGE, segment_bytes
 from everstep.slots import format_segment
+from trainer_hooks.mapped_segment import MappedSegment
 from trainer_hooks.snapshot.locked import page_lock
-from trainer_hooks.vault_client import MappedSegment
 
 
 class Runtime:

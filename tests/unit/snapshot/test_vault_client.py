@@ -12,6 +12,7 @@ import pytest
 from everstep.errors import NotFound, OutOfSlotMemory, Unavailable
 from everstep.framing import FrameDecoder, encode_frame
 from everstep.wire.v1 import local
+from trainer_hooks import vault_client
 from trainer_hooks.vault_client import VaultClient
 
 Answer = Callable[[local.ToVault], local.FromVault | None]
@@ -90,6 +91,23 @@ def test_a_request_is_sent_again_when_the_vault_went_away_with_it(
     assert client.inventory("job") == ()
     assert len(stub.asked) == 2
     assert stub.asked[0] == stub.asked[1]
+
+
+def test_slots_that_are_not_hashed_yet_are_asked_for_again(
+    talk: Callable[[Answer], tuple[StubVault, VaultClient]],
+) -> None:
+    left = [2, 1, 0]
+    stub, client = talk(lambda m: local.InventoryAnswer(request=m.request, slots=(), unchecked=left.pop(0)))
+    assert client.inventory("job") == ()
+    assert len(stub.asked) == 3
+
+
+def test_slots_that_nobody_comes_to_hash_are_done_without(
+    talk: Callable[[Answer], tuple[StubVault, VaultClient]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vault_client, "CHECKED_WITHIN_S", 0.01)
+    _, client = talk(lambda m: local.InventoryAnswer(request=m.request, slots=(), unchecked=1))
+    assert client.inventory("job") == ()
 
 
 def test_a_finding_in_between_is_not_taken_for_an_answer(

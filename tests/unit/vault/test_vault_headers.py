@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from agent.vault.adoption import Adoption
 from agent.vault.segments import SegmentKey, SegmentStore
 from everstep.errors import ConfigurationError
 from everstep.ids import Version
@@ -16,7 +17,7 @@ from everstep.slots import _MENDING, SegmentView, SlotState, slot_bytes_for
 from everstep.vocabulary import FindingKind
 from everstep.wire.v1 import local
 from tests.support.forked import ForkPool
-from tests.support.vaults import JOB, RankMemory, Vaults, map_segment, vaults
+from tests.support.vaults import DEADLINE_S, JOB, RankMemory, Vaults, map_segment, vaults
 
 KEY = SegmentKey(JOB, "own", 0)
 
@@ -48,6 +49,19 @@ def fill(view: SegmentView, slot: int) -> None:
     view.seal(slot)
 
 
+def adopt(store: SegmentStore) -> int:
+    """What a vault does that starts again. Returns how many slots it found good."""
+    adoption = Adoption(store)
+    adoption.find()
+    adoption.start()
+    try:
+        found, unchecked = adoption.inventory(JOB, DEADLINE_S)
+    finally:
+        adoption.stop()
+    assert unchecked == 0
+    return len(found)
+
+
 def test_no_bit_of_a_segments_header_costs_a_slot_when_the_vault_starts_again(tmp_path: Path) -> None:
     path = store_with_a_slot(tmp_path / "segments")
     for at in range(HEADER_BYTES):
@@ -55,7 +69,7 @@ def test_no_bit_of_a_segments_header_costs_a_slot_when_the_vault_starts_again(tm
             flip(path, at, bit)
             store = SegmentStore(tmp_path / "segments", "n1", None)
             told: list[str] = []
-            assert store.adopt() == 1, (at, bit)
+            assert adopt(store) == 1, (at, bit)
             store.listen(lambda damage, told=told: told.append(damage.message))
             assert told == [f"the header of {path} was damaged; it is written anew, and its slots stand"], (at, bit)
             segment = store.get(KEY)
@@ -69,7 +83,7 @@ def test_a_segment_of_which_nothing_can_be_told_is_given_up_and_that_is_told(tmp
     path.write_bytes(bytes(path.stat().st_size))
     store = SegmentStore(tmp_path / "segments", "n1", None)
     told: list[str] = []
-    assert store.adopt() == 0
+    assert adopt(store) == 0
     store.listen(lambda damage: told.append(damage.message))
     assert len(told) == 1
     assert "given up" in told[0]
@@ -81,7 +95,7 @@ def test_a_slot_that_is_found_bad_when_the_vault_starts_again_is_told(tmp_path: 
     map_segment(path).payload(3)[7] ^= 1
     store = SegmentStore(tmp_path / "segments", "n1", None)
     told: list[str] = []
-    assert store.adopt() == 0
+    assert adopt(store) == 0
     store.listen(lambda damage: told.append(damage.subject))
     assert told == ["job/rank2/1:9"]
 
@@ -92,7 +106,7 @@ def test_a_slot_whose_header_is_damaged_in_both_records_is_told_when_the_vault_s
         flip(path, at, 0)
     store = SegmentStore(tmp_path / "segments", "n1", None)
     told: list[str] = []
-    assert store.adopt() == 0
+    assert adopt(store) == 0
     store.listen(lambda damage: told.append(damage.subject))
     assert told == ["job/own-0/slot3"]
     assert map_segment(path).look(3).state is SlotState.EMPTY
@@ -102,7 +116,7 @@ def test_a_mend_whose_vault_was_killed_does_not_keep_the_slot_from_being_filled(
     path = store_with_a_slot(tmp_path / "segments")
     view = map_segment(path)
     view._flag(3, _MENDING)
-    assert SegmentStore(tmp_path / "segments", "n1", None).adopt() == 1
+    assert adopt(SegmentStore(tmp_path / "segments", "n1", None)) == 1
     fill(view, 3)
     view.check(3)
 
@@ -112,7 +126,7 @@ def test_a_segment_under_another_ones_name_is_given_up(tmp_path: Path) -> None:
     path.rename(path.parent / "own-1")
     store = SegmentStore(tmp_path / "segments", "n1", None)
     told: list[str] = []
-    assert store.adopt() == 0
+    assert adopt(store) == 0
     store.listen(lambda damage: told.append(damage.message))
     assert "is given up: it is the segment job/own-0" in told[0]
 
@@ -122,7 +136,7 @@ def test_slots_of_an_older_layout_keep_the_vault_from_starting_and_stay(tmp_path
     old = b"EVRSTEP\x01" + (1).to_bytes(4, "little") + bytes(8 * PAGE)
     path.write_bytes(old)
     with pytest.raises(ConfigurationError, match="let the jobs that have slots here end under the release"):
-        SegmentStore(tmp_path / "segments", "n1", None).adopt()
+        Adoption(SegmentStore(tmp_path / "segments", "n1", None)).find()
     assert path.read_bytes() == old
 
 

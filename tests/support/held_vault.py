@@ -1,0 +1,30 @@
+"""A vault that hashes nothing of what it found while there is a certain file: one with very much memory, made small."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from agent.vault import adoption
+from agent.vault import main as vault
+from everstep.slots import SlotHeader
+from tests.support.vaults import until
+
+HELD = "EVERSTEP_TEST_HELD"
+"""The environment variable that names the file."""
+
+
+class Held(adoption.Adoption):
+    def _hash(self, segment: adoption.Segment, slot: int, header: SlotHeader) -> bool:
+        held = Path(os.environ[HELD])
+        until(lambda: self._stopping or not held.exists(), f"{held} is gone")
+        return super()._hash(segment, slot, header)
+
+
+def main() -> None:
+    vault.Adoption = Held  # type: ignore[misc]
+    vault.main()
+
+
+if __name__ == "__main__":
+    main()
