@@ -87,7 +87,7 @@ class HistoryRoutes:
         frames = server_sent(
             self._feed,
             after,
-            lambda seen: self._store.read(lambda reader: reader.events(after=seen, limit=views.LONGEST_PAGE)),
+            lambda seen: self._store.read(lambda reader: reader.following(seen, views.LONGEST_PAGE)),
         )
         return EventStream(frames, self._cut)
 

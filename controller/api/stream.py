@@ -10,8 +10,9 @@ import msgspec
 from starlette.responses import StreamingResponse
 from starlette.types import Send
 
+from controller.store.reader import Following
 from controller.store.records import AuditRow
-from everstep.wire.v1.operator import Event
+from everstep.wire.v1.operator import Event, EventGap
 
 KEPT = 4096
 """Rows in memory. A reader that falls farther behind is served from the store."""
@@ -21,7 +22,8 @@ KEEPALIVE_S = 15.0
 SLOW_S = 10.0
 """Seconds that a reader may take for what fits a socket's buffers. A dashboard on a train may take as long once."""
 
-ReadRows = Callable[[int], Awaitable[list[AuditRow]]]
+Read = Callable[[int], Awaitable[Following]]
+"""What the store has beyond an id, a page of it."""
 
 
 def event_of(row: AuditRow) -> Event:
@@ -111,13 +113,38 @@ def _frame(row: AuditRow) -> bytes:
     return b"id: %d\nevent: audit\ndata: %s\n\n" % (row.id, msgspec.json.encode(event_of(row)))
 
 
-async def server_sent(feed: AuditFeed, after: int, read: ReadRows) -> AsyncIterator[bytes]:
-    """Everything beyond ``after``, then whatever comes, until the feed closes."""
+def _gap(gap: EventGap) -> bytes:
+    """Its id is the last that is missing, so that whoever comes again after it is not told twice."""
+    return b"id: %d\nevent: gap\ndata: %s\n\n" % (gap.through, msgspec.json.encode(gap))
+
+
+def deleted(after: int, through: int) -> EventGap:
+    """Retention was faster than the reader."""
+    sentence = f"events {after + 1} to {through} are not kept any more: the stream goes on with event {through + 1}"
+    return EventGap(after=after, through=through, reason="deleted", sentence=sentence)
+
+
+def unknown(after: int, newest: int) -> EventGap:
+    """The reader has seen what this database has not."""
+    sentence = f"there is no event {after}: this database ends with event {newest}, and the stream goes on after it"
+    return EventGap(after=after, through=newest, reason="unknown", sentence=sentence)
+
+
+async def server_sent(feed: AuditFeed, after: int, read: Read) -> AsyncIterator[bytes]:
+    """Everything beyond ``after``, then whatever comes, until the feed closes; what is missing is said."""
     yield b"retry: 500\n\n"
+    if after > feed.newest:
+        known = await read(after)
+        if after > known.newest:  # else it is durable, and about to be published
+            yield _gap(unknown(after, known.newest))
+            after = known.newest
     while not feed.closed:
         rows = feed.since(after)
         if rows is None:
-            rows = await read(after)
+            found = await read(after)
+            rows = found.rows
+            if rows and after < rows[0].id - 1 and after < found.pruned:
+                yield _gap(deleted(after, rows[0].id - 1))
         if rows:
             yield b"".join(_frame(row) for row in rows)
             after = rows[-1].id

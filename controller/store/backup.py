@@ -8,12 +8,9 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
+from controller.store.audit_ids import LIVES
 from controller.store.database import parse_url
 from everstep.errors import ConfigurationError
-
-LIVES = 1000
-"""How many lives newer than its original a copy is. Numbers of directives and generations begin with the life's; what
-agents have seen of the lives after the copy was made must look old to them."""
 
 
 def back_up(database: str, target: Path) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from sqlalchemy import Connection, Engine, desc, or_, select
+from sqlalchemy import Connection, Engine, desc, func, or_, select
 
 from controller.store import tables
 from controller.store.records import AuditRow, VersionRow
@@ -30,6 +30,14 @@ def newest_verified(connection: Connection, job: str) -> list[VersionRow]:
         .limit(1)
     )
     return [VersionRow(**row) for row in connection.execute(statement).mappings()]
+
+
+class Following(NamedTuple):
+    """The oldest ``rows`` beyond an id, the newest id that retention has deleted, and the newest there is."""
+
+    rows: list[AuditRow]
+    pruned: int
+    newest: int
 
 
 class Reader:
@@ -65,6 +73,14 @@ class Reader:
             rows = connection.execute(select(tables.audit).where(*wanted).order_by(order).limit(limit)).mappings()
             found = [AuditRow(**row) for row in rows]
         return found[::-1] if newest else found
+
+    def following(self, after: int, limit: int) -> Following:
+        """What the event stream has to know of the log beyond ``after``."""
+        rows = self.events(after=after, limit=limit)  # first: what is deleted after it is no gap in these rows
+        meta, newest = tables.meta.c, select(func.max(tables.audit.c.id))
+        with self._engine.connect() as connection:
+            pruned = connection.execute(select(meta.value).where(meta.key == "audit_pruned")).scalar() or 0
+            return Following(rows, pruned, max(pruned, connection.execute(newest).scalar() or 0))
 
     def page(self, query: Callable[[Connection], T]) -> T:
         """Runs a query of ``controller.store.history``."""

@@ -7,6 +7,7 @@ import msgspec
 from sqlalchemy import Connection, Table, and_, delete, func, select, tuple_, update
 
 from controller.store import tables
+from controller.store.audit_ids import followed_by
 from controller.store.reader import newest_verified
 
 BITE = 500
@@ -44,7 +45,7 @@ def _events(connection: Connection, keep: Keep) -> int:
         return 0
     most = min(oldest + BITE - 1, newest - 1)
     old = connection.execute(select(func.max(audit.id)).where(audit.id <= most, audit.at < keep.since)).scalar() or 0
-    through = max(old, min(most, newest - keep.events))
+    through = max(old, min(most, followed_by(connection, newest, keep.events)))
     if through < oldest:
         return 0
     connection.execute(update(tables.meta).where(meta.key == "audit_pruned").values(value=through))

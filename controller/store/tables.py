@@ -141,7 +141,8 @@ meta = Table(
     Column("value", BigInteger, nullable=False),
 )
 """``epoch``: how often a controller took this database over; every write checks it. ``batch``: number of the newest
-batch that was applied. ``audit_pruned``: newest id of the audit log that retention may delete."""
+batch that was applied. ``audit_pruned``: newest id of the audit log that retention may delete. ``led``: the newest
+epoch in which a controller has written; a database whose epoch is far beyond it is a copy (``audit_ids``)."""
 
 lease = Table(
     "lease",

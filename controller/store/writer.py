@@ -15,6 +15,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql.dml import Insert
 
 from controller.store import credentials, findings, remedies, tables
+from controller.store.audit_ids import LIVES, leave_room
 from controller.store.bulk import execute_many
 from controller.store.database import writing
 from controller.store.diagnose import diagnose
@@ -26,7 +27,7 @@ from controller.store.upsert import upsert
 T = TypeVar("T")
 
 _FLEET_ROW = 1
-EPOCH, BATCH = "epoch", "batch"
+EPOCH, BATCH, LED = "epoch", "batch", "led"
 
 Claim = Callable[[Connection, int], None]
 """Writes into the transaction of a take-over, given its epoch."""
@@ -75,6 +76,7 @@ class Writer:
                 raise Superseded(f"another controller was faster: epoch {found[EPOCH]}, not {expected}")
             epoch = found[EPOCH] + 1
             _set_meta(connection, EPOCH, epoch)
+            _note_life(connection, found[EPOCH], epoch)
             if claim is not None:
                 claim(connection, epoch)
             loaded = load(connection, epoch, found[BATCH])
@@ -157,6 +159,14 @@ def _lock_meta(connection: Connection) -> dict[str, int]:
 
 def _set_meta(connection: Connection, key: str, value: int) -> None:
     connection.execute(_SET_META, {"of": key, "to": value})
+
+
+def _note_life(connection: Connection, found: int, epoch: int) -> None:
+    """A database in which the last life is far behind the epoch that was ``found`` is a copy."""
+    led = connection.execute(select(_META.value).where(_META.key == LED)).scalar()
+    if led is not None and found - led >= LIVES:
+        leave_room(connection)
+    upsert(connection, tables.meta, [{"key": LED, "value": epoch}])
 
 
 def _write(connection: Connection, batch: Batch, lives: dict[str, int]) -> None:

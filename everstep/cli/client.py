@@ -84,13 +84,16 @@ class Client:
         """The answer of a POST. Raises as ``get``. One that may have been taken is not sent again."""
         return self._decode(self._ask("POST", path, msgspec.json.encode(body), timeout_s), kind)
 
-    def stream(self, path: str) -> Iterator[bytes]:
-        """The ``data`` of each server-sent event. Raises Unavailable when the stream breaks."""
+    def stream(self, path: str) -> Iterator[tuple[str, bytes]]:
+        """The name and the ``data`` of each server-sent event. Raises Unavailable when the stream breaks."""
+        name = ""
         connection, response = self._reach("GET", path, None, STREAM_TIMEOUT_S)
         try:
             while line := response.readline():
-                if line.startswith(b"data: "):
-                    yield line[len(b"data: ") :].strip()
+                if line.startswith(b"event: "):
+                    name = line[len(b"event: ") :].strip().decode()
+                elif line.startswith(b"data: "):
+                    yield name, line[len(b"data: ") :].strip()
         except (OSError, http.client.HTTPException) as error:
             raise Unavailable(f"the stream from {self._leader} broke: {error}") from error
         finally:

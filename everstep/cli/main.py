@@ -287,13 +287,18 @@ def _follow(client: Client, after: int, as_json: bool, **wanted: str) -> None:
     try:
         while True:
             try:
-                for data in client.stream(f"/v1/events/stream?after={after}"):
+                for name, data in client.stream(f"/v1/events/stream?after={after}"):
+                    if name == "gap":
+                        gap = msgspec.json.decode(data, type=op.EventGap)
+                        after = gap.through
+                        sys.stderr.write(gap.sentence + "\n")
+                        continue
                     event = msgspec.json.decode(data, type=op.Event)
                     after = event.id
                     if all(getattr(event, name) == value for name, value in wanted.items()):
                         _print_event(event, as_json)
             except Unavailable:
-                pass  # it restarts; nothing is missed, the next stream begins after the last event seen
+                pass  # it restarts; the next stream begins after the last event seen
             time.sleep(0.5)
     except KeyboardInterrupt:
         return

@@ -231,6 +231,19 @@ class Event(Message, frozen=True, kw_only=True):
     detail: dict[str, str] = {}
 
 
+class EventGap(Message, frozen=True, kw_only=True):
+    """Of the event stream: what follows ``after`` up to ``through`` is not in the audit log, and never comes.
+
+    ``reason``: ``deleted`` by age or number, or ``unknown``: ``after`` is beyond the newest event, so the reader has
+    seen a database that this one is not.
+    """
+
+    after: int
+    through: int
+    reason: Literal["deleted", "unknown"]
+    sentence: str
+
+
 class EventList(Message, frozen=True, kw_only=True):
     """Oldest first. ``next_after`` is what to ask ``after`` next."""
 

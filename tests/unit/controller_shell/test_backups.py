@@ -14,7 +14,8 @@ from sqlalchemy import text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 
-from controller.store.backup import LIVES, back_up
+from controller.store.audit_ids import LIVES
+from controller.store.backup import back_up
 from controller.store.database import open_database
 from controller.store.records import AuditRow, Batch
 from controller.store.writer import Writer
@@ -121,6 +122,7 @@ def test_a_postgresql_that_was_dumped_and_restored_is_gone_on_from(tmp_path: Pat
     writer = Writer(engine)
     loaded = writer.take_over()
     assert (loaded.epoch, loaded.batch, loaded.nodes) == (1002, 1, {"n1": "kept"})
+    assert loaded.newest_audit > 10**9  # beyond what was given after the dump
     with pytest.raises(DBAPIError, match="append-only"):
         writer.run(lambda connection: connection.execute(text("DELETE FROM audit")))
     writer.close()

@@ -9,7 +9,9 @@ from sqlalchemy.exc import DBAPIError
 
 from controller import retention as retention_module
 from controller.store import retention, tables
+from controller.store.audit_ids import ROOM
 from controller.store.database import open_database
+from controller.store.reader import Reader
 from controller.store.records import AuditRow, Batch, GenerationRow, RecoveryRow, VerdictRow, VersionRow
 from controller.store.retention import Keep, prune
 from controller.store.threads import Store
@@ -60,6 +62,22 @@ def test_old_events_are_deleted_and_the_log_stays_append_only(writer: Writer, en
         connection.execute(text("DELETE FROM audit"))
     writer.commit([Batch(number=2, audit=audit(11))])
     assert ids(engine) == [7, 8, 9, 10, 11]
+
+
+def test_lines_are_counted_not_the_ids_that_a_restore_left_out(writer: Writer, engine: Engine) -> None:
+    writer.commit([Batch(number=1, audit=audit(*range(1, 11), *range(ROOM, ROOM + 3)))])
+    pruned(writer, keep(events=5))
+    assert ids(engine) == [9, 10, ROOM, ROOM + 1, ROOM + 2]
+    for _ in range(2):  # a bite does not reach over what was left out
+        pruned(writer, keep(events=2))
+    assert ids(engine) == [ROOM + 1, ROOM + 2]
+
+
+def test_the_stream_hears_of_the_newest_id_that_was_deleted(writer: Writer, engine: Engine) -> None:
+    writer.commit([Batch(number=1, audit=audit(*range(1, 11)))])
+    pruned(writer, keep(events=4))
+    found = Reader(engine).following(2, 3)
+    assert ([row.id for row in found.rows], found.pruned, found.newest) == ([7, 8, 9], 6, 10)
 
 
 def test_the_newest_event_is_kept_whatever_its_age(writer: Writer, engine: Engine) -> None:
