@@ -1,7 +1,9 @@
 """Ordinary checkpoints, read a box at a time: a torch.distributed.checkpoint folder, or a torch.save file.
 
-Nothing is unpickled but tensors and plain values: archives by torch's restricted reader (``weights_only=True``), and
-``.metadata`` by one that knows the classes torch writes there and no other.
+Everything is checked before it is used: what Everstep wrote against its digests, in one pass with reading, archives of
+others against their own checksums (docs/decisions/0043). Nothing is unpickled but tensors and plain values: archives by
+torch's restricted reader (``weights_only=True``), and ``.metadata`` by one that knows the classes torch writes there
+and no other.
 """
 
 from __future__ import annotations
@@ -10,16 +12,20 @@ import io
 import pickle
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, Protocol
 
 import fsspec
 import torch
+import xxhash
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from everstep.boxes import Box, Extent, whole
-from everstep.errors import ConfigurationError, NotRestorable
+from everstep.errors import ConfigurationError, DigestMismatch, MalformedMessage, NotRestorable
+from everstep.stored_digests import DIGESTS, decode_digests
+from trainer_hooks.archive_checks import Damaged, MappedArchive, check_archive
 from trainer_hooks.snapshot.copy import part_of
 
 Path = tuple[str | int, ...]
@@ -64,10 +70,12 @@ class Checkpoint(Protocol):
     tensors: Mapping[str, tuple[torch.dtype, Extent]]
 
     def read(self, key: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Disjoint parts of ``box`` with their values, which together make it up. Raises NotRestorable, OSError."""
+        """Disjoint parts of ``box`` with their values, which together make it up. Raises NotRestorable (Damaged where
+        the bytes are not those that were written), OSError."""
 
     def value(self, key: str) -> Any:
-        """A tensor in full, or another value. Raises NotRestorable for what would have to be unpickled, OSError."""
+        """A tensor in full, or another value. Raises NotRestorable for what would have to be unpickled, Damaged,
+        OSError."""
 
 
 def open_checkpoint(url: str) -> Checkpoint:
@@ -113,17 +121,18 @@ class _MetadataReader(pickle.Unpickler):
 
 
 class Folder:
-    """What torch.distributed.checkpoint.save wrote."""
+    """What torch.distributed.checkpoint.save wrote, or a vault."""
 
     def __init__(self, url: str, filesystem: Any, path: str) -> None:
         self.url = url
         self._fs = filesystem
         self._path = path
+        body = self._bytes(".metadata")
+        self._digests = self._digests_with(body)
         try:
-            with filesystem.open(f"{path}/.metadata", "rb") as file:
-                metadata = _MetadataReader(file).load()
+            metadata = _MetadataReader(io.BytesIO(body)).load()
         except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, LookupError) as error:
-            raise NotRestorable(f"{url}/.metadata cannot be read: {error}") from error
+            raise Damaged(f"{url}/.metadata cannot be read: {error}") from error
         if not isinstance(metadata, dcp.Metadata) or not isinstance(metadata.storage_data, dict):
             raise NotRestorable(f"{url}/.metadata is not what torch.distributed.checkpoint writes")
         self._described = metadata.state_dict_metadata
@@ -147,7 +156,7 @@ class Folder:
                 filled += common.volume
                 yield common, part_of(self._tensor(key, chunk.offsets, held), held, common)
         if filled != box.volume:
-            raise NotRestorable(f"{self.url}: parts of {key} are missing, or are there twice")
+            raise Damaged(f"{self.url}: parts of {key} are missing, or are there twice")
 
     def value(self, key: str) -> Any:
         if key not in self.tensors:
@@ -161,21 +170,52 @@ class Folder:
     def _tensor(self, key: str, offset: Extent, held: Box) -> torch.Tensor:
         tensor = self._load(key, dcp.MetadataIndex(key, offset))
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != held.size:
-            raise NotRestorable(f"{self.url}: what is stored of {key} at {tuple(offset)} is not what .metadata says")
+            raise Damaged(f"{self.url}: what is stored of {key} at {tuple(offset)} is not what .metadata says")
         return tensor
 
     def _load(self, key: str, index: dcp.MetadataIndex) -> Any:
         info = self._stored.get(index)
         if info is None:
-            raise NotRestorable(f"{self.url}: .metadata does not say where {key} is")
+            raise Damaged(f"{self.url}: .metadata does not say where {key} is")
         if getattr(info, "transform_descriptors", None):
             raise NotRestorable(f"{self.url}: {key} was written through an extension ({info.transform_descriptors})")
+        data = self._bytes(info.relative_path, info.offset, info.length)
+        self._check(info, data)
+        return _restricted(io.BytesIO(data), f"{self.url}/{info.relative_path}: {key}")
+
+    def _check(self, info: _StorageInfo, data: bytes) -> None:
+        """Raises Damaged where these are not the bytes that were written."""
+        what = f"{self.url}/{info.relative_path}"
+        if len(data) != info.length:
+            raise Damaged(f"{what} is too short: it ends {info.length - len(data)} bytes before what .metadata says")
+        if self._digests is None:
+            check_archive(data, f"{what} at {info.offset}")
+        elif self._digests.get((info.relative_path, info.offset)) != (info.length, xxhash.xxh3_128_digest(data)):
+            raise Damaged(f"{what} is damaged: {info.length} bytes at {info.offset} do not have the digest they had")
+
+    def _digests_with(self, metadata: bytes) -> dict[tuple[str, int], tuple[int, bytes]] | None:
+        """Length and digest of each archive, by file and offset. None in a folder of others or of an early release."""
         try:
-            with self._fs.open(f"{self._path}/{info.relative_path}", "rb") as file:
-                file.seek(info.offset)
-                return _restricted(io.BytesIO(file.read(info.length)), f"{self.url}: {key}")
-        except FileNotFoundError as error:
-            raise NotRestorable(f"{self.url}: {info.relative_path} is missing") from error
+            body = self._bytes(DIGESTS)
+        except Damaged:
+            return None
+        try:
+            digests = decode_digests(body)
+        except DigestMismatch as error:
+            raise Damaged(f"{self.url}: {error}") from error
+        except MalformedMessage as error:
+            raise NotRestorable(f"{self.url}: {error}") from error
+        if digests.metadata != xxhash.xxh3_128_digest(metadata):
+            raise Damaged(f"{self.url}/.metadata is damaged: it does not have the digest it had")
+        return {(name, one.offset): (one.length, one.digest) for name, all_ in digests.files.items() for one in all_}
+
+    def _bytes(self, name: str, offset: int = 0, length: int = -1) -> bytes:
+        try:
+            with self._fs.open(f"{self._path}/{name}", "rb") as file:
+                file.seek(offset)
+                return bytes(file.read(length))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise Damaged(f"{self.url}: {name} is missing") from error
 
 
 def _restricted(file: BinaryIO, what: str, **how: Any) -> Any:
@@ -187,7 +227,7 @@ def _restricted(file: BinaryIO, what: str, **how: Any) -> Any:
             f"torch.load(..., weights_only=False) and save what you need as tensors and plain values. ({error})"
         ) from error
     except (RuntimeError, EOFError, ValueError) as error:
-        raise NotRestorable(f"{what} is not what torch.save writes: {error}") from error
+        raise Damaged(f"{what} is not what torch.save writes: {error}") from error
 
 
 class TorchFile:
@@ -195,11 +235,16 @@ class TorchFile:
 
     def __init__(self, url: str, filesystem: Any, path: str) -> None:
         self.url = url
+        self._archive: MappedArchive | None = None
         if "file" in filesystem.protocol:
-            state = _restricted(path, url, mmap=True)  # type: ignore[arg-type]  # torch maps only what has a path
+            load = partial(_restricted, path, url, mmap=True)  # type: ignore[arg-type]  # torch maps only a path's file
+            self._archive = MappedArchive(path, load)
+            state = self._archive.content
         else:
             with filesystem.open(path, "rb") as file:
-                state = _restricted(io.BytesIO(file.read()), url)
+                body = bytes(file.read())
+            check_archive(body, url)
+            state = _restricted(io.BytesIO(body), url)
         if not isinstance(state, Mapping):
             raise NotRestorable(f"{url} holds a {type(state).__qualname__}, not a dictionary of state")
         leaves = dict(_leaves((), state))
@@ -212,10 +257,12 @@ class TorchFile:
         }
 
     def read(self, key: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-        value = self._values[key]
+        value = self.value(key)
         yield box, part_of(value, whole(tuple(value.shape)), box)
 
     def value(self, key: str) -> Any:
+        if self._archive is not None:
+            self._archive.check(self._values[key])
         return self._values[key]
 
 

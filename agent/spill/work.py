@@ -15,7 +15,7 @@ import msgspec
 import xxhash
 
 from agent.spill.dcp_metadata import ObjectEntry, TensorEntry, encode_metadata
-from agent.spill.extents import Division, FilePlan, Literal, divide, file_of, merge
+from agent.spill.extents import Division, FilePlan, FromSlot, Literal, divide, file_of, merge
 from agent.spill.python_state import decode_state, require_format
 from agent.spill.retention import FEWEST_LEFT, Stored, folder_of, superfluous, version_of
 from agent.spill.slot import SpilledSlot
@@ -23,21 +23,23 @@ from agent.spill.target import Growing, Target
 from everstep.errors import MalformedMessage
 from everstep.ids import Version
 from everstep.manifests import Manifest, decode_manifest
+from everstep.range_digests import RangeHasher
+from everstep.stored_digests import DIGEST_BYTES, DIGESTS, ArchiveDigest, StoredDigests, encode_digests
 
 METADATA = ".metadata"
-_RECORD_FORMAT = 1
-_DIGEST_BYTES = 16
+_RECORD_FORMAT = 2
 
 
 class FileRecord(msgspec.Struct, frozen=True, array_like=True):
-    """What a finished file is: whose, of which division of the version, its bytes' xxh3-128, and its entries."""
+    """What a finished file is: whose, of which division of the version, the digests of its archives one behind
+    another, and its entries."""
 
     format: int
     rank: int
     division: bytes
     file: str
     length: int
-    digest: bytes
+    archives: tuple[ArchiveDigest, ...]
     tensors: tuple[TensorEntry, ...]
     objects: tuple[ObjectEntry, ...]
 
@@ -79,9 +81,9 @@ class Job:
         state = decode_state(blob)
         require_format(state)
         plan = file_of(rank, slot.manifest, self._division, state, len(blob), self._version)
-        digest = _write(self._target.grow(plan.name), _bytes_of(plan, slot))
+        archives = _write(self._target.grow(plan.name), plan, slot)
         record = FileRecord(
-            _RECORD_FORMAT, rank, self._identity, plan.name, plan.length, digest, plan.tensors, plan.objects
+            _RECORD_FORMAT, rank, self._identity, plan.name, plan.length, archives, plan.tensors, plan.objects
         )
         body = msgspec.msgpack.encode(record)
         self._target.put(record_name(rank), xxhash.xxh3_128_digest(body) + body)
@@ -90,10 +92,10 @@ class Job:
     def record(self, rank: int) -> FileRecord | None:
         """A rank's record, where it is one of this division and its file has the length it says."""
         body = self._target.get(record_name(rank))
-        if body is None or xxhash.xxh3_128_digest(body[_DIGEST_BYTES:]) != body[:_DIGEST_BYTES]:
+        if body is None or xxhash.xxh3_128_digest(body[DIGEST_BYTES:]) != body[:DIGEST_BYTES]:
             return None
         try:
-            record = msgspec.msgpack.decode(body[_DIGEST_BYTES:], type=FileRecord)
+            record = msgspec.msgpack.decode(body[DIGEST_BYTES:], type=FileRecord)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
         if (record.format, record.rank, record.division) != (_RECORD_FORMAT, rank, self._identity):
@@ -101,15 +103,18 @@ class Job:
         return record if self._target.size(record.file) == record.length else None
 
     def complete(self) -> bool:
-        """Writes ``.metadata`` if every rank's file is there; whether it was."""
+        """Writes the digests and then ``.metadata`` if every rank's file is there; whether it was."""
         records = [self.record(rank) for rank in self._manifests]
         found = [record for record in records if record is not None]
         if len(found) < len(records):
             return False
         tensors, objects = merge((record.tensors, record.objects) for record in found)
         metadata = encode_metadata(tensors, objects)
-        if self._target.get(METADATA) != metadata:  # when it was written first says which checkpoint is the newest
-            self._target.put(METADATA, metadata)
+        files = {record.file: record.archives for record in found}
+        digests = encode_digests(StoredDigests(xxhash.xxh3_128_digest(metadata), files))
+        for name, body in ((DIGESTS, digests), (METADATA, metadata)):
+            if self._target.get(name) != body:  # when .metadata was written first says which checkpoint is the newest
+                self._target.put(name, body)
         return True
 
 
@@ -149,13 +154,13 @@ def _bytes_of(plan: FilePlan, slot: SpilledSlot) -> Iterator[bytes | memoryview]
         yield piece.archive.tail(crc)
 
 
-def _write(file: Growing, pieces: Iterator[bytes | memoryview]) -> bytes:
-    """Writes what is not there yet; returns the xxh3-128 of the whole."""
-    digest = xxhash.xxh3_128()
+def _write(file: Growing, plan: FilePlan, slot: SpilledSlot) -> tuple[ArchiveDigest, ...]:
+    """Writes what is not there yet; returns the digests of all archives."""
+    hasher = RangeHasher([_length(piece) for piece in plan.pieces])
     at, comparing = 0, True
     try:
-        for data in pieces:
-            digest.update(data)
+        for data in _bytes_of(plan, slot):
+            hasher.update(memoryview(data))
             if comparing and at + len(data) <= file.held and file.read(len(data)) == data:
                 at += len(data)
                 continue
@@ -169,4 +174,15 @@ def _write(file: Growing, pieces: Iterator[bytes | memoryview]) -> bytes:
     except BaseException:
         file.abandon()
         raise
-    return digest.digest()
+    return tuple(_archives(plan, hasher.digests()))
+
+
+def _archives(plan: FilePlan, digests: bytes) -> Iterator[ArchiveDigest]:
+    at = 0
+    for number, piece in enumerate(plan.pieces):
+        yield ArchiveDigest(at, _length(piece), digests[number * DIGEST_BYTES :][:DIGEST_BYTES])
+        at += _length(piece)
+
+
+def _length(piece: Literal | FromSlot) -> int:
+    return len(piece.data) if isinstance(piece, Literal) else piece.archive.length

@@ -223,4 +223,4 @@ def test_the_same_slots_give_the_same_bytes(tmp_path: Path) -> None:
         carry_out(msgspec.structs.replace(order, url=str(tmp_path / name)))
     a, b = ({p.name: p.read_bytes() for p in (tmp_path / name).rglob("*") if p.is_file()} for name in ("a", "b"))
     assert a == b
-    assert set(a) == {"__0_0.distcp", "__1_0.distcp", "__2_0.distcp", ".metadata", "0", "1", "2"}
+    assert set(a) == {"__0_0.distcp", "__1_0.distcp", "__2_0.distcp", ".metadata", "digests", "0", "1", "2"}

@@ -26,7 +26,9 @@ from agent.spill.retention import folder_of
 from everstep.boxes import Box
 from everstep.errors import ConfigurationError, NotRestorable
 from everstep.ids import Version
+from everstep.stored_digests import DIGESTS
 from tests.support.spilling import Odd, fill_slots, train
+from trainer_hooks.archive_checks import Damaged
 from trainer_hooks.plain import start_from
 from trainer_hooks.plain_files import open_checkpoint
 from trainer_hooks.snapshot.blob import as_bytes
@@ -167,6 +169,12 @@ def test_each_rank_gets_its_own_buffers_back(tmp_path: Path, before: Job) -> Non
 # --- what cannot be
 
 
+def unsealed(folder: Path) -> Path:
+    """Without digests, as releases before had no, and other programs have none."""
+    (folder / DIGESTS).unlink()
+    return folder
+
+
 def test_nothing_there_says_what_would_have_been(tmp_path: Path) -> None:
     with pytest.raises(NotRestorable, match=r"neither a torch\.save file"):
         Job(trained=False).start_from(tmp_path)
@@ -211,7 +219,7 @@ def test_no_code_is_run_that_is_stored_in_a_file(tmp_path: Path, before: Job) ->
 
 @pytest.mark.parametrize("where", ["metadata", "object"])
 def test_no_code_is_run_that_is_stored_in_a_folder(tmp_path: Path, before: Job, where: str) -> None:
-    folder = spilled(before, tmp_path) / folder_of(VERSION)
+    folder = unsealed(spilled(before, tmp_path) / folder_of(VERSION))
     if where == "metadata":
         (folder / ".metadata").write_bytes(pickle.dumps(Trap()))
         sentence = "has no place in a checkpoint's metadata"
@@ -237,7 +245,7 @@ class _AsEarly311(pickle.Pickler):
 
 
 def test_a_folder_is_read_whichever_release_of_python_wrote_it(tmp_path: Path, before: Job) -> None:
-    folder = spilled(before, tmp_path) / folder_of(VERSION)
+    folder = unsealed(spilled(before, tmp_path) / folder_of(VERSION))
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     written = io.BytesIO()
     _AsEarly311(written, 4).dump(metadata)
@@ -256,15 +264,18 @@ class _Reached:
 
 
 def test_no_attribute_is_looked_up_but_that_enumerations_members(tmp_path: Path, before: Job) -> None:
-    folder = spilled(before, tmp_path) / folder_of(VERSION)
+    folder = unsealed(spilled(before, tmp_path) / folder_of(VERSION))
     (folder / ".metadata").write_bytes(pickle.dumps(_Reached()))
     with pytest.raises(NotRestorable, match=r"getattr of .* has no place in a checkpoint's metadata"):
         Job(trained=False).start_from(folder)
 
 
+@pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "unsealed"])
 @pytest.mark.parametrize("harm", ["short", "gone", "metadata", "part"])
-def test_a_damaged_folder_is_refused(tmp_path: Path, before: Job, harm: str) -> None:
+def test_a_damaged_folder_is_refused(tmp_path: Path, before: Job, harm: str, sealed: bool) -> None:
     folder = spilled(before, tmp_path, world=2, layout="sharded") / folder_of(VERSION)
+    if not sealed:
+        unsealed(folder)
     file, metadata = folder / "__1_0.distcp", folder / ".metadata"
     if harm == "short":
         file.write_bytes(file.read_bytes()[:-2000])
@@ -276,8 +287,15 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, before: Job, harm: str) -> 
         read = pickle.loads(metadata.read_bytes())
         read.state_dict_metadata["model.first.weight"].chunks.pop()
         metadata.write_bytes(pickle.dumps(read))
-    sentence = {"short": "not what", "gone": "is missing", "metadata": "cannot be read", "part": "parts of model.first"}
-    with pytest.raises(NotRestorable, match=sentence[harm]):
+    sentence = {
+        "short": "too short",
+        "gone": "is missing",
+        "metadata": "cannot be read",
+        "part": "parts of model.first",
+    }
+    if sealed:
+        sentence |= dict.fromkeys(("metadata", "part"), r"\.metadata is damaged: it does not have the digest it had")
+    with pytest.raises(Damaged, match=sentence[harm]):
         Job(trained=False).start_from(folder)
 
 
