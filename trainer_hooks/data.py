@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import hashlib
 from copy import copy
-from typing import Protocol
+from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -78,6 +79,20 @@ class Sampler(Protocol):
         """The same samples, as another rank of another number of ranks has them."""
 
 
+class Part(msgspec.Struct, frozen=True):
+    """What one rank, physical or virtual, computes of a step.
+
+    rank: the number of the stream of random numbers that it has, which is a replica's. indices: its samples, int64.
+    weight: what to multiply its mean loss by, so that the mean over replicas is the mean over samples. batch: of
+    ``run.loader``, what it loaded.
+    """
+
+    rank: int
+    indices: torch.Tensor
+    weight: float
+    batch: Any = None
+
+
 class ElasticSampler:
     """Splits a constant global batch over however many ranks there are.
 
@@ -90,7 +105,7 @@ class ElasticSampler:
         size: samples in the data set.
         global_batch: samples of one optimizer step over all ranks. At least one a rank.
         seed: of the shuffle.
-        rank, world_size: of the present generation.
+        rank, world_size: of the present generation's data-parallel replicas.
 
     Raises ValueError where a batch cannot be taken from the data or split over the ranks.
     """

@@ -15,8 +15,9 @@ from trainer_hooks.abort import backend_named
 from trainer_hooks.assignment import current_assignment, wait_for_local_rank
 from trainer_hooks.config import HookSettings
 from trainer_hooks.keeper import IdleKeeper
+from trainer_hooks.place import Place
 from trainer_hooks.regroup import device_for
-from trainer_hooks.run import Place, Run
+from trainer_hooks.run import Run
 from trainer_hooks.worker import TrainingFunction, Worker
 
 

@@ -55,7 +55,7 @@ class Guard:
 
     def __init__(
         self,
-        mean: Callable[[Loss, float], torch.Tensor],
+        mean: Callable[[Loss | None, float], torch.Tensor],
         everywhere: Callable[[bool], bool],
         before_update: Callable[[], None],
         told: Callable[[int, str], None],
@@ -101,7 +101,7 @@ class Guard:
         """What the guard did, the newest last, at most the last hundred."""
         return list(self._records)
 
-    def allows(self, loss: Loss, weight: float = 1.0) -> bool:
+    def allows(self, loss: Loss | None, weight: float = 1.0) -> bool:
         """Whether to update: call it after the backward pass, on every rank, with what ``Run.mean`` takes.
 
         Where it says no, the state is that of an earlier version if one was kept, and the gradients count for nothing.

@@ -1,6 +1,7 @@
-"""Random streams that do not depend on what happened before: one per (seed, step, rank).
+"""Random streams that do not depend on what happened before: one per (seed, step, replica).
 
-In exact mode the rank is a virtual one, so that streams do not depend on the world size either.
+A replica is one rank or, where the model is split, several, which then draw the same; each stage of a pipeline has a
+stream of its own. In exact mode it is a virtual rank, so that streams do not depend on the world size either.
 """
 
 from __future__ import annotations
@@ -12,21 +13,22 @@ import sys
 import torch
 
 EVERYBODY = -1
-"""In the place of a rank: a stream that all ranks have alike."""
+"""In the place of a replica: a stream that all ranks have alike."""
 
 
-def stream_seed(seed: int, step: int, rank: int) -> int:
-    """63 bits, unrelated for neighbouring steps and ranks."""
-    digest = hashlib.blake2b(f"{seed}:{step}:{rank}".encode(), digest_size=8).digest()
+def stream_seed(seed: int, step: int, replica: int, stage: int = 0) -> int:
+    """63 bits, unrelated for neighbouring steps, replicas and stages."""
+    key = f"{seed}:{step}:{replica}:{stage}" if stage else f"{seed}:{step}:{replica}"
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
-def seed_step(seed: int, step: int, rank: int) -> None:
+def seed_step(seed: int, step: int, replica: int, stage: int = 0) -> None:
     """Seeds torch (the CPU and all CUDA devices), ``random`` and, where it is loaded, numpy's global generator.
 
     Not by ``torch.manual_seed``: that asks every kind of device there could be, which costs 65 us a step.
     """
-    value = stream_seed(seed, step, rank)
+    value = stream_seed(seed, step, replica, stage)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(value)
     _seed_host(value)

@@ -2,59 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import repeat
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from everstep.slots import SLOTS
-from trainer_hooks.data import ElasticSampler, Sampler
+from trainer_hooks.data import ElasticSampler, Part, Sampler
+from trainer_hooks.data_parallel import DataParallel, Replica
 from trainer_hooks.exact.replicas import VirtualReplicas
 from trainer_hooks.exact.sums import VirtualMean
-from trainer_hooks.guard import Guard, Policy
+from trainer_hooks.guard import Guard, Loss, Policy
 from trainer_hooks.keeper import Keeper
 from trainer_hooks.loading.loader import Loader, is_stream
 from trainer_hooks.loading.stateful import OfOneRank, is_stateful_loader
 from trainer_hooks.loading.stream import StreamSampler
+from trainer_hooks.model_parallel import warn_of_model_parallelism
+from trainer_hooks.place import Place
 from trainer_hooks.replicate import replicate
 from trainer_hooks.rng import EVERYBODY, seed_step
 from trainer_hooks.snapshot.choices import Choices
 from trainer_hooks.spikes import SpikeRule
 from trainer_hooks.tier import Tier
 from trainer_hooks.waits import Waits
-
-
-class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank stands in its generation. ``restores``: a version will be restored for certain."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    generation: int = 0
-    device: torch.device = torch.device("cpu")
-    restores: bool = False
-    mesh: Callable[[], DeviceMesh] | None = None
-    tier: Callable[[], Tier] | None = None
-
-
-class Part(msgspec.Struct, frozen=True):
-    """What one rank, physical or virtual, computes of a step.
-
-    rank: the number of the stream of random numbers that it has. indices: its samples, int64. weight: what to multiply
-    its mean loss by, so that the mean over ranks is the mean over samples. batch: of ``run.loader``, what it loaded.
-    """
-
-    rank: int
-    indices: torch.Tensor
-    weight: float
-    batch: Any = None
 
 
 class Run:
@@ -68,6 +43,7 @@ class Run:
         self._keeper = keeper
         self._finished = 0
         self._seed = 0
+        self._parallel = DataParallel(place.rank, place.world_size, place.device if self.distributed else None)
         self._virtual: VirtualMean | None = None
         self._replicas: list[VirtualReplicas] = []
         self._unfinished_parts = False
@@ -127,14 +103,37 @@ class Run:
         """The last finished step."""
         return self._finished
 
+    def data_parallel(self, replicas: DeviceMesh | tuple[int, int], *, stage: DeviceMesh | int = 0) -> Replica:
+        """Says which replica of the model this rank belongs to, where that takes several ranks. A collective.
+
+        ::
+
+            mesh = init_device_mesh(run.device.type, (run.world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+            run.data_parallel(mesh["dp"])
+
+        From then on ranks of one replica have the same samples and the same random numbers, and its loss counts once.
+        Under DDP, FSDP2 and HSDP alone every rank is a replica: there is nothing to say. Say it as soon as the mesh is
+        made, in each generation: before ``sampler``, ``loader``, ``replicate``, ``track`` and ``steps``.
+
+        ``replicas``: the part of this generation's mesh that holds one rank of each replica, all dimensions of it
+        (``mesh["replicate", "shard"]``); or (index, count), with (0, 1) where all ranks are one replica. ``stage``: in
+        a pipeline, which stage this rank has, or that part of the mesh (``mesh["pp"]``): stages have random numbers of
+        their own, or the same places would be dropped in all of them.
+
+        Raises ValueError where ranks differ, or replicas would not be of equally many ranks; for a mesh of another
+        generation; and after something went by one replica a rank.
+        """
+        return self._parallel.say(replicas, stage)
+
     def sampler(self, size: int, *, global_batch: int, seed: int = 0, drop_last: bool = False) -> ElasticSampler:
-        """Samples of a data set of ``size`` for this rank; see ElasticSampler."""
+        """Samples of a data set of ``size`` for this rank's replica; see ElasticSampler."""
+        replica = self._parallel.replica_for("run.sampler")
         return ElasticSampler(
             size,
             global_batch=global_batch,
             seed=seed,
-            rank=self.rank,
-            world_size=self.world_size,
+            rank=replica.index,
+            world_size=replica.count,
             drop_last=drop_last,
         )
 
@@ -143,7 +142,7 @@ class Run:
     ) -> Loader:
         """A DataLoader whose batches are asked for by step: ``loader.batch(step)``, or ``parts(loader, step)``.
 
-        Map-style data are shuffled as by ``sampler``. Iterable data come in their own order, each rank its share of
+        Map-style data are shuffled as by ``sampler``. Iterable data come in their own order, each replica its share of
         every global batch; give the data set ``seek(position)`` (see trainer_hooks.loading.stream), or each rank reads
         what the others need as well, and after a restore everything that came before. ``options`` go to DataLoader:
         num_workers, prefetch_factor, collate_fn and so on. What a data set or a collate function draws at random for a
@@ -156,7 +155,8 @@ class Run:
         if is_stream(dataset):
             if drop_last:
                 raise TypeError("drop_last has no meaning for iterable data: their length is not known")
-            sampler = StreamSampler(global_batch=global_batch, rank=self.rank, world_size=self.world_size)
+            replica = self._parallel.replica_for("run.loader")
+            sampler = StreamSampler(global_batch=global_batch, rank=replica.index, world_size=replica.count)
         else:
             sampler = self.sampler(len(dataset), global_batch=global_batch, seed=seed, drop_last=drop_last)
         made = Loader(dataset, sampler, self._played, seed, options)
@@ -164,9 +164,10 @@ class Run:
         return made
 
     def _played(self) -> list[tuple[int, int]]:
-        """The ranks whose parts this one computes, and of how many."""
+        """The replicas whose parts this rank computes, and of how many."""
         if self._virtual is None:
-            return [(self.rank, self.world_size)]
+            replica = self._parallel.replica_for("run.loader")
+            return [(replica.index, replica.count)]
         return [(rank, self._virtual.virtual_ranks) for rank in self._virtual.mine]
 
     def replicate(
@@ -187,11 +188,17 @@ class Run:
             raise ValueError("another model of this run has virtual_ranks: give them to all, or to none")
         if not self.distributed:
             return model
+        if self._parallel.replica_for("run.replicate").count == 1:
+            return model
+        self._parallel.add_gradients_over_replicas(options)
         return replicate(model, exact=exact, equal_already=self._place.restores, waited=self._keeper.waited, **options)
 
     def _replicate_virtually(self, model: nn.Module, count: int, exact: bool, options: dict[str, Any]) -> nn.Module:
         if options or not exact:
             raise TypeError(f"with virtual_ranks there is no DistributedDataParallel: leave out {sorted(options)}")
+        self._parallel.replica_for("run.replicate")
+        if not self._parallel.one_a_rank:
+            raise ValueError("exact mode (virtual_ranks) takes whole replicas, one a rank: go on without virtual_ranks")
         if self._virtual is None:
             self._virtual = VirtualMean(count, self.rank, self.world_size, Waits(self._keeper.waited))
         elif self._virtual.virtual_ranks != count:
@@ -208,7 +215,8 @@ class Run:
         """
         batches = sampler.batches(step) if isinstance(sampler, Loader) else repeat(None)
         if self._virtual is None:
-            yield Part(self.rank, sampler.indices(step), sampler.weight(step), next(batches))
+            replica = self._parallel.replica_for("run.parts")
+            yield Part(replica.index, sampler.indices(step), sampler.weight(step), next(batches))
             return
         self._unfinished_parts = True
         for replicas in self._replicas:
@@ -310,8 +318,11 @@ class Run:
         if isinstance(exclude, str):
             raise TypeError(f"exclude takes a list of patterns: exclude=[{exclude!r}]")
         choices = Choices(exclude=tuple(exclude), overlap=overlap, slots=slots, every=every)
+        replica = self._parallel.replica_for("run.track")
+        if self.rank == 0 and not self._parallel.said:
+            warn_of_model_parallelism(objects.values(), self.world_size)
         kept = {
-            key: OfOneRank(tracked, self.rank, self.world_size) if is_stateful_loader(tracked) else tracked
+            key: OfOneRank(tracked, replica.index, replica.count) if is_stateful_loader(tracked) else tracked
             for key, tracked in objects.items()
         }
         if self._guard is not None:
@@ -328,13 +339,15 @@ class Run:
     def steps(self, until: int, *, seed: int = 0) -> Iterator[int]:
         """The steps still to do, up to and including ``until``. A step is finished when the loop asks for the next.
 
-        Before each one torch, ``random`` and numpy are seeded from (seed, step, rank): dropout does not depend on what
-        failed before. With virtual ranks ``parts`` seeds them for each of these, and outside of it they are the same
-        on all ranks. Leaving the loop by ``break`` leaves its step unfinished.
+        Before each one torch, ``random`` and numpy are seeded from (seed, step, replica): dropout does not depend on
+        what failed before. With virtual ranks ``parts`` seeds them for each of these, and outside of it they are the
+        same on all ranks. Leaving the loop by ``break`` leaves its step unfinished.
         """
         self._seed = seed
+        replica = self._parallel.replica_for("run.steps")
+        stream = (replica.index, replica.stage) if self._virtual is None else (EVERYBODY, 0)
         for step in range(self._finished + 1, until + 1):
-            seed_step(seed, step, self.rank if self._virtual is None else EVERYBODY)
+            seed_step(seed, step, *stream)
             yield step
             self.step_finished()
 
@@ -354,21 +367,20 @@ class Run:
         """This rank's loss, for people to watch. A tensor is read later, and never waited for."""
         self._keeper.report(loss)
 
-    def mean(self, value: torch.Tensor | Sequence[torch.Tensor], weight: float = 1.0) -> torch.Tensor:
-        """The mean of ``value`` over ranks, each times its ``sampler.weight``: the mean over samples. A collective.
+    def mean(self, value: Loss | None, weight: float = 1.0) -> torch.Tensor:
+        """The mean of ``value`` over replicas, each times its ``sampler.weight``: the mean over samples. A collective.
 
         Of scalars, one for each of ``parts`` and times its weight, give the list: the mean over parts, which with
-        virtual ranks is the same to the last bit at every world size.
+        virtual ranks is the same to the last bit at every world size. In a pipeline ranks without a loss give None for
+        a scalar; the mean comes back on all.
+
+        Raises ValueError where a replica has no loss, or on more of its ranks than another.
         """
-        if not isinstance(value, torch.Tensor):
+        if value is not None and not isinstance(value, torch.Tensor):
             if self._virtual is not None:
                 return self._virtual.mean_of([each * weight for each in value])
             (value,) = value
-        total = value.detach().clone() * weight
-        if self.distributed:
-            dist.all_reduce(total)
-            total /= self.world_size
-        return total
+        return self._parallel.mean(value, weight)
 
     def atomic(self) -> AbstractContextManager[None]:
         """A section that no regrouping interrupts, such as the writing of a file. Keep it short."""

@@ -27,10 +27,11 @@ from trainer_hooks.interrupt import Interrupter, Regroup
 from trainer_hooks.keeper import GenerationKeeper
 from trainer_hooks.link import Link
 from trainer_hooks.orders import Orders
+from trainer_hooks.place import Place
 from trainer_hooks.presence import Presence
 from trainer_hooks.progress import Progress
 from trainer_hooks.regroup import Group, Rendezvous
-from trainer_hooks.run import Place, Run
+from trainer_hooks.run import Run
 from trainer_hooks.thread_state import reset_thread_state
 from trainer_hooks.tier import Tier
 from trainer_hooks.timeline import Timeline

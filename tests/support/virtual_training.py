@@ -60,6 +60,6 @@ def train(
 def train_alone(folder: str, until: int, virtual_ranks: int) -> None:
     """The same in this process, without a process group."""
     from trainer_hooks.keeper import IdleKeeper
-    from trainer_hooks.run import Place
+    from trainer_hooks.place import Place
 
     train(Run(Place(), IdleKeeper()), folder, until, virtual_ranks)

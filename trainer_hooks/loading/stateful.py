@@ -24,6 +24,8 @@ class OfOneRank:
 
     Where workers are, and how far each was, is a matter of one rank; no other number of ranks can go on from there
     without samples that are skipped or repeated. ``load_state_dict`` raises NotRestorable there.
+
+    Ranks count as data goes by them (``Run.data_parallel``): those of one replica are at the same samples.
     """
 
     def __init__(self, loader: Any, rank: int, world_size: int) -> None:
@@ -37,12 +39,12 @@ class OfOneRank:
     def load_state_dict(self, stored: dict[str, Any]) -> None:
         if stored["world_size"] != self._world:
             raise NotRestorable(
-                f"a StatefulDataLoader was stored on {stored['world_size']} ranks, and there are {self._world} now: "
-                f"its state cannot be split anew. {_MEND}"
+                f"a StatefulDataLoader was stored on {stored['world_size']} data-parallel ranks, and there are "
+                f"{self._world} now: its state cannot be split anew. {_MEND}"
             )
         if stored["rank"] != self._rank:
             raise NotRestorable(
-                f"the StatefulDataLoader of rank {self._rank} was lost with its process, and rank {stored['rank']}'s "
-                f"is at other samples. {_MEND}"
+                f"the StatefulDataLoader of data-parallel rank {self._rank} was lost with its process, and that of "
+                f"{stored['rank']} is at other samples. {_MEND}"
             )
         self._loader.load_state_dict(stored["state"])

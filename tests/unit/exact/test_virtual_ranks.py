@@ -16,7 +16,8 @@ from tests.support.generations import JOB
 from tests.support.stage import Stage, stage
 from tests.support.vaults import until, vaults
 from trainer_hooks.keeper import IdleKeeper
-from trainer_hooks.run import Place, Run
+from trainer_hooks.place import Place
+from trainer_hooks.run import Run
 
 STEPS = 60
 Row = dict[str, Any]

@@ -25,7 +25,8 @@ from tests.support.stage import stage
 from tests.support.vaults import vaults
 from trainer_hooks.guard import LossDiverged
 from trainer_hooks.keeper import IdleKeeper
-from trainer_hooks.run import Place, Run
+from trainer_hooks.place import Place
+from trainer_hooks.run import Run
 from trainer_hooks.snapshot.blob import decode_blob, encode_blob
 from trainer_hooks.spikes import LossHistory, SpikeRule
 

@@ -13,9 +13,10 @@ import torch
 
 import trainer_hooks
 from trainer_hooks.keeper import IdleKeeper
+from trainer_hooks.place import Place
 from trainer_hooks.progress import Progress
 from trainer_hooks.rng import stream_seed
-from trainer_hooks.run import Place, Run
+from trainer_hooks.run import Run
 from trainer_hooks.thread_state import reset_thread_state
 from trainer_hooks.waits import Waits
 

@@ -18,7 +18,8 @@ from tests.support.vaults import until
 from trainer_hooks.data import ElasticSampler
 from trainer_hooks.keeper import IdleKeeper
 from trainer_hooks.loading.stream import Reader, StreamSampler
-from trainer_hooks.run import Place, Run
+from trainer_hooks.place import Place
+from trainer_hooks.run import Run
 
 BATCH, STEPS, SEED = 7, 20, 3  # 140 samples: several epochs of 41, which straddle
 KINDS = {"map-style": Numbers, "fetched together": Together, "stream": Counted, "stream that jumps": Jumping}

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from everstep.errors import NotRestorable
+from trainer_hooks.data_parallel import Replica
 from trainer_hooks.keeper import IdleKeeper
-from trainer_hooks.run import Place, Run
+from trainer_hooks.place import Place
+from trainer_hooks.run import Run
 from trainer_hooks.snapshot.blob import decode_blob, encode_blob
 
 with warnings.catch_warnings():
@@ -43,9 +45,12 @@ def new_loader() -> Any:
         )
 
 
-def tracked(keeper: Stored, rank: int, world: int) -> Any:
+def tracked(keeper: Stored, rank: int, world: int, replica: Replica | None = None) -> Any:
+    """``replica``: what the ranks have said of this one."""
     loader = new_loader()
-    Run(Place(rank=rank, world_size=world), keeper).track(loader=loader)
+    run = Run(Place(rank=rank, world_size=world), keeper)
+    run._parallel._replica = replica or run._parallel._replica
+    run.track(loader=loader)
     return loader
 
 
@@ -59,11 +64,22 @@ def test_it_goes_on_where_it_was_at_the_same_world_size():
     assert [batch.tolist() for batch in tracked(Stored(blob), 1, 2)] == rest
 
 
+def test_ranks_of_one_replica_are_at_the_same_samples():
+    keeper = Stored()
+    batches = iter(tracked(keeper, 3, 4, Replica(1, 2)))
+    next(batches)
+    blob = keeper.keep()
+    rest = [batch.tolist() for batch in batches]
+    assert [batch.tolist() for batch in tracked(Stored(blob), 2, 4, Replica(1, 2))] == rest
+    with pytest.raises(NotRestorable, match="data-parallel rank 0 was lost"):
+        tracked(Stored(blob), 1, 4, Replica(0, 2))
+
+
 @pytest.mark.parametrize(
     ("rank", "world", "reason"),
     [
-        (1, 3, "stored on 2 ranks, and there are 3 now"),
-        (0, 2, "loader of rank 0 was lost|StatefulDataLoader of rank 0"),
+        (1, 3, "stored on 2 data-parallel ranks, and there are 3 now"),
+        (0, 2, "StatefulDataLoader of data-parallel rank 0 was lost"),
     ],
 )
 def test_another_world_size_or_rank_is_refused_with_what_to_do(rank, world, reason):

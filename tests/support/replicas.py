@@ -1,0 +1,138 @@
+"""Ranks that say which replica of a model they belong to, and what each of them then has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trainer_hooks.data_parallel import DataParallel
+from trainer_hooks.keeper import IdleKeeper
+from trainer_hooks.place import Place
+from trainer_hooks.run import Run
+
+WORLD, SAMPLES, BATCH = 4, 50, 5
+
+LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "dp x tp": ((2, 2), ("dp", "tp"), ("dp",)),
+    "tp x dp": ((2, 2), ("tp", "dp"), ("dp",)),
+    "pp x dp": ((2, 2), ("pp", "dp"), ("dp",)),
+    "hsdp": ((2, 2), ("replicate", "shard"), ("replicate", "shard")),
+    "hsdp x tp": ((2, 1, 2), ("replicate", "shard", "tp"), ("replicate", "shard")),
+    "tp": ((4,), ("tp",), ()),
+    "dp": ((4,), ("dp",), ("dp",)),
+}
+"""Shape and names of a mesh, and which of its dimensions tell replicas apart."""
+
+
+@contextmanager
+def grouped(rank: int, port: int) -> Iterator[None]:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def new_run(rank: int) -> Run:
+    mesh = lambda: init_device_mesh("cpu", (WORLD,))  # noqa: E731 - as short as it gets
+    return Run(Place(rank=rank, world_size=WORLD, mesh=mesh), IdleKeeper())
+
+
+def say(run: Run, layout: str) -> DeviceMesh:
+    shape, names, of_data = LAYOUTS[layout]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    run.data_parallel(mesh[of_data] if of_data else (0, 1), stage=mesh["pp"] if "pp" in names else 0)
+    return mesh
+
+
+def what_a_rank_has(rank: int, port: int) -> dict[str, Any]:
+    """In a process of its own, one of four: in each layout its samples, its random numbers and the mean loss."""
+    said = {}
+    with grouped(rank, port):
+        for layout in LAYOUTS:
+            run = new_run(rank)
+            mesh = say(run, layout)
+            sampler = run.sampler(SAMPLES, global_batch=BATCH, seed=3)
+            (part,) = run.parts(sampler, 1)
+            mapped = run.loader([*range(SAMPLES)], global_batch=BATCH, seed=3, collate_fn=list)
+            streamed = run.loader(iter(range(SAMPLES)), global_batch=BATCH)
+            loss = loss_of(sampler.indices(1))
+            last = "pp" not in LAYOUTS[layout][1] or mesh["pp"].get_local_rank() == 1
+            said[layout] = {
+                "replica": part.rank,
+                "samples": sampler.indices(1).tolist(),
+                "loaded": mapped.batch(1),
+                "streamed": streamed.indices(1).tolist(),
+                "drawn": [torch.rand(1).item() for _ in run.steps(until=3, seed=3)],
+                "mean": run.mean(loss if last else None, sampler.weight(1)).item(),
+            }
+    return said
+
+
+def loss_of(samples: torch.Tensor) -> torch.Tensor:
+    return (samples.float() / 7).square().mean()
+
+
+def what_is_refused(rank: int, port: int) -> dict[str, str]:
+    """In a process of its own, one of four: the words of each refusal. Who refuses does so on all ranks."""
+    said = {}
+    with grouped(rank, port):
+        one_dimension = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("dp",))
+        cases: dict[str, Callable[[], object]] = {
+            "ranks differ": lambda: new_run(rank).data_parallel((0, 1 if rank else 2)),
+            "unequal replicas": lambda: new_run(rank).data_parallel((int(rank == 3), 2)),
+            "no such replica": lambda: new_run(rank).data_parallel((rank // 2 + 1, 2)),
+            "three of four": lambda: new_run(rank).data_parallel((rank % 3, 3)),
+            "no loss": lambda: new_run(rank).mean(None),
+            "a replica without a loss": lambda: mean_over_two(rank, torch.ones(()) if rank < 2 else None),
+            "no replica with a loss": lambda: mean_over_two(rank, None),
+            "another rank's mesh": lambda: new_run(rank).data_parallel(of_the_next_rank(rank)),
+            "no group": lambda: pairs(rank).replicate(torch.nn.Linear(1, 1)),
+            "exact": lambda: pairs(rank).replicate(torch.nn.Linear(1, 1), virtual_ranks=8),
+            "nothing": lambda: new_run(rank).data_parallel(one_dimension),
+        }
+        for case, refused in cases.items():
+            try:
+                refused()
+            except ValueError as error:
+                said[case] = str(error)
+    return said
+
+
+def pairs(rank: int) -> Run:
+    """Two replicas of two neighbours each."""
+    run = new_run(rank)
+    run.data_parallel((rank // 2, 2))
+    return run
+
+
+def mean_over_two(rank: int, value: torch.Tensor | None) -> torch.Tensor:
+    parallel = DataParallel(rank, WORLD, torch.device("cpu"))
+    parallel.say((rank // 2, 2), 0)
+    return parallel.mean(value, 1.0)
+
+
+def of_the_next_rank(rank: int) -> DeviceMesh:
+    """A mesh as it is left from a generation in which this process was another rank."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    mesh._coordinate_on_dim = ((rank + 1) % WORLD,)  # type: ignore[assignment]
+    return mesh
+
+
+def gradients_of_stages(rank: int, port: int) -> dict[str, float]:
+    """In a process of its own, one of four: two stages, each replicated twice; the gradient that ``replicate`` made."""
+    with grouped(rank, port):
+        run = new_run(rank)
+        say(run, "pp x dp")
+        torch.manual_seed(0)
+        stage = run.replicate(torch.nn.Linear(1, 1, bias=False))
+        stage(torch.full((1, 1), float(1 + rank))).sum().backward()
+        (gradient,) = (parameter.grad for parameter in stage.parameters())
+        assert gradient is not None
+        return {"gradient": gradient.item()}
