@@ -19,6 +19,7 @@ import torch
 
 from everstep.errors import EverstepError
 from trainer_hooks.python_state import Merged, decode
+from trainer_hooks.snapshot.blob import Blob
 from trainer_hooks.spikes import LossHistory, SpikeRule
 from trainer_hooks.state import TrackedState, TrackedTensor
 
@@ -36,7 +37,7 @@ class LossDiverged(EverstepError, RuntimeError):
 class KeptVersion:
     """A copy of this rank's tracked state, as it was before some data step."""
 
-    def __init__(self, tensors: list[torch.Tensor], blob: bytes, data_step: int) -> None:
+    def __init__(self, tensors: list[torch.Tensor], blob: Blob, data_step: int) -> None:
         self.tensors = tensors
         self.blob = blob
         self.data_step = data_step
@@ -190,7 +191,7 @@ class Guard:
         self._before_update()
         with torch.no_grad():
             torch._foreach_copy_(self._live(), version.tensors)
-        self._state.load_python(Merged([decode(version.blob)], self._state.python_names()))
+        self._state.load_python(Merged([decode(version.blob.data())], self._state.python_names()))
         self._data_step = version.data_step
         return version
 
@@ -204,7 +205,7 @@ class Guard:
         room = self._kept.popleft().tensors if full else [torch.empty_like(tensor) for tensor in live]
         with torch.no_grad():
             torch._foreach_copy_(room, live)
-        self._kept.append(KeptVersion(room, self._state.blob(), self._data_step))
+        self._kept.append(KeptVersion(room, self._state.taken(), self._data_step))
 
     def _live(self) -> list[torch.Tensor]:
         return [tensor.now() if tensor.volatile else tensor.local for tensor in self._tracked]

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from everstep.errors import MalformedMessage, NotRestorable
-from trainer_hooks.snapshot.blob import decode_blob, encode_blob
+from trainer_hooks.snapshot.blob import Blob, Number, decode_blob, encode_blob
 
 FORMAT = 2
 
@@ -23,6 +23,8 @@ Name = tuple[str, str]
 """The key under which an object is tracked, and a parameter's full name in it; ("", name) is a module with state of its
 own, (key, "") another object."""
 
+_ON_GPU = {"scale": "_scale", "_growth_tracker": "_growth_tracker"}
+"""What of a gradient scaler's state is a tensor: where it says it, and where it has it."""
 _STRUCTURE = frozenset({"params", "param_names"})
 """What in a parameter group says which parameters it has, and so is the layout's."""
 
@@ -74,10 +76,10 @@ class PythonState(msgspec.Struct, frozen=True):
         return frozenset((*members, *(("", name) for name in self.extra), *((key, "") for key in self.objects)))
 
 
-def encode(state: PythonState) -> bytes:
+def encode(state: PythonState) -> Blob:
     """Raises TypeError with the path of what cannot be stored, ConfigurationError for too much of it."""
     groups = {top: [[g.packed, g.options] for g in groups] for top, groups in state.groups.items()}
-    return encode_blob(
+    return Blob(
         {
             "format": FORMAT,
             "groups": groups,
@@ -103,6 +105,21 @@ def decode(data: bytes | memoryview) -> PythonState:
         return state
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise MalformedMessage(f"a slot's Python state cannot be read: {error}") from error
+
+
+def state_of(tracked: Any) -> Any:
+    """``tracked.state_dict()``; of a gradient scaler on a GPU without its reading two numbers from there, which would
+    wait for all that the GPU still has to do."""
+    if not isinstance(tracked, torch.amp.GradScaler):
+        return tracked.state_dict()
+    held = {key: getattr(tracked, name, None) for key, name in _ON_GPU.items()}
+    live = {key: Number(value) for key, value in held.items() if isinstance(value, torch.Tensor) and value.is_cuda}
+    if len(live) < len(held):
+        return tracked.state_dict()
+    unused = object.__new__(type(tracked))  # it says what it would begin with, for it has not made its tensors yet
+    unused.__dict__.update(tracked.__dict__ | dict.fromkeys(_ON_GPU.values()))
+    state = unused.state_dict()
+    return state | {key: number for key, number in live.items() if key in state}
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer_hooks.python_state import Group, Merged, Name, PythonState, encode, group_options, pack_names, put_options
-from trainer_hooks.snapshot.blob import dtype_of
+from trainer_hooks.python_state import (
+    Group,
+    Merged,
+    Name,
+    PythonState,
+    encode,
+    group_options,
+    pack_names,
+    put_options,
+    state_of,
+)
+from trainer_hooks.snapshot.blob import Blob, dtype_of
 from trainer_hooks.snapshot.changes import refuse_other_model
 from trainer_hooks.snapshot.exclude import Exclusions
 from trainer_hooks.snapshot.identity import Identity
@@ -273,7 +283,14 @@ class TrackedState:
     # --- the Python state
 
     def blob(self) -> bytes:
-        """Hyper-parameters, optimizer state that is no tensor, and the state of all other objects, as bytes."""
+        """What ``taken`` takes, as bytes; waits for what of it lies on a GPU."""
+        return self.taken().data()
+
+    def taken(self) -> Blob:
+        """Hyper-parameters, optimizer state that is no tensor, and the state of all other objects, as they are now.
+
+        Raises TypeError with the path of what cannot be stored, ConfigurationError for too much of it.
+        """
         if not self._looked:
             self.tensors()
         scalars: dict[str, dict[str, dict[str, Any]]] = {}
@@ -283,7 +300,7 @@ class TrackedState:
         for packed, (top, _, group) in zip(self._packed_names(), self._all_groups(), strict=True):
             groups.setdefault(top, []).append(Group(packed, group_options(group)))
         extra = {name: module.get_extra_state() for name, module in self._extra}
-        objects = {key: tracked.state_dict() for key, tracked in self._others.items()}
+        objects = {key: state_of(tracked) for key, tracked in self._others.items()}
         return encode(PythonState(groups, scalars, extra, objects))
 
     def python_names(self) -> frozenset[Name]:

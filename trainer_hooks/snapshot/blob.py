@@ -2,6 +2,9 @@
 
 Numbers, strings, bytes, None, lists, tuples, dicts, sets, integers of any size, tensors, numpy arrays and scalars,
 torch dtypes and devices. Everything else is a TypeError that names the path to it.
+
+Tensors on a GPU are copied to the host behind what the GPU still has to do; who asks for the bytes waits for that, not
+who takes the state.
 """
 
 from __future__ import annotations
@@ -25,6 +28,77 @@ _PLAIN_KEYS = (str, float, bool, bytes, type(None))
 _ARRAY_KINDS = frozenset("biufc")
 
 _encoder = msgspec.msgpack.Encoder()
+
+
+class Number:
+    """A tensor on a GPU that is stored as the number that it holds: what ``item()`` gives, which would wait for it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class _Nested:
+    """An extension whose value is encoded with what is around it."""
+
+    def __init__(self, code: int, value: Any) -> None:
+        self.code = code
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"{self.code}: {self.value!r}"
+
+
+class _Coming:
+    """A tensor on its way from a GPU; its number, or its elements in row-major order."""
+
+    def __init__(self, tensor: torch.Tensor, *, number: bool) -> None:
+        self._number = number
+        self._host = tensor.detach().contiguous().to("cpu", non_blocking=True)
+        self._copied = torch.cuda.current_stream(tensor.device).record_event()
+
+    def longest(self) -> float | bytes:
+        """Something that is as long when encoded, or longer."""
+        return 0.0 if self._number else bytes(self._host.nbytes)
+
+    def value(self) -> Any:
+        """Waits for the copy."""
+        self._copied.synchronize()
+        return self._host.item() if self._number else as_bytes(self._host)
+
+
+class Blob:
+    """A value as it was when this was made, on its way to bytes. ``room``: that it takes at most.
+
+    Raises TypeError with the path of what cannot be stored, ConfigurationError for more than ``limit`` bytes.
+    """
+
+    def __init__(self, value: Any, path: str = "state", limit: int = MAX_BLOB_BYTES) -> None:
+        packed, self._awaited = _pack(value, path, 0), False
+        data = self._encode(packed, lambda coming: coming.longest())
+        self.room = len(data)
+        self._packed: Any = packed if self._awaited else None
+        self._data: bytes | None = None if self._awaited else data
+        if self.room > limit:
+            raise ConfigurationError(
+                f"the Python state of {path} takes {self.room} bytes, the limit is {limit}: "
+                "keep large tensors in a module or an optimizer, where they are stored in parts"
+            )
+
+    def data(self) -> bytes:
+        """Waits for what is copied from a GPU. From one thread at a time."""
+        if self._data is None:
+            self._data, self._packed = self._encode(self._packed, lambda coming: coming.value()), None
+        return self._data
+
+    def _encode(self, packed: Any, read: Callable[[_Coming], Any]) -> bytes:
+        def finish(value: Any) -> Any:
+            if isinstance(value, _Nested):
+                return msgspec.msgpack.Ext(value.code, encoder.encode(value.value))
+            self._awaited = True
+            return read(value)
+
+        encoder = msgspec.msgpack.Encoder(enc_hook=finish)
+        return encoder.encode(packed)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -61,13 +135,7 @@ def encode_blob(value: Any, path: str = "state", limit: int = MAX_BLOB_BYTES) ->
 
     Raises TypeError with the path of what cannot be stored, ConfigurationError for more than ``limit`` bytes.
     """
-    data = _encoder.encode(_pack(value, path, 0))
-    if len(data) > limit:
-        raise ConfigurationError(
-            f"the Python state of {path} takes {len(data)} bytes, the limit is {limit}: "
-            "keep large tensors in a module or an optimizer, where they are stored in parts"
-        )
-    return data
+    return Blob(value, path, limit).data()
 
 
 def decode_blob(data: bytes | memoryview) -> Any:
@@ -101,7 +169,7 @@ def _pack_mapping(value: Mapping[Any, Any], path: str, depth: int) -> Any:
     """A map of MessagePack where its keys can be; else a list of pairs, since an extension cannot be hashed."""
     pairs = [(_pack_key(k, path), _pack(v, f"{path}[{k!r}]", depth + 1)) for k, v in value.items()]
     if any(isinstance(key, msgspec.msgpack.Ext) for key, _ in pairs):
-        return _ext(_MAPPING, pairs)
+        return _Nested(_MAPPING, pairs)
     return dict(pairs)
 
 
@@ -120,12 +188,15 @@ def _pack_key(key: Any, path: str) -> Any:
 
 def _pack_rest(value: Any, path: str, depth: int) -> Any:
     if isinstance(value, tuple):
-        return _ext(_TUPLE, [_pack(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)])
+        return _Nested(_TUPLE, [_pack(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)])
     if isinstance(value, set | frozenset):
         items = sorted((_pack(v, path, depth + 1) for v in value), key=repr)
-        return _ext(_SET if isinstance(value, set) else _FROZENSET, items)
+        return _Nested(_SET if isinstance(value, set) else _FROZENSET, items)
+    if isinstance(value, Number):
+        return _Coming(value.tensor, number=True)
     if isinstance(value, torch.Tensor):
-        return _ext(_TENSOR, [dtype_name(value.dtype), list(value.shape), as_bytes(value)])
+        elements = _Coming(value, number=False) if value.is_cuda else as_bytes(value)
+        return _Nested(_TENSOR, [dtype_name(value.dtype), list(value.shape), elements])
     if isinstance(value, np.ndarray | np.generic):
         return _pack_numpy(value, path)
     if isinstance(value, torch.dtype):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from everstep.ids import Version
+from trainer_hooks.snapshot.blob import Blob
 from trainer_hooks.snapshot.copy import Sources
 from trainer_hooks.snapshot.device import gpu_of
 from trainer_hooks.snapshot.layout import Layout, whole
@@ -48,7 +49,7 @@ class Filled(NamedTuple):
 class Job:
     """One snapshot on its way. ``kept``: its version may be committed. ``held``: ``begin`` waits until it is copied."""
 
-    def __init__(self, version: Version, look: Look, sources: Sources, blob: bytes, overlap: bool | None) -> None:
+    def __init__(self, version: Version, look: Look, sources: Sources, blob: Blob, overlap: bool | None) -> None:
         self.version = version
         self.look = look
         self.sources = sources

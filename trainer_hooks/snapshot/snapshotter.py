@@ -149,7 +149,7 @@ class Snapshotter:
         sources = self._fitting_sources(self._look)
         sources.begin()
         version = Version(self._spec.number, step)
-        job = Job(version, self._look, sources, self._state.blob(), self._choices.overlap)
+        job = Job(version, self._look, sources, self._state.taken(), self._choices.overlap)
         small = self._small(job)
         with self._changed:
             if self._closing:
@@ -168,7 +168,7 @@ class Snapshotter:
         """The plan under which the training thread copies this itself; None where it is for the copier, which alone may
         wait for others and does the digests, or where the job wants all copies under the next step."""
         planned = self._planned
-        if planned is None or planned.layout is not job.look.layout or not planned.fits(len(job.blob)):
+        if planned is None or planned.layout is not job.look.layout or not planned.fits(job.blob.room):
             return None
         digested = planned.share.groups and (self._retention.is_candidate(job.version.step) or self._digest_due(job))
         others = job.sources.on_gpu or digested or self._choices.overlap or self._reports.copying
@@ -326,7 +326,7 @@ class Snapshotter:
 
     def _snapshot(self, job: Job) -> None:
         if job.phase is Phase.QUEUED:
-            self._fill(job, self._plan(job.look, len(job.blob)))
+            self._fill(job, self._plan(job.look, job.blob.room))
         if job.filled is not None:
             self._seal(job, job.filled)
 
@@ -334,7 +334,6 @@ class Snapshotter:
         view, manifest = planned.segment.view, planned.manifest
         slot = self._slot(planned)
         payload = view.begin(slot, self._member.rank, job.version, planned.manifest_bytes, manifest.payload_bytes)
-        write_blob(payload, manifest, job.blob)
         if not self._advance(job, Phase.QUEUED, Phase.COPYING):
             return
         job.kept = self._retention.is_candidate(job.version.step)
@@ -345,6 +344,7 @@ class Snapshotter:
         if not job.held and job.sources.on_gpu:
             job.copied.set()  # the next step is ordered behind the copy
         job.sources.mover.finish()
+        write_blob(payload, manifest, job.blob.data())
         view.copied(slot)
         job.filled = Filled(planned, slot, digests, self._clock.monotonic() - began)
         job.copied.set()
@@ -376,7 +376,7 @@ class Snapshotter:
         others = [self._spec.roster[rank] for rank in (self._member.rank, *planned.share.covered)]
         if not all_stored(planned.segment.directory, others, version):
             slot = self._slot(planned)
-            store_with_covers(planned.with_covers, slot, self._member.rank, version, job.blob, job.sources)
+            store_with_covers(planned.with_covers, slot, self._member.rank, version, job.blob.data(), job.sources)
 
     def _digest_due(self, job: Job) -> bool:
         interval = self._spec.spec.digest_interval

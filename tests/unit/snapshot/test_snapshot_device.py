@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ from everstep.ids import Version
 from everstep.wire.v1.training import RestoreRule
 from tests.support.forked import ForkPool
 from tests.support.generations import generation
-from tests.support.pretended_gpu import PretendedCuda, move, on_host, pretend
+from tests.support.pretended_gpu import PretendedCuda, move, on_gpu, on_host, pretend
 from tests.support.vaults import until, vaults
 from trainer_hooks import vault_client
+from trainer_hooks.python_state import decode, state_of
 from trainer_hooks.restore import Restoration
 from trainer_hooks.snapshot.snapshotter import Snapshotter
 from trainer_hooks.state import TrackedState
@@ -129,3 +132,79 @@ def test_slots_that_cannot_be_page_locked_are_told_of_and_training_goes_on(
         snapshots.wait()
     snapshots.close(finish=True)
     assert "training goes on without: cannot page-lock" in caplog.text
+
+
+class Statistics:
+    """A user's object with tensors where it says."""
+
+    def __init__(self, seen: torch.Tensor) -> None:
+        self.seen = seen
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": (self.seen, 1), "steps": 7}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        (self.seen, _), self.steps = state["seen"], state["steps"]
+
+
+def scaler_on(scale: torch.Tensor, tracker: torch.Tensor) -> torch.amp.GradScaler:
+    """As it is once it has scaled a loss there."""
+    scaler = torch.amp.GradScaler("cpu", growth_interval=3)
+    scaler._scale, scaler._growth_tracker = scale, tracker
+    return scaler
+
+
+def test_python_state_with_tensors_on_a_gpu_is_taken_without_waiting_and_as_it_was(
+    cuda: PretendedCuda, client: VaultClient
+) -> None:
+    """What the GPU still has to do comes before the copy, what is enqueued later after it."""
+    model = move(nn.Linear(8, 8))
+    scale, tracker, seen = (on_gpu(torch.tensor(n)) for n in (1.0, 0, 0))
+    scaler = scaler_on(scale, tracker.to(torch.int32))
+    assert scaler._growth_tracker is not None
+    changing = [on_host(each) for each in (scale, scaler._growth_tracker, seen)]
+
+    def become(*values: float) -> None:
+        def run() -> None:
+            for tensor, value in zip(changing, values, strict=True):
+                tensor.fill_(value)
+
+        cuda.stream().enqueue(run)
+
+    snapshots = snapshotter(client, 1, TrackedState({"model": model, "scaler": scaler, "user": Statistics(seen)}))
+    become(32768.0, 2, 100_000)
+    snapshots.begin(1)
+    become(3.0, 1, 1)
+    snapshots.wait()
+    snapshots.close(finish=True)
+    assert threading.current_thread().name not in cuda.waited
+    assert "everstep-copier" in cuda.waited
+    again, user = torch.amp.GradScaler("cpu"), Statistics(torch.tensor(0))
+    spec = generation(2, restore=RestoreRule())
+    objects = {"model": nn.Linear(8, 8), "scaler": again, "user": user}
+    assert Restoration(client, spec, spec.roster[0], dist.HashStore()).fill(TrackedState(objects)).step == 1
+    state = again.state_dict()
+    assert (state["scale"], state["_growth_tracker"], state["growth_interval"]) == (32768.0, 2, 3)
+    assert (type(state["scale"]), type(state["_growth_tracker"])) == (float, int)
+    assert (user.seen, user.seen.dtype, user.steps) == (100_000, torch.int64, 7)
+
+
+def test_the_room_for_what_is_still_on_the_gpu_is_known_at_once_and_is_enough(cuda: PretendedCuda) -> None:
+    tracker = on_gpu(torch.tensor(0, dtype=torch.int32))
+    scaler = scaler_on(on_gpu(torch.tensor(2.0)), tracker)
+    blob = TrackedState({"scaler": scaler, "user": Statistics(on_gpu(torch.arange(5)))}).taken()
+    cuda.training.drain()
+    data = blob.data()
+    assert len(data) <= blob.room <= len(data) + 16
+    assert blob.data() is data
+    assert decode(data).objects["user"]["seen"][0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_scaler_that_has_made_no_tensors_or_has_them_on_the_host_speaks_for_itself(cuda: PretendedCuda) -> None:
+    for scaler in (
+        torch.amp.GradScaler("cpu", init_scale=4.0),
+        scaler_on(torch.tensor(4.0), torch.tensor(0, dtype=torch.int32)),
+    ):
+        assert state_of(scaler) == scaler.state_dict()
+        assert state_of(scaler)["scale"] == 4.0
+    assert state_of(torch.amp.GradScaler("cpu", enabled=False)) == {}

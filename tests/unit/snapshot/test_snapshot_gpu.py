@@ -20,6 +20,7 @@ from everstep.wire.v1.training import RestoreRule
 from tests.support.generations import generation
 from tests.support.vaults import vaults
 from trainer_hooks.mapped_segment import MappedSegment
+from trainer_hooks.python_state import decode
 from trainer_hooks.restore import Restoration
 from trainer_hooks.sdc.digest import WeightedDigest
 from trainer_hooks.snapshot.locked import page_lock
@@ -71,6 +72,23 @@ def test_the_digest_of_a_tensor_is_the_same_on_the_gpu_and_on_the_host() -> None
     tensors = [torch.randn(n) for n in (5, 40_000, 3_000_000)]
     on_gpu = [t.cuda() for t in tensors]
     assert WeightedDigest(on_gpu).value() == WeightedDigest(tensors).value()
+
+
+def test_a_gradient_scaler_is_stored_without_waiting_for_the_gpu() -> None:
+    scaler = torch.amp.GradScaler("cuda", init_scale=512.0)
+    scaler.scale(torch.ones((), device="cuda"))
+    state = TrackedState({"scaler": scaler})
+    assert scaler._scale is not None
+    state.taken().data()
+    torch.cuda._sleep(100_000_000)
+    scaler._scale.mul_(2)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        blob = state.taken()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    scaler._scale.mul_(2)
+    assert decode(blob.data()).objects["scaler"]["scale"] == 1024.0
 
 
 def test_what_a_snapshot_holds_up_is_told_in_the_streams_time() -> None:
