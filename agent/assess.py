@@ -73,9 +73,10 @@ class Assessor:
         self._histories: dict[tuple[str, str], RuleHistory] = {}
         self._raised: dict[tuple[str, str], Finding] = {}
         self._said: dict[tuple[str, str], tuple[LineRule, Finding, float]] = {}
-        self._scopes: dict[str, list[Rule]] = {}
+        # With the name of its field, made once: Python's cache of attributes keeps every new string it is asked for.
+        self._scopes: dict[str, list[tuple[Rule, str]]] = {}
         for rule in policy.rules:
-            self._scopes.setdefault(rule.scope, []).append(rule)
+            self._scopes.setdefault(rule.scope, []).append((rule, rule.field))
         self._patterns = [(rule, re.compile(rule.pattern)) for rule in policy.lines]
         self.xids = XidHistory(policy, memory.xids, now.monotonic)
         self._resume(memory.standing)
@@ -196,12 +197,12 @@ class Assessor:
     # --- rules ---
 
     def _judge(self, scope: str, subject: str, sample: msgspec.Struct, detail: str, now: Instant) -> None:
-        for rule in self._scopes.get(scope, ()):
+        for rule, field in self._scopes.get(scope, ()):
             key = (rule.id, subject)
             history = self._histories.get(key)
             if history is None:
                 history = self._histories[key] = RuleHistory(rule)
-            if not history.take(getattr(sample, rule.field), now.monotonic, self._uptime_s):
+            if not history.take(getattr(sample, field), now.monotonic, self._uptime_s):
                 continue
             self._dirty = True
             if history.standing:
