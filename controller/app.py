@@ -23,6 +23,7 @@ from controller.api.history import HistoryRoutes
 from controller.api.one_by_one import OneByOne
 from controller.api.operators import OperatorRoutes
 from controller.api.policies import PolicyRoutes
+from controller.api.readers import Readers
 from controller.api.routes import AGENT, CREDENTIALS, HISTORY, OPERATOR, PLAIN, POLICY
 from controller.api.stream import AuditFeed
 from controller.boards import Boards
@@ -236,8 +237,15 @@ class Controller:
         app = FastAPI(title="Everstep controller", version=__version__, docs_url=None, redoc_url=None)
         app.openapi = document  # type: ignore[method-assign]
         errors.install(app, self.metrics)
+        readers = Readers()
+        self.metrics.watch_streams(readers)
         past = HistoryRoutes(
-            desk=self.desk, store=self.store, feed=self.feed, gate=gate, cut=self.metrics.streams_cut.inc
+            desk=self.desk,
+            store=self.store,
+            feed=self.feed,
+            gate=gate,
+            readers=readers,
+            cut=self.metrics.streams_cut.inc,
         )
         app.add_api_route(PLAIN["stream"].path, past.stream, methods=["GET"], include_in_schema=False)
         endpoints.install(app, gate, OPERATOR, OperatorRoutes(desk=self.desk, loop=self.loop, store=self.store))

@@ -53,6 +53,8 @@ everstep_controller_recoveries_total{job,reason}         counter    generations 
 everstep_controller_recovery_seconds{reason}             histogram  decision to the last rank's first step
 everstep_controller_user_errors_total{job}               counter    exceptions of a training function's own
 everstep_controller_remediation_failures_total           counter    calls to the outside that were given up
+everstep_controller_streams                              gauge      event streams that are open
+everstep_controller_streams_waiting_bytes                gauge      of them, what their readers have not taken yet
 everstep_controller_streams_cut_total                    counter    event streams cut off: their readers did not read
 =======================================================  =========  ==============================================
 
@@ -70,6 +72,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from controller import views
+from controller.api.readers import Readers
 from controller.core.state import FleetState
 from controller.intake import Urgency
 from controller.push import Outbox
@@ -116,11 +119,21 @@ class Metrics:
         )
         self._user_errors = self._counter("user_errors", "Exceptions of a training function's own.", "job")
         self.streams_cut = self._counter("streams_cut", "Event streams whose readers took nothing for too long.")
+        self._streams = self._plain_gauge("streams", "Event streams that are open.")
+        self._streams_bytes = self._plain_gauge("streams_waiting_bytes", "What their readers have not taken yet.")
         self.remediation_failures = self._counter("remediation_failures", "Calls to the outside that were given up.")
         Gauge(_PREFIX + "info", "The program.", ["version"], registry=self.registry).labels(__version__).set(1)
 
+    def watch_streams(self, readers: Readers) -> None:
+        """Shows who reads the event stream."""
+        self._streams.set_function(lambda: len(readers))
+        self._streams_bytes.set_function(lambda: readers.held_bytes)
+
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(_PREFIX + name, text, labels, registry=self.registry)
+
+    def _plain_gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(_PREFIX + name, text, registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
         return Histogram(_PREFIX + name, text, buckets=tuple(buckets), registry=self.registry)

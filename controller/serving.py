@@ -21,7 +21,7 @@ from uvicorn.server import ServerState
 
 from controller.api import descriptors
 from controller.api.front import Front
-from controller.api.peers import NOBODY, SCOPE_KEY, Peer
+from controller.api.peers import HANG_UP_KEY, NOBODY, SCOPE_KEY, Peer
 from controller.config import ControllerSettings
 from controller.http_protocol import BoundedHttp
 from controller.member import Member
@@ -132,6 +132,7 @@ class Http(BoundedHttp):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope[SCOPE_KEY] = self._peer  # type: ignore[literal-required]
+        self.scope[HANG_UP_KEY] = self.transport.abort  # type: ignore[literal-required]
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

@@ -11,8 +11,9 @@ from fastapi import Request, Response
 from controller import views
 from controller.api import asgi, endpoints
 from controller.api.auth import Gate
+from controller.api.readers import Readers
 from controller.api.routes import PLAIN
-from controller.api.stream import AuditFeed, EventStream, event_of, server_sent
+from controller.api.stream import FRAME_ROWS, AuditFeed, EventStream, event_of, server_sent
 from controller.core.evidence import evidence_of
 from controller.store import history
 from controller.store.reader import Reader
@@ -45,8 +46,18 @@ def flag(asked: dict[str, str], name: str) -> bool | None:
 class HistoryRoutes:
     """The handlers of ``controller.api.routes.HISTORY``, by name."""
 
-    def __init__(self, *, desk: views.Desk, store: Store, feed: AuditFeed, gate: Gate, cut: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        *,
+        desk: views.Desk,
+        store: Store,
+        feed: AuditFeed,
+        gate: Gate,
+        readers: Readers,
+        cut: Callable[[], None],
+    ) -> None:
         self._desk = desk
+        self._readers = readers
         self._cut = cut
         self._store = store
         self._feed = feed
@@ -79,7 +90,7 @@ class HistoryRoutes:
 
     async def stream(self, request: Request) -> Response:
         """Server-sent events from ``Last-Event-ID`` (or ``?after=``) on; without either, from now on."""
-        endpoints.admit(self._gate, PLAIN["stream"].access, request)
+        who = endpoints.admit(self._gate, PLAIN["stream"].access, request)
         asked = asgi.query(request.scope)
         if "last-event-id" in request.headers:
             asked["after"] = request.headers["last-event-id"]
@@ -87,9 +98,9 @@ class HistoryRoutes:
         frames = server_sent(
             self._feed,
             after,
-            lambda seen: self._store.read(lambda reader: reader.following(seen, views.LONGEST_PAGE)),
+            lambda seen: self._store.read(lambda reader: reader.following(seen, FRAME_ROWS)),
         )
-        return EventStream(frames, self._cut)
+        return EventStream(frames, self._readers.take_place(who), self._cut)
 
     # --- pages -----------------------------------------------------------------------------------------------------
 

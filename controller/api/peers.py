@@ -12,6 +12,8 @@ from everstep.tokens import Identity, TokenRole
 
 SCOPE_KEY = "everstep.peer"
 """Where the server's protocol puts the connection's ``Peer`` into each request's ASGI scope."""
+HANG_UP_KEY = "everstep.hang_up"
+"""Where it puts what ends the connection at once, with all that was not taken: a function without arguments."""
 SCHEME = "everstep"
 BY_CERTIFICATE = "certificate"
 _ROLES = (TokenRole.AGENT, TokenRole.OPERATOR, TokenRole.VIEWER)

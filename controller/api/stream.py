@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 
 import msgspec
 from starlette.responses import StreamingResponse
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
+from controller.api.peers import HANG_UP_KEY
+from controller.api.readers import Place
 from controller.store.reader import Following
 from controller.store.records import AuditRow
 from everstep.wire.v1.operator import Event, EventGap
 
 KEPT = 4096
 """Rows in memory. A reader that falls farther behind is served from the store."""
+FRAME_ROWS = 256
+FRAME_BYTES = 64 << 10
+"""Either ends what is sent at a time: a reader that is stuck holds no more than that, and one row."""
 KEEPALIVE_S = 15.0
 """Seconds between comments on an idle stream, below the 30 s after which proxies give connections up."""
 
@@ -68,12 +74,13 @@ class AuditFeed:
         self._more = asyncio.Event()
 
     def since(self, after: int) -> list[AuditRow] | None:
-        """Rows beyond ``after``; None where memory does not reach back that far."""
+        """The first FRAME_ROWS rows beyond ``after``; None where memory does not reach back that far."""
         if after >= self.newest:
             return []
         if not self._rows or self._rows[0].id > after + 1:
             return None
-        return [row for row in self._rows if row.id > after]
+        first = bisect.bisect_right(self._rows, after, key=lambda row: row.id)
+        return [self._rows[i] for i in range(first, min(first + FRAME_ROWS, len(self._rows)))]
 
     async def more(self, timeout_s: float) -> None:
         """Waits for new rows or the end, ``timeout_s`` at most."""
@@ -89,28 +96,56 @@ class AuditFeed:
 class EventStream(StreamingResponse):
     """Sends frames to a reader as long as it reads; one that takes nothing for SLOW_S is cut off, and ``cut`` called.
 
-    What it did not get is in the audit log: it comes again with Last-Event-ID.
+    What it did not get is in the audit log: it comes again with Last-Event-ID. ``place`` is left at the end.
     """
 
-    def __init__(self, frames: AsyncIterator[bytes], cut: Callable[[], None], *, slow_s: float = SLOW_S) -> None:
+    def __init__(
+        self, frames: AsyncIterator[bytes], place: Place, cut: Callable[[], None], *, slow_s: float = SLOW_S
+    ) -> None:
         super().__init__(frames, media_type="text/event-stream", headers={"cache-control": "no-store"})
+        self._place = place
         self._cut = cut
         self._slow_s = slow_s
+        self._hang_up: Callable[[], None] = lambda: None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._hang_up = scope.get(HANG_UP_KEY, self._hang_up)
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._place.leave()
 
     async def stream_response(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for frames in self.body_iterator:
+                self._place.hold(len(frames))
                 async with asyncio.timeout(self._slow_s):
                     await send({"type": "http.response.body", "body": frames, "more_body": True})
+                self._place.hold(0)
         except TimeoutError:
             self._cut()
-            return  # unfinished: the server closes the connection
+            self._hang_up()  # a connection that is closed in order waits for its reader to take what was sent
+            await asyncio.sleep(0)  # so that the server knows that it is over
+            return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _frame(row: AuditRow) -> bytes:
     return b"id: %d\nevent: audit\ndata: %s\n\n" % (row.id, msgspec.json.encode(event_of(row)))
+
+
+def _bounded(rows: Iterable[AuditRow]) -> Iterator[bytes]:
+    """The rows' frames, joined up to FRAME_BYTES and FRAME_ROWS."""
+    joined, count = bytearray(), 0
+    for row in rows:
+        joined += _frame(row)
+        count += 1
+        if count == FRAME_ROWS or len(joined) >= FRAME_BYTES:
+            yield bytes(joined)
+            joined, count = bytearray(), 0
+    if joined:
+        yield bytes(joined)
 
 
 def _gap(gap: EventGap) -> bytes:
@@ -146,7 +181,8 @@ async def server_sent(feed: AuditFeed, after: int, read: Read) -> AsyncIterator[
             if rows and after < rows[0].id - 1 and after < found.pruned:
                 yield _gap(deleted(after, rows[0].id - 1))
         if rows:
-            yield b"".join(_frame(row) for row in rows)
+            for frames in _bounded(rows):
+                yield frames
             after = rows[-1].id
             continue
         before = feed.newest

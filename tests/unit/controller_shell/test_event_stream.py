@@ -6,11 +6,22 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from controller.api.stream import AuditFeed, EventStream, server_sent
+import pytest
+
+from controller.api.readers import MOST, MOST_OF_ONE, Place, Readers
+from controller.api.stream import FRAME_BYTES, FRAME_ROWS, AuditFeed, EventStream, server_sent
 from controller.store.reader import Following
 from controller.store.records import AuditRow
+from everstep.errors import RateLimited
+from everstep.tokens import Identity, TokenRole
 
+VERA = Identity(TokenRole.VIEWER, "vera", "")
 SCOPE = {"type": "http", "asgi": {"spec_version": "2.4"}}
+
+
+def place() -> Place:
+    """A reader's, with nobody beside it."""
+    return Readers().take_place(VERA)
 
 
 def _rows(first: int, count: int) -> list[AuditRow]:
@@ -34,7 +45,7 @@ def test_a_reader_that_reads_gets_every_row_from_where_it_left_off() -> None:
         if b"id: 50\n" in got:
             feed.close()
 
-    stream = EventStream(server_sent(feed, 20, read), lambda: None)
+    stream = EventStream(server_sent(feed, 20, read), place(), lambda: None)
     asyncio.run(stream(SCOPE, _nothing_more, send))
     assert [f"id: {i}\n".encode() in got for i in (20, 21, 50)] == [False, True, True]
 
@@ -52,7 +63,7 @@ def test_a_reader_that_takes_nothing_is_cut_off_and_counted() -> None:
 
     async def bounded() -> None:
         async with asyncio.timeout(10):
-            await EventStream(frames(), lambda: cut.append(True), slow_s=0.01)(SCOPE, _nothing_more, stuck)
+            await EventStream(frames(), place(), lambda: cut.append(True), slow_s=0.01)(SCOPE, _nothing_more, stuck)
 
     asyncio.run(bounded())
     assert cut == [True]
@@ -71,7 +82,7 @@ def test_a_reader_far_behind_is_served_from_the_store_page_by_page() -> None:
         if b"id: 5010\n" in got:
             feed.close()
 
-    asyncio.run(EventStream(server_sent(feed, 0, read), lambda: None)(SCOPE, _nothing_more, send))
+    asyncio.run(EventStream(server_sent(feed, 0, read), place(), lambda: None)(SCOPE, _nothing_more, send))
     assert asked == [0, 1000, 2000, 3000, 4000]
     assert got.count(b"event: audit") == 5010
 
@@ -90,7 +101,7 @@ def _streamed(feed: AuditFeed, after: int, stored: Following, until: bytes) -> l
 
     async def bounded() -> None:
         async with asyncio.timeout(10):
-            await EventStream(server_sent(feed, after, read), lambda: None)(SCOPE, _nothing_more, send)
+            await EventStream(server_sent(feed, after, read), place(), lambda: None)(SCOPE, _nothing_more, send)
 
     asyncio.run(bounded())
     frames = [dict(line.split(": ", 1) for line in one.splitlines()) for one in got.decode().split("\n\n")[1:-1]]
@@ -133,5 +144,72 @@ def test_a_reader_that_saw_what_is_about_to_be_published_misses_nothing() -> Non
         if b"id: 46\n" in got:
             feed.close()
 
-    asyncio.run(EventStream(server_sent(feed, 45, read), lambda: None)(SCOPE, _nothing_more, send))
+    asyncio.run(EventStream(server_sent(feed, 45, read), place(), lambda: None)(SCOPE, _nothing_more, send))
     assert (got.count(b"event: gap"), got.count(b"event: audit")) == (0, 1)
+
+
+# --- bounds ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [10, 9000], ids=["many", "long"])
+def test_what_is_sent_at_a_time_is_bounded_by_rows_and_by_bytes(words: int) -> None:
+    feed, sent = AuditFeed(0), list[bytes]()
+    rows = [AuditRow(id=1 + i, at=1.0, kind="k", sentence="s" * words) for i in range(4 * FRAME_ROWS)]
+    feed.publish(rows)
+
+    async def read(_after: int) -> Following:
+        raise AssertionError("memory reaches back that far")
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message.get("body", b""))
+        if b"id: %d\n" % rows[-1].id in sent[-1]:
+            feed.close()
+
+    asyncio.run(EventStream(server_sent(feed, 0, read), place(), lambda: None)(SCOPE, _nothing_more, send))
+    assert sum(body.count(b"event: audit") for body in sent) == len(rows)
+    assert max(body.count(b"event: audit") for body in sent) <= FRAME_ROWS
+    assert max(len(body) for body in sent) <= FRAME_BYTES + 2 * words
+
+
+def test_one_identity_has_so_many_streams_and_all_together_so_many() -> None:
+    readers = Readers()
+    places = [readers.take_place(VERA) for _ in range(MOST_OF_ONE)]
+    with pytest.raises(RateLimited, match="viewer vera reads 8 event streams already") as refused:
+        readers.take_place(VERA)
+    assert refused.value.retry_after_s > 0
+    for i in range(MOST - MOST_OF_ONE):
+        readers.take_place(Identity(TokenRole.OPERATOR, f"o{i // MOST_OF_ONE}", ""))
+    with pytest.raises(RateLimited, match="256 event streams are open already"):
+        readers.take_place(Identity(TokenRole.VIEWER, "another", ""))
+    places.pop().leave()
+    readers.take_place(VERA)
+    assert len(readers) == MOST
+
+
+def test_a_place_is_left_and_nothing_is_held_however_a_stream_ends() -> None:
+    readers = Readers()
+
+    async def frames() -> AsyncIterator[bytes]:
+        yield b"x" * 1000
+        raise RuntimeError("the database's answer makes no sense")
+
+    async def stuck(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.body":
+            assert readers.held_bytes == 1000
+            await asyncio.Event().wait()
+
+    async def taken(message: dict[str, Any]) -> None:
+        pass
+
+    async def gone() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def bounded(send: Any, receive: Any) -> None:
+        async with asyncio.timeout(10):
+            await EventStream(frames(), readers.take_place(VERA), lambda: None, slow_s=0.01)(SCOPE, receive, send)
+
+    asyncio.run(bounded(stuck, _nothing_more))
+    with pytest.raises(RuntimeError):
+        asyncio.run(bounded(taken, _nothing_more))
+    asyncio.run(bounded(stuck, gone))
+    assert (len(readers), readers.held_bytes) == (0, 0)
