@@ -17,10 +17,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from rich.progress import Progress
 
-from bench.checkpoint_rows import four, losses, peers, reading, single, transfer
+from bench.checkpoint_rows import four, gpu, losses, peers, reading, single, transfer
 from bench.checkpoint_rows.curves import curves
 from bench.checkpoint_rows.processes import Crew
 from bench.checkpoint_rows.state import Size
@@ -46,22 +45,13 @@ def parts(crew: Crew, options: argparse.Namespace) -> list[tuple[str, Callable[[
         ("four shards", lambda: four.shards(crew, Size(TENSORS, each, "shards"), repeats, judged)),
         ("four shards, overlapped", lambda: four.overlapped(crew, Size(TENSORS, each, "shards"), repeats, judged)),
         ("four shards in two slots", lambda: four.short_of_memory(crew, Size(TENSORS, each, "shards"), judged)),
-        ("gpu", gpu),
+        ("gpu", lambda: gpu.rows(crew, one, repeats, judged)),
     ]
     if not options.no_peers:
         found.append(("peers", lambda: peers.rows(crew, one, repeats, slow=not options.quick)))
     found += [(f"double kills, r = {r}", lambda r=r: losses.rows(options.kills, r)) for r in (2, 3)]  # type: ignore[misc]
     found.append(("double kills, parity", lambda: losses.parity_rows(options.kills)))
     return [part for part in found if not options.only or options.only in part[0]]
-
-
-def gpu() -> list[Row]:
-    """What only a GPU can say."""
-    why = "not measured: this bench has no GPU part yet" if torch.cuda.is_available() else "no GPU on this machine"
-    return [
-        Row("GPU: blocked by a snapshot, against the step", None, "%", against=why),
-        Row("GPU: copy against the PCIe limit", None, "%", against=why),
-    ]
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

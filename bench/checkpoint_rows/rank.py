@@ -126,7 +126,7 @@ def snapshots(
     with ExitStack() as stack:
         one = Rank(spec, rank, socket, stack)
         model, heard = Model(size), Heard()
-        snapshotter, step = _warm(one, model, heard, stack, Choices(overlap=overlap))
+        snapshotter, step = warm(one, model, heard, stack, Choices(overlap=overlap))
         assert heard.last is not None
         payload = sum(part.numel() * part.element_size() for part in model.parts)
         nbytes = min(payload, heard.last.bytes)
@@ -148,10 +148,10 @@ def lean(spec: GenerationSpec, rank: int, socket: str, size: Size) -> int:
     """Versions that are to be committed, with two slots a rank; the last step."""
     with ExitStack() as stack:
         one = Rank(spec, rank, socket, stack)
-        return _warm(one, Model(size), Heard(), stack, Choices(slots=2))[1]
+        return warm(one, Model(size), Heard(), stack, Choices(slots=2))[1]
 
 
-def _warm(one: Rank, model: Model, heard: Heard, stack: ExitStack, choices: Choices) -> tuple[Snapshotter, int]:
+def warm(one: Rank, model: Model, heard: Heard, stack: ExitStack, choices: Choices) -> tuple[Snapshotter, int]:
     """A snapshotter that has stored some versions, and the last one's step."""
     model.update(0)
     state = TrackedState({"model": model.module})
@@ -202,7 +202,7 @@ def _without_compute(
     stalls.memcpy.append(reference.store_s())
     began, blocked = _snapshot(one, model, snapshotter, step)
     stalls.blocked.append(blocked)
-    _await_seal(one, step)
+    await_seal(one, step)
     step += 1
     snapshotter.note(None, step)
     began, blocked = _snapshot(one, model, snapshotter, step)
@@ -222,7 +222,7 @@ def _snapshot(one: Rank, model: Model, snapshotter: Snapshotter, step: int) -> t
     return began, time.perf_counter() - began
 
 
-def _await_seal(one: Rank, step: int) -> None:
+def await_seal(one: Rank, step: int) -> None:
     """A version that nobody reports is seen in its slot."""
     view = one.vault.open_segment(one.spec.job, one.member.local_rank, 1).view
     deadline = time.monotonic() + SEAL_S
@@ -244,7 +244,7 @@ def _under_compute(one: Rank, model: Model, snapshotter: Snapshotter, work: _Wor
     waits = time.perf_counter()
     snapshotter.wait()
     stalls.under.append(begun + time.perf_counter() - waits)
-    _await_seal(one, step)
+    await_seal(one, step)
     return step
 
 

@@ -43,9 +43,9 @@ class _Parts(nn.Module):
 
 
 class Model:
-    """The state, and what it must be at a step."""
+    """The state, and what it must be at a step. ``device``: where it lies; on the host where that is not said."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, device: torch.device | None = None) -> None:
         rows = size.tensor_bytes // ROW_BYTES
         shape = (rows, COLUMNS)
         module: nn.Module = _Parts(size.tensors, shape)
@@ -54,9 +54,10 @@ class Model:
             mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
             module = fully_shard(module, mesh=mesh)
             offset = min(rows, dist.get_rank() * -(-rows // dist.get_world_size()))
-        self.module = module.to_empty(device="cpu")
+        device = device or torch.device("cpu")
+        self.module = module.to_empty(device=device)
         self.parts = [p.to_local() if size.layout == "shards" else p.data for p in self.module.parameters()]
-        self._number = torch.arange(offset, rows, dtype=torch.float32)
+        self._number = torch.arange(offset, rows, dtype=torch.float32, device=device)
         self._rows = rows
 
     def _expected(self, index: int, step: int) -> torch.Tensor:

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from bench.checkpoint_rows import four, losses, reading
+from bench.checkpoint_rows import four, gpu, losses, reading
 from bench.checkpoint_rows.processes import Crew, RankFailed
 from bench.checkpoint_rows.state import Size
 from controller.core.placement import Site, place_replicas
@@ -30,6 +31,23 @@ def test_a_slot_is_read_from_a_peer() -> None:
     with Crew() as crew:
         rows = reading.read(crew, 3 << 20, 1, judged=False)
     assert all(row.value for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_rows_that_need_a_gpu_are_left_out_with_a_word_where_none_is() -> None:
+    with Crew() as crew:
+        rows = gpu.rows(crew, Size(3, 64 << 10), 1, judged=True)
+    assert [(row.value, row.against, row.met) for row in rows] == [(None, "no GPU on this machine", "aim")] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_snapshots_of_a_gpu_are_measured_and_come_back() -> None:
+    with Crew() as crew:
+        rows = gpu.rows(crew, Size(4, 1 << 20), 2, judged=False)
+    assert all(row.value is not None for row in rows)
 
 
 @pytest.mark.slow
