@@ -91,11 +91,12 @@ class Intake(Generic[T]):
         will say the same again.
         """
         if len(self) >= self._limit:
+            full = Unavailable(f"{len(self)} requests wait already: send this again in a second")
             if waiting.urgency is Urgency.ROUTINE or not self._routine:
                 self._shed(waiting.urgency)
-                raise self._full()
+                raise full
             self._shed(Urgency.ROUTINE)
-            self._pop_routine().refuse(self._full())
+            self._pop_routine().refuse(full)
         if waiting.urgency is Urgency.URGENT or self._hurried[waiting.source]:
             self.hurry(waiting.source)
             self._push_urgent(waiting)
@@ -158,9 +159,6 @@ class Intake(Generic[T]):
 
     def _pop_routine(self) -> Waiting[T]:
         return _pop(self._routine, self._resting)
-
-    def _full(self) -> Unavailable:
-        return Unavailable(f"{len(self)} requests wait already: send this again in a second")
 
 
 def _pop(queue: deque[Waiting[T]], of_source: Counter[str]) -> Waiting[T]:

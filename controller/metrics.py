@@ -102,6 +102,8 @@ class Metrics:
         self._commit = self._histogram("commit_seconds", "A transaction, until it is durable.", _COMMIT)
         self._commit_events = self._histogram("commit_events", "Events that shared a transaction.", _COUNTS)
         self._shed = self._counter("shed", "Stimuli refused because too many waited.", "class")
+        for urgency in Urgency:  # none yet is a number too
+            self._shed.labels(urgency.value)
         self.sessions_cut = self._counter("sessions_cut", "Sessions whose agent did not read its pushes.")
         self.beats = 0
         self.registry.register(_Beats(self))

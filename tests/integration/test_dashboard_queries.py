@@ -34,7 +34,7 @@ pytestmark = [
 ]
 
 RULES = Path(__file__).parents[2] / "dashboards" / "prometheus" / "everstep.rules.yml"
-NOTHING_OF_THE_KIND = ("shed_total", "ignored_total", "xids_total", "job_protected_step", "job_stored_step")
+NOTHING_OF_THE_KIND = ("ignored_total", "xids_total", "job_protected_step", "job_stored_step")
 """What has no series before the first of its kind: counters by label, and jobs that ask for parity or storage."""
 
 
