@@ -44,6 +44,7 @@ class FindingKind(StrEnum):
     VAULT_LOST = "vault.lost"
     SLOT_CORRUPT = "vault.slot_corrupt"
     TRANSFER_CORRUPT = "vault.transfer_corrupt"
+    STORED_CORRUPT = "vault.stored_corrupt"
     COPIES_MISSING = "vault.copies_missing"
     DIGEST_MISMATCH = "sdc.digest_mismatch"
     PROBE_FAILED = "probe.failed"

@@ -22,6 +22,7 @@ from trainer_hooks.restore import Restoration
 from trainer_hooks.snapshot.choices import Choices
 from trainer_hooks.snapshot.snapshotter import Snapshotter
 from trainer_hooks.state import TrackedState
+from trainer_hooks.stored_choice import Attempt, StoredChoice
 from trainer_hooks.timeline import Timeline
 from trainer_hooks.vault_client import VaultClient
 
@@ -129,11 +130,8 @@ class GenerationKeeper:
         restoration = self._restoration = self._restoration or self._new_restoration()
         result = restoration.fill(state)
         self._restored, step = result.version, result.step
-        storage = group.spec.restore.storage or self._start_from
-        if result.version is None and storage:
-            from trainer_hooks.plain import start_from  # what it imports takes longer than a regrouping
-
-            step = start_from(storage, objects, state, group.member.rank, group.spec.world_size)
+        if result.version is None:
+            step = self._start_from_storage(objects, state)
         self._phase_ends("restore")
         self._snapshotter = Snapshotter(
             vault,
@@ -148,6 +146,34 @@ class GenerationKeeper:
         )
         self._progress.resume_from(step)
         return step
+
+    def _start_from_storage(self, objects: Mapping[str, object], state: TrackedState) -> int:
+        """From what the job stored, or was told to begin with; returns the step, 0 where there is neither."""
+        group, rule = self._group, self._spec.restore
+        rank, world = group.member.rank, group.spec.world_size
+
+        def read(url: str) -> Attempt:
+            from trainer_hooks.plain import read_checkpoint  # what it imports takes longer than a regrouping
+
+            return read_checkpoint(url, objects, state, rank, world)
+
+        places = (rule.storage, *rule.storage_before) if rule.storage else (self._start_from,)
+        choice = StoredChoice(group.store, rank, world, self._clock, self._stored_unusable)
+        return choice.load([place for place in places if place], read)
+
+    def _stored_unusable(self, url: str, reason: str) -> None:
+        finding = Finding(
+            kind=FindingKind.STORED_CORRUPT,
+            subject=url,
+            severity=Severity.WARNING,
+            message=f"{reason}; found while restoring, the checkpoint before it is used where there is one",
+            mode=Mode.OBSERVE,
+            source="digests and checksums of what is read from storage",
+            since=self._clock.wall(),
+            trace=self._spec.trace,
+            evidence={"rank": str(self._group.member.rank)},
+        )
+        self._send(FindingRaised(finding=finding, job=self._spec.job))
 
     def _new_restoration(self) -> Restoration:
         group = self._group

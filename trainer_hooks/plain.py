@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep.errors import NotRestorable
-from everstep.ids import Version
 from trainer_hooks.plain_files import Checkpoint, Path, open_checkpoint
 from trainer_hooks.python_state import Merged, PythonState, decode
 from trainer_hooks.snapshot.blob import as_bytes, dtype_name
@@ -31,26 +31,25 @@ _BLOB = "everstep.blob"
 _OWN = re.compile(r"everstep\.own\.(\d{1,7})\.(.+)")
 
 
-def start_from(url: str, objects: Mapping[str, object], state: TrackedState, rank: int, world: int) -> int:
-    """Fills ``state``, which tracks ``objects``, from the checkpoint at ``url``; returns the step it is of.
+def read_checkpoint(url: str, objects: Mapping[str, object], state: TrackedState, rank: int, world: int) -> Start:
+    """Reads the checkpoint at ``url`` into the tensors of ``state``, which tracks ``objects``. What is no tensor is
+    read too, and put into the objects by ``finish``.
 
     Each rank calls it for itself; there is no collective. Raises NotRestorable with what is missing or does not fit,
-    ConfigurationError for a URL nobody knows, OSError where reading fails.
+    Damaged where what is stored is not what was written, OSError where reading fails.
     """
-    checkpoint = open_checkpoint(url)
-    started = _Start(checkpoint, objects, state, rank)
-    started.fill_tensors(world)
-    if _VERSION in checkpoint.tensors:
-        step = started.restore_blob().step
-    else:
-        started.fill_objects()
-        step = 0
-    state.settle()
-    log.info("started from %s at step %d", checkpoint.url, step)
-    return step
+    started = Start(open_checkpoint(url), objects, state, rank)
+    try:
+        started.read(world)
+    except Exception:
+        started.undo()
+        raise
+    return started
 
 
-class _Start:
+class Start:
+    """A checkpoint on its way into a rank's objects."""
+
     def __init__(self, checkpoint: Checkpoint, objects: Mapping[str, object], state: TrackedState, rank: int) -> None:
         self._checkpoint = checkpoint
         self._state = state
@@ -58,6 +57,8 @@ class _Start:
         self._modules: dict[str, list[torch.nn.Module]] = {}
         self._optimizers: dict[str, list[torch.optim.Optimizer]] = {}
         self._others: dict[str, Any] = {}
+        self._step = 0
+        self._puts: list[Callable[[], object]] = []
         for key, tracked in objects.items():
             several = tracked if isinstance(tracked, list | tuple) else [tracked]
             modules = [one for one in several if isinstance(one, torch.nn.Module)]
@@ -75,10 +76,34 @@ class _Start:
             self._within[key.rpartition(".")[0]].append(key)
             if (own := _OWN.fullmatch(key)) is not None:
                 self._rows[own[2]].append(int(own[1]))
+        optimizers = [optimizer for several in self._optimizers.values() for optimizer in several]
+        self._held = [(o, {parameter: dict(held) for parameter, held in o.state.items()}) for o in optimizers]
+
+    def read(self, world: int) -> None:
+        """All that this rank needs."""
+        self._fill_tensors(world)
+        if _VERSION in self._checkpoint.tensors:
+            self._read_blob()
+        else:
+            self._read_objects()
+
+    def finish(self) -> int:
+        """Puts what is no tensor into the objects; returns the step the checkpoint is of, 0 where it does not say."""
+        for put in self._puts:
+            put()
+        self._state.settle()
+        log.info("started from %s at step %d", self._checkpoint.url, self._step)
+        return self._step
+
+    def undo(self) -> None:
+        """Takes away the optimizers' state that was made for this checkpoint: another one may have none of it."""
+        for optimizer, held in self._held:
+            optimizer.state.clear()
+            optimizer.state.update(held)
 
     # --- tensors
 
-    def fill_tensors(self, world: int) -> None:
+    def _fill_tensors(self, world: int) -> None:
         """Parameters, buffers and moments."""
         live = self._state.tensors()
         parts = {p.name: p for p in self._state.layout(live, self._rank, world).parts}
@@ -177,7 +202,7 @@ class _Start:
 
     # --- everything else
 
-    def restore_blob(self) -> Version:
+    def _read_blob(self) -> None:
         """The Python state of Everstep's own checkpoint: this rank's, or the first's for a rank that is new, and what
         that one did not know from others."""
         ranks = [int(k.rpartition(".")[2]) for k in self._checkpoint.tensors if k.startswith(f"{_BLOB}.")]
@@ -186,9 +211,10 @@ class _Start:
             told.append(decode(as_bytes(self._checkpoint.value(f"{_BLOB}.{rank}"))))
             if not names.difference(*(state.names for state in told)):
                 break
-        self._state.load_python(Merged(told, names))
-        generation, step = self._checkpoint.value(_VERSION).tolist()
-        return Version(generation, step)
+        merged = Merged(told, names)
+        self._state.require_python(merged)
+        self._puts.append(partial(self._state.load_python, merged))
+        _, self._step = self._checkpoint.value(_VERSION).tolist()
 
     def _under(self, prefix: str) -> Any:
         """The nested state under a key, or None where there is nothing."""
@@ -197,37 +223,37 @@ class _Start:
             return None
         return _nested({_rest(self._checkpoint.paths[key], prefix): self._checkpoint.value(key) for key in found})
 
-    def fill_objects(self) -> None:
+    def _read_objects(self) -> None:
         """Hyper-parameters, modules' extra state, and the state of objects that are neither modules nor optimizers."""
         for top, roots in self._modules.items():
             for name, module in (found for root in roots for found in root.named_modules(prefix=top)):
                 if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
-                    self._fill_extra(f"{name}._extra_state", module)
+                    self._read_extra(f"{name}._extra_state", module)
         for top in self._optimizers:
             if (prefix := self._prefix(top)) is not None:
-                self._fill_groups(top, self._under(f"{prefix}.param_groups"))
+                self._read_groups(top, self._under(f"{prefix}.param_groups"))
         for key, tracked in self._others.items():
             found = [f for p in _prefixes(key, None) if (f := self._under(p.rstrip("."))) is not None]
             if found:
-                tracked.load_state_dict(found[0])
+                self._puts.append(partial(tracked.load_state_dict, found[0]))
             else:
                 log.warning("%s has no state of %s: it starts as it was made", self._checkpoint.url, key)
 
-    def _fill_extra(self, name: str, module: torch.nn.Module) -> None:
+    def _read_extra(self, name: str, module: torch.nn.Module) -> None:
         for key in self._places(name):
             found = self._checkpoint.value(key) if key in self._checkpoint.paths else self._under(key)
             if found is not None:
-                module.set_extra_state(found)
+                self._puts.append(partial(module.set_extra_state, found))
                 return
         log.warning("%s has no %s: it starts as it was made", self._checkpoint.url, name)
 
-    def _fill_groups(self, top: str, groups: Any) -> None:
+    def _read_groups(self, top: str, groups: Any) -> None:
         live = self._groups_of(top)
         if not isinstance(groups, list) or len(groups) != len(live):
             now, then = len(live), len(groups)
             raise NotRestorable(f"{top} has {now} parameter groups now, and {then} in {self._checkpoint.url}")
         for group, stored in zip(live, groups, strict=True):
-            group.update({key: value for key, value in stored.items() if key != "params"})
+            self._puts.append(partial(group.update, {key: value for key, value in stored.items() if key != "params"}))
 
 
 def _trains(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:

@@ -12,6 +12,7 @@ import io
 import pickle
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, Protocol
@@ -78,36 +79,49 @@ class Checkpoint(Protocol):
         OSError."""
 
 
-def open_checkpoint(url: str) -> Checkpoint:
-    """The checkpoint at a path or URL; of a folder with Everstep's checkpoints in it, the newest that is whole.
+def checkpoints_at(url: str) -> list[str]:
+    """What there is to start from at a path or URL, as it is now: itself, or in a folder with Everstep's checkpoints
+    in it these, the newest first.
 
-    Raises NotRestorable where there is none, or it cannot be read; ConfigurationError for a URL nobody knows.
+    Raises NotRestorable where there is none, ConfigurationError for a URL nobody knows, OSError.
     """
-    try:
-        filesystem, path = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise ConfigurationError(f"there is no way to {url!r}: {error}") from error
-    path = path.rstrip("/")
-    if filesystem.isfile(path):
-        return TorchFile(url, filesystem, path)
-    if filesystem.isfile(f"{path}/.metadata"):
-        return Folder(url, filesystem, path)
-    newest = _newest(filesystem, path)
-    if newest is None:
+    filesystem, path = _place(url)
+    filesystem.invalidate_cache()
+    if filesystem.isfile(path) or filesystem.isfile(f"{path}/.metadata"):
+        return [url]
+    found = [f"{url.rstrip('/')}/{name}" for name in _newest_first(filesystem, path)]
+    if not found:
         raise NotRestorable(
             f"{url} is no checkpoint to start from: neither a torch.save file, nor a folder with .metadata in it, nor "
             "one with such folders as Everstep names them (step-00001234-g7)"
         )
-    return Folder(f"{url.rstrip('/')}/{newest}", filesystem, f"{path}/{newest}")
+    return found
 
 
-def _newest(filesystem: Any, path: str) -> str | None:
-    """What was written last: a job that starts again from storage counts its generations from 1 again."""
+def open_checkpoint(url: str) -> Checkpoint:
+    """One of those that ``checkpoints_at`` names. Raises NotRestorable, Damaged, OSError where it cannot be read."""
+    filesystem, path = _place(url)
+    return TorchFile(url, filesystem, path) if filesystem.isfile(path) else Folder(url, filesystem, path)
+
+
+def _place(url: str) -> tuple[Any, str]:
+    try:
+        filesystem, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise ConfigurationError(f"there is no way to {url!r}: {error}") from error
+    return filesystem, path.rstrip("/")
+
+
+def _newest_first(filesystem: Any, path: str) -> list[str]:
+    """By when they were written: a job that starts again from storage counts its generations from 1 again."""
     if not filesystem.isdir(path):
-        return None
+        return []
     names = [entry.rstrip("/").rpartition("/")[2] for entry in filesystem.ls(path, detail=False)]
-    found = [name for name in names if _SPILLED.fullmatch(name) and filesystem.isfile(f"{path}/{name}/.metadata")]
-    return max(found, key=lambda name: (filesystem.modified(f"{path}/{name}/.metadata"), name), default=None)
+    found = []
+    for name in filter(_SPILLED.fullmatch, names):
+        with suppress(FileNotFoundError):  # not whole, or removed while we look
+            found.append((filesystem.modified(f"{path}/{name}/.metadata"), name))
+    return [name for _, name in sorted(found, reverse=True)]
 
 
 class _MetadataReader(pickle.Unpickler):

@@ -267,12 +267,17 @@ def restore_rule(turn: Turn, job: JobRecord) -> RestoreRule:
 
     A job's first generation starts anew. A later one without a commit may still find its own steps whole.
     """
-    storage = storage_of(job)
+    storage, *before = storage_of(job) or [""]
     if job.ceiling == NOTHING or job.last_number == 0:
-        return RestoreRule(scratch=True, storage=storage)
+        return RestoreRule(scratch=True, storage=storage, storage_before=tuple(before))
     committed = turn.state.live_jobs[job.job].committed
     return RestoreRule(
-        floor=committed, ceiling=job.ceiling, pinned=pinned(job), protection=protection_of(job), storage=storage
+        floor=committed,
+        ceiling=job.ceiling,
+        pinned=pinned(job),
+        protection=protection_of(job),
+        storage=storage,
+        storage_before=tuple(before),
     )
 
 

@@ -20,6 +20,8 @@ from everstep.wire.v1.vault_reports import VersionSpilled
 
 LISTED = 100
 """Checkpoints on storage that a job's record lists, the newest ones."""
+NAMED = 4
+"""Of these a generation is told so many: should the newest be damaged, the one before it serves."""
 
 
 def folder_of_job(job: JobRecord) -> str:
@@ -223,6 +225,6 @@ def doubt_stored(turn: Turn, job: JobRecord, clean: Version | None) -> None:
             turn.job_changed(job.job)
 
 
-def storage_of(job: JobRecord) -> str:
-    """The checkpoint to start from where memory has nothing: the one written last that nothing speaks against."""
-    return next((one.url for one in reversed(job.stored) if not one.suspect), "")
+def storage_of(job: JobRecord) -> list[str]:
+    """The checkpoints to start from where memory has nothing: those that nothing speaks against, written last first."""
+    return [one.url for one in reversed(job.stored) if not one.suspect][:NAMED]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,6 +14,8 @@ from agent.spill.order import Order, Source
 from everstep.ids import Version
 from everstep.slots import format_segment, segment_bytes, slot_bytes_for
 from trainer_hooks.mapped_segment import MappedSegment
+from trainer_hooks.plain import read_checkpoint
+from trainer_hooks.plain_files import checkpoints_at
 from trainer_hooks.snapshot.copy import Sources, slot_view, write_blob
 from trainer_hooks.snapshot.gather import Targets
 from trainer_hooks.snapshot.layout import Sharing, encode
@@ -60,6 +62,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) ->
         optimizer.zero_grad()
         model(torch.randn(4, 5, generator=torch.Generator().manual_seed(step))).backward()
         optimizer.step()
+
+
+def start_alone(url: object, objects: Mapping[str, object], state: TrackedState, rank: int = 0, world: int = 1) -> int:
+    """What a rank makes of the newest checkpoint at ``url``, with nobody to agree with; the step."""
+    return read_checkpoint(checkpoints_at(str(url))[0], objects, state, rank, world).finish()
 
 
 def sharded(tensors: Sequence[TrackedTensor], rank: int, world: int) -> list[TrackedTensor]:

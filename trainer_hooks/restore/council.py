@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
-from typing import TypeVar
 
 import msgspec
 from torch._C._distributed_c10d import Store
@@ -23,12 +21,9 @@ from everstep.wire.v1.training import GenerationSpec, Member, RestoreRule
 from trainer_hooks.restore.choose import Choice, admitted, choose
 from trainer_hooks.snapshot.exchange import poll
 from trainer_hooks.snapshot.layout import Manifest, content_digest, decode_manifest
+from trainer_hooks.store_messages import decode, put, wait_for
 
-SLICE_S = 0.25
-"""A wait in the store cannot be interrupted; one of this length can, between two of them."""
 PATIENCE_S = 60.0
-
-T = TypeVar("T", bound=msgspec.Struct)
 
 
 class SlotKey(msgspec.Struct, frozen=True):
@@ -126,7 +121,7 @@ class Council:
             self.learn(digest, body)
             self.add_manifest(digest, body)
         self._told = tuple(s for s in slots if admitted(self.rule, s.version))
-        self._store.set(f"restore/inventory/{self._member.node}", _encode(Inventory(self._told)))
+        put(self._store, f"restore/inventory/{self._member.node}", Inventory(self._told))
 
     def add_manifest(self, digest: str, body: bytes) -> None:
         """Publishes one manifest by its digest."""
@@ -156,7 +151,7 @@ class Council:
             told = poll(self._store, keys, stop=stop, clock=self._clock, timeout_s=PATIENCE_S)
         except Unavailable as error:
             raise DistStoreError(str(error)) from error
-        return self._told + tuple(slot for body in told for slot in _decode(body, Inventory).slots)
+        return self._told + tuple(slot for body in told for slot in decode(body, Inventory).slots)
 
     def manifest(self, digest: str) -> Manifest:
         """One that was learnt or published. Raises MalformedMessage where nobody could read it, or it is damaged."""
@@ -183,12 +178,12 @@ class Council:
 
     def propose(self, number: int, proposal: Proposal) -> None:
         """Rank 0: publishes choice ``number``."""
-        self._store.set(f"restore/choice/{number}", _encode(proposal))
+        put(self._store, f"restore/choice/{number}", proposal)
 
     def choice(self, number: int) -> Choice:
         """The published choice, checked against the rule. Raises NotRestorable with the sentence of what is missing."""
         (body,) = self._get([f"restore/choice/{number}"])
-        made = _decode(body, Proposal)
+        made = decode(body, Proposal)
         if made.choice is None:
             raise NotRestorable(made.error)
         version = made.choice.version
@@ -202,29 +197,20 @@ class Council:
         ``names``: of the version's tensors. No rank need have all of them live (a stage of a pipeline does not), but
         each must be live on some rank. Raises NotRestorable, on all ranks alike, where no choice would help.
         """
-        self._store.set(f"restore/outcome/{number}/{self._member.rank}", _encode(outcome))
+        put(self._store, f"restore/outcome/{number}/{self._member.rank}", outcome)
         if self.chairs:
             keys = [f"restore/outcome/{number}/{rank}" for rank in range(self._spec.world_size)]
-            verdict = judge([_decode(body, Outcome) for body in self._get(keys)], names)
-            self._store.set(f"restore/verdict/{number}", _encode(verdict))
+            verdict = judge([decode(body, Outcome) for body in self._get(keys)], names)
+            put(self._store, f"restore/verdict/{number}", verdict)
         else:
             (body,) = self._get([f"restore/verdict/{number}"])
-            verdict = _decode(body, Verdict)
+            verdict = decode(body, Verdict)
         if verdict.error:
             raise NotRestorable(verdict.error)
         return verdict
 
     def _get(self, keys: list[str]) -> list[bytes]:
-        """The values, once all are there. Raises DistStoreError after PATIENCE_S."""
-        deadline = self._clock.monotonic() + PATIENCE_S
-        while True:
-            try:
-                self._store.wait(keys, timedelta(seconds=SLICE_S))
-                break
-            except DistStoreError:
-                if self._clock.monotonic() > deadline:
-                    raise
-        return self._store.multi_get(keys)
+        return wait_for(self._store, keys, self._clock, PATIENCE_S)
 
 
 def lives_of(indices: Iterable[int], count: int) -> bytes:
@@ -256,16 +242,3 @@ def judge(outcomes: Sequence[Outcome], names: Sequence[str]) -> Verdict:
             f"({', '.join(sorted(gone)[:3])}); restore with the objects that were tracked"
         )
     return Verdict(ok, bad, errors[0] if errors else "")
-
-
-def _encode(value: msgspec.Struct) -> str:
-    """For the store, whose values are bytes for C++ and text for its Python signature."""
-    return msgspec.msgpack.encode(value)  # type: ignore[return-value]
-
-
-def _decode(body: bytes, kind: type[T]) -> T:
-    """Raises MalformedMessage."""
-    try:
-        return msgspec.msgpack.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MalformedMessage(f"another rank's {kind.__name__} cannot be read: {error}") from error

@@ -94,7 +94,7 @@ class RestoreRule(Message, frozen=True, kw_only=True):
     ``pinned``: versions that the ranks go on keeping, whatever else they keep. Where nothing that the rule admits is
     whole, two more are looked at, in this order, and never in silence: the version of ``protection``, with the shards
     that its parity gives; and the checkpoint at ``storage``, a path or URL, which is also what a start from scratch
-    begins with (empty: none).
+    begins with (empty: none). ``storage_before``: those stored before it, newest first, for where it is damaged.
     """
 
     floor: Version | None = None
@@ -103,6 +103,7 @@ class RestoreRule(Message, frozen=True, kw_only=True):
     pinned: tuple[Version, ...] = ()
     protection: Protection | None = None
     storage: Annotated[str, msgspec.Meta(max_length=2048)] = ""
+    storage_before: tuple[Annotated[str, msgspec.Meta(max_length=2048)], ...] = ()
 
 
 class GenerationSpec(Message, frozen=True, kw_only=True, dict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from controller.core.effects import Effect
+from controller.core.records import StoredCheckpoint
 from everstep.errors import NotFound, StaleGeneration, Unavailable
 from everstep.ids import Version
 from everstep.vocabulary import JobState
@@ -279,6 +280,18 @@ def test_what_the_run_before_wrote_is_not_doubted() -> None:
     fleet.seal(102, kept=False, digests={0: "d0", 1: "d0", 2: "liar"})
     assert not fleet.job().stored[0].suspect
     assert fleet.spec().restore.storage == "/store/job/a"
+
+
+def test_a_generation_is_told_of_the_checkpoints_before_the_newest_that_nothing_speaks_against() -> None:
+    fleet = _fleet(3, replicas=2)
+    fleet.job().stored = [
+        StoredCheckpoint(Version(1, step), f"/store/job/{step}", 1, fleet.now, fleet.now, suspect=step == 600)
+        for step in range(100, 800, 100)
+    ]
+    fleet.lose_rank(0)
+    rule = fleet.spec().restore
+    assert rule.storage == "/store/job/700"
+    assert rule.storage_before == ("/store/job/500", "/store/job/400", "/store/job/300")
 
 
 def test_a_job_that_asks_for_no_storage_any_more_pins_nothing() -> None:

@@ -27,9 +27,8 @@ from everstep.boxes import Box
 from everstep.errors import ConfigurationError, NotRestorable
 from everstep.ids import Version
 from everstep.stored_digests import DIGESTS
-from tests.support.spilling import Odd, fill_slots, train
+from tests.support.spilling import Odd, fill_slots, start_alone, train
 from trainer_hooks.archive_checks import Damaged
-from trainer_hooks.plain import start_from
 from trainer_hooks.plain_files import open_checkpoint
 from trainer_hooks.snapshot.blob import as_bytes
 from trainer_hooks.state import TrackedState
@@ -61,7 +60,7 @@ class Job:
             self.model.seen = 8
 
     def start_from(self, url: object, rank: int = 0, world: int = 1) -> int:
-        return start_from(str(url), self.tracked, self.state, rank, world)
+        return start_alone(url, self.tracked, self.state, rank, world)
 
     def contents(self) -> dict[str, Any]:
         """All of it, by name."""
@@ -160,7 +159,7 @@ def test_weights_alone_are_enough_and_the_rest_starts_as_it_was_made(
 
 def test_each_rank_gets_its_own_buffers_back(tmp_path: Path, before: Job) -> None:
     out = spilled(before, tmp_path, world=3, layout="sharded")
-    checkpoint = open_checkpoint(str(out))
+    checkpoint = open_checkpoint(str(out / folder_of(VERSION)))
     key = "everstep.own.1.model.norm.running_mean"
     ((_, value),) = checkpoint.read(key, Box((0,), (7,)))
     assert torch.equal(value, before.model.norm.running_mean)
@@ -312,7 +311,7 @@ def test_stages_under_one_key_are_read_as_one_model(tmp_path: Path) -> None:
     order = fill_slots(tmp_path / "slots", state, VERSION, world=2)
     carry_out(msgspec.structs.replace(order, url=str(tmp_path / "out")))
     tracked: dict[str, object] = {"model": after, "optimizer": others}
-    assert start_from(str(tmp_path / "out"), tracked, TrackedState(tracked), 0, 1) == VERSION.step
+    assert start_alone(tmp_path / "out", tracked, TrackedState(tracked)) == VERSION.step
     for old, new in zip(before, after, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(old.parameters(), new.parameters(), strict=True))
     assert [len(o.state) for o in others] == [2, 2]
@@ -320,7 +319,7 @@ def test_stages_under_one_key_are_read_as_one_model(tmp_path: Path) -> None:
     torch.save({"model": merged}, tmp_path / "plain.pt")
     plain, fresh = stages()
     tracked = {"model": plain, "optimizer": fresh}
-    assert start_from(str(tmp_path / "plain.pt"), tracked, TrackedState(tracked), 0, 1) == 0
+    assert start_alone(tmp_path / "plain.pt", tracked, TrackedState(tracked)) == 0
     assert torch.equal(plain[1][0].weight, before[1][0].weight)
 
 
@@ -331,5 +330,5 @@ def test_optimizer_state_that_is_no_tensor_comes_back(tmp_path: Path) -> None:
         optimizer.state[parameter] = {"count": count}
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "file.pt")
     tracked: dict[str, object] = {"model": after, "optimizer": other}
-    start_from(str(tmp_path / "file.pt"), tracked, TrackedState(tracked), 0, 1)
+    start_alone(tmp_path / "file.pt", tracked, TrackedState(tracked))
     assert [other.state[p] for p in after.parameters()] == [{"count": 0}, {"count": 1}]

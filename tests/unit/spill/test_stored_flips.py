@@ -21,9 +21,8 @@ from agent.spill.retention import folder_of
 from everstep.errors import DigestMismatch, MalformedMessage
 from everstep.ids import Version
 from everstep.stored_digests import DIGESTS, ArchiveDigest, StoredDigests, decode_digests, encode_digests
-from tests.support.spilling import fill_slots
+from tests.support.spilling import fill_slots, start_alone
 from trainer_hooks.archive_checks import Damaged
-from trainer_hooks.plain import start_from
 from trainer_hooks.state import TrackedState
 
 VERSION = Version(3, 12)
@@ -50,7 +49,7 @@ class Small:
         return {key: tracked.state_dict() for key, tracked in self.tracked.items()}
 
     def start_from(self, url: object) -> int:
-        return start_from(str(url), self.tracked, self.state, 0, 1)
+        return start_alone(url, self.tracked, self.state)
 
     def contents(self) -> str:
         torch.set_printoptions(precision=9)
