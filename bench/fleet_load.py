@@ -1,7 +1,7 @@
 """A fleet's load on one controller process, over real sockets: what it costs, who is made to wait, what gets lost.
 
     python -m bench.fleet_load --nodes 12500 --seconds 30 [--interval 1] [--database URL] [--rounds N] [--fail K]
-        [--storm] [--visits] [--loss P --jitter S --pause S] [--curve FILE.png] [--quick] [--json FILE]
+        [--storm] [--visits] [--failover] [--loss P --jitter S --pause S] [--curve FILE.png] [--quick] [--json FILE]
 
 Every agent is a session of its own with real messages: a registration with eight GPUs, a picture, heartbeats with the
 progress of eight ranks; every 1,250 nodes run a job of 10,000 ranks, whose launchers joined and whose ranks stepped.
@@ -38,8 +38,10 @@ console = Console(stderr=True)
 
 
 @contextmanager
-def fleet_of(nodes: int, interval_s: float, database: str, apart: int = 0) -> Iterator[tuple[Fleet, Follower]]:
-    """A new controller and its fleet, registered, with its jobs running."""
+def fleet_of(
+    nodes: int, interval_s: float, database: str, apart: int = 0, *, two: bool = False
+) -> Iterator[tuple[Fleet, Follower]]:
+    """A new controller (and another one that stands by) and its fleet, registered, with its jobs running."""
     jobs = min(MOST_JOBS, max(1, nodes // messages.NODES_OF_A_JOB))
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="everstep-load-")))
@@ -47,7 +49,10 @@ def fleet_of(nodes: int, interval_s: float, database: str, apart: int = 0) -> It
             database = stack.enter_context(own_postgres())
         controller = Controller(directory, database, _settings(interval_s))
         stack.callback(controller.end)
-        fleet = Fleet(controller, nodes, jobs=jobs, apart=apart, spread=nodes > GIANT_NODES)
+        standby = _standby(directory, database, controller, interval_s) if two else None
+        if standby is not None:
+            stack.callback(standby.end)
+        fleet = Fleet(controller, nodes, jobs=jobs, apart=apart, spread=nodes > GIANT_NODES, standby=standby)
         stack.callback(fleet.end)
         console.log(f"{nodes} nodes register")
         giant = nodes > GIANT_NODES  # each of its beats is a connection too: while jobs form there is no time for all
@@ -63,6 +68,12 @@ def fleet_of(nodes: int, interval_s: float, database: str, apart: int = 0) -> It
             console.log(f"refused: {dict(status['refusals'])}")
 
 
+def _standby(directory: Path, database: str, leader: Controller, interval_s: float) -> Controller:
+    own = directory / "standby"
+    own.mkdir()
+    return Controller(own, database, _settings(interval_s), leader.secret_file.read_text())
+
+
 def _settings(interval_s: float) -> str:
     """The production preset, its waits stretched where beats are rarer than every second."""
     if interval_s <= 1.0:
@@ -76,7 +87,7 @@ def _settings(interval_s: float) -> str:
 def load(options: argparse.Namespace) -> list[Row]:
     """The fleet as the options have it."""
     apart = min(STORMING, options.nodes // 10) if options.storm or options.visits else 0
-    with fleet_of(options.nodes, options.interval, options.database, apart) as (fleet, follower):
+    with fleet_of(options.nodes, options.interval, options.database, apart, two=options.failover) as (fleet, follower):
         trials.begin(fleet, options.interval)
         console.log(f"{options.seconds:g} s of beats")
         rows = trials.steady(fleet, options.seconds, options.interval)
@@ -97,6 +108,9 @@ def load(options: argparse.Namespace) -> list[Row]:
         if options.fail:
             console.log(f"{options.fail} nodes fail")
             rows += trials.mass_failure(fleet, follower, options.fail)
+        if fleet.standby is not None:
+            console.log("the leader is killed")
+            rows += trials.failover(fleet, fleet.standby)
     return rows
 
 
@@ -146,12 +160,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--storm", action="store_true", help="XIDs at 200/s from one node, at 20/s from a hundred")
     parser.add_argument("--visits", action="store_true", help="what people wait in calm, in a storm, after a failover")
     parser.add_argument("--storm-seconds", type=float, default=60.0)
+    parser.add_argument("--failover", action="store_true", help="the leader dies at the end (--database postgresql)")
     parser.add_argument("--loss", type=float, default=0.0, metavar="P", help="share of beats that are lost")
     parser.add_argument("--jitter", type=float, default=0.0, metavar="S", help="most seconds that a beat is late")
     parser.add_argument("--pause", type=float, default=0.0, metavar="S", help="seconds the controller is stopped for")
     parser.add_argument("--chaos-seconds", type=float, default=120.0, help="of loss, jitter and pause")
     parser.add_argument("--curve", type=Path, metavar="PNG", help="measure fleets up to --nodes, and draw")
     options = parser.parse_args(argv)
+    if options.failover and not options.database.startswith(POSTGRESQL):
+        parser.error("--failover needs a database that two controllers share: --database postgresql")
     if options.quick:
         options.nodes, options.fail = min(options.nodes, FAILING_NODES), options.fail or FAILING
         options.seconds, options.rounds = min(options.seconds, 5.0), 5

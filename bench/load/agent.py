@@ -91,11 +91,13 @@ class Agent:
         "_later",
         "_spool",
         "_upgrade",
+        "away",
         "beat_sent_at",
         "buffer",
         "first_rank",
         "generation",
         "hold",
+        "home",
         "index",
         "job",
         "name",
@@ -114,6 +116,9 @@ class Agent:
         self.sock: socket.socket | None = None
         self.shown = False
         self.hold = True
+        self.home = 0
+        self.away = ""
+        """``lost``: its controller died, and no other has answered; ``unknown``: one has that needs its picture."""
         self.seq = 0
         self.number = 0
         self.generation = 0
@@ -150,11 +155,15 @@ class Agent:
         # On loopback it is there at once, though connect says otherwise, unless the controller's backlog is full.
         connected = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == ESTABLISHED
         self.sock, self.buffer, self._head = sock, b"", True
-        self._spool.extendleft(reversed(self._asked))  # what was not acknowledged is said again
-        self.number -= len(self._asked)
-        self._asked = []
+        self._take_back()
         self._later = None if connected else b""
         self._ask_at = 0.0
+
+    def _take_back(self) -> None:
+        """What was not acknowledged is said again."""
+        self._spool.extendleft(reversed(self._asked))
+        self.number -= len(self._asked)
+        self._asked = []
 
     @property
     def connecting(self) -> bool:
@@ -247,7 +256,7 @@ class Agent:
                 self.buffer = data
                 return
             if not head.startswith(b"HTTP/1.1 101"):
-                raise ConnectionResetError(head.split(b"\r\n", 1)[0].decode())
+                raise ConnectionResetError(b" ".join((head.partition(b"\r\n")[0], rest)).decode())
             data = rest
         self.buffer = self._frames(data, now)
 
@@ -282,6 +291,8 @@ class Agent:
         else:
             refusal = msgspec.json.decode(body, type=Refused)
             what = Frame(refusal.of).name if refusal.of else "session"
+            if refusal.of == Frame.REPORTS:  # said again with the next beat
+                self._take_back()
             self._host.refused(self, f"{what}: {refusal.code}: {refusal.message}")
 
     def _beat_answered(self, body: bytes, now: float) -> None:

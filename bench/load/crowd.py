@@ -19,6 +19,7 @@ from typing import Any
 
 from bench.load import faults, messages
 from bench.load.agent import Agent, Seats, read_generation
+from bench.load.homecoming import Homecoming
 from bench.load.statistics import summary
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.tokens import TokenRole, mint
@@ -40,8 +41,7 @@ class Crowd:
     """
 
     def __init__(self, order: dict[str, Any]) -> None:
-        host, _, port = order["address"].rpartition(":")
-        self._address = (host, int(port))
+        self.homecoming = Homecoming(order["addresses"], order["first"])
         self._spread = bool(order["spread"])
         self._jobs = int(order["jobs"])
         secret = Path(order["secret_file"]).read_bytes().strip()
@@ -82,6 +82,9 @@ class Crowd:
 
     def answered(self, agent: Agent, latency_s: float) -> None:
         self.latencies.append(latency_s)
+        if agent.away:
+            (self.homecoming.answered if agent.away == "lost" else self.homecoming.known).append(agent.read_at)
+            agent.away = ""
 
     def progressed(self, agent: Agent, phase: str) -> None:
         self.phases[phase] += 1
@@ -103,8 +106,12 @@ class Crowd:
             self._resuming.append((agent, seats, first))
 
     def refused(self, agent: Agent, refusal: str) -> None:
-        self.refusals[refusal] += 1
         agent.beat_sent_at = 0.0
+        if agent.home and "to send its picture again" in refusal:
+            agent.away = "unknown"
+            agent.introduce()
+            return
+        self.refusals[refusal] += 1
         if not agent.seq:
             agent.introduce()
         elif agent.seq == 1:
@@ -128,7 +135,7 @@ class Crowd:
     def _connect(self, agent: Agent) -> None:
         index = agent.index
         own = f"127.{1 + (index >> 16)}.{index >> 8 & 255}.{index & 255}"
-        agent.connect(self._address, own if self._spread else "")
+        agent.connect(self.homecoming.address(agent.home), own if self._spread else "")
         assert agent.sock is not None
         descriptor = agent.sock.fileno()
         self._by_fd[descriptor] = agent
@@ -147,6 +154,9 @@ class Crowd:
             agent.close()
 
     def _broken(self, agent: Agent, error: OSError) -> None:
+        if self.homecoming.elsewhere and agent.shown:
+            self._go_elsewhere(agent, str(error))
+            return
         self.refusals[f"connection: {error}"] += 1
         self._forget(agent)
         agent.beat_sent_at = 0.0
@@ -156,6 +166,14 @@ class Crowd:
             self._open_more()
         elif agent.unreported():
             heappush(self._again, (time.perf_counter() + self._random.uniform(*AGAIN_S), agent.index, agent))
+
+    def _go_elsewhere(self, agent: Agent, refusal: str) -> None:
+        """Its session ended, for the next address at once; or that one refused it."""
+        pause_s = self.homecoming.pause_s(refusal) if agent.away else 0.0
+        agent.home += not agent.away
+        agent.away, agent.beat_sent_at = "lost", 0.0
+        self._forget(agent)
+        heappush(self._again, (time.perf_counter() + pause_s, agent.index, agent))
 
     def _open_more(self) -> None:
         if self._opening:
@@ -203,7 +221,7 @@ class Crowd:
         """Returns how long nothing more is due, seconds."""
         now = time.perf_counter()
         while self._again and self._again[0][0] <= now:
-            self._news_again(heappop(self._again)[-1])
+            self._come_again(heappop(self._again)[-1])
         for storm in self._storms:
             storm.blow(now)
         if not self._interval_s:
@@ -227,8 +245,8 @@ class Crowd:
             self._beat(agent)
 
     def _beat(self, agent: Agent) -> None:
-        if not agent.seq:
-            return  # it has not registered yet
+        if not agent.seq or (agent.away and agent.sock is None):
+            return  # it has not registered yet, or waits to ask elsewhere
         if agent.beat_sent_at:  # as the real agent, which waits for its answer
             self.skipped += 1
             return
@@ -240,13 +258,18 @@ class Crowd:
         except OSError as error:
             self._broken(agent, error)
 
-    def _news_again(self, agent: Agent) -> None:
+    def _come_again(self, agent: Agent) -> None:
         """Of an agent that has not come back meanwhile."""
-        if agent.sock is None and agent.unreported():
-            try:
+        if agent.sock is not None or not (agent.away or agent.unreported()):
+            return
+        try:
+            if agent.away:
+                self._connect(agent)
+                agent.beat(self._interval_s)
+            else:
                 self._report(agent)
-            except OSError as error:
-                self._broken(agent, error)
+        except OSError as error:
+            self._broken(agent, error)
 
     # --- orders --------------------------------------------------------------------------------------------------
 
@@ -302,6 +325,10 @@ class Crowd:
         }
         self.latencies, self.report_latencies, self.lateness = array("d"), array("d"), array("d")
         return answer
+
+    def do_home(self) -> dict[str, list[float]]:
+        """When agents that had lost their controller were answered by another, and when that one knew their picture."""
+        return {"answered": sorted(self.homecoming.answered), "known": sorted(self.homecoming.known)}
 
     def do_lose_rank(self, job: str) -> dict[str, Any] | None:
         """One agent of the job reports the loss of its first rank. Returns when, and in which generation; None where

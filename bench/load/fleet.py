@@ -31,13 +31,14 @@ class Controller:
 
     Args:
         settings: lines of TOML, for what has no option of its own.
+        secret: the fleet's, where another controller has one already.
     """
 
-    def __init__(self, directory: Path, database: str, settings: str) -> None:
+    def __init__(self, directory: Path, database: str, settings: str, secret: str = "") -> None:
         self.directory = directory
         self.secret_file, ready, file = directory / "secret", directory / "ready.json", directory / "settings.toml"
         self.secret_file.touch(mode=0o600)
-        self.secret_file.write_text(secrets.token_hex(32))
+        self.secret_file.write_text(secret or secrets.token_hex(32))
         file.write_text(settings)
         command = [sys.executable, "-m", "controller.main", "serve", "--listen", "127.0.0.1:0", "--settings", str(file)]
         command += ["--operators-listen", "127.0.0.1:0"]
@@ -87,6 +88,12 @@ class Controller:
         time.sleep(seconds)
         self.process.send_signal(signal.SIGCONT)
 
+    def kill(self) -> float:
+        """SIGKILL; when, wall seconds."""
+        at = time.time()
+        self.process.kill()
+        return at
+
     def end(self) -> None:
         self.process.terminate()
         try:
@@ -131,11 +138,22 @@ class Fleet:
 
     Args:
         apart: so many of the last agents are in a process of their own, so that what they do delays no other agent.
+        standby: the controller that agents go to when the first one dies.
         spread: whether every agent has an address of its own; for fleets that hang up between beats.
     """
 
-    def __init__(self, controller: Controller, nodes: int, *, jobs: int, apart: int = 0, spread: bool = False) -> None:
+    def __init__(
+        self,
+        controller: Controller,
+        nodes: int,
+        *,
+        jobs: int,
+        apart: int = 0,
+        spread: bool = False,
+        standby: Controller | None = None,
+    ) -> None:
         self.controller = controller
+        self.standby = standby
         self.nodes = nodes
         self.jobs = jobs
         self.nodes_of_a_job = min(nodes, messages.NODES_OF_A_JOB)
@@ -145,7 +163,7 @@ class Fleet:
         self.crowds = [
             CrowdProcess(
                 {
-                    "address": controller.address,
+                    "addresses": [one.address for one in (controller, standby) if one is not None],
                     "secret_file": str(controller.secret_file),
                     "spread": spread,
                     "jobs": jobs,

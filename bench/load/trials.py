@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.load import faults
 from bench.load.events import Follower
-from bench.load.fleet import POLL_S, Fleet
+from bench.load.fleet import POLL_S, Controller, Fleet
 from bench.load.statistics import Distribution
 from bench.load.visitors import Visitors
 from bench.table import Row
@@ -84,8 +84,21 @@ def one_failure(fleet: Fleet, rounds: int) -> list[Row]:
 
 def _lose_a_rank(fleet: Fleet, job: str) -> float:
     """Seconds from the report to the last push."""
-    told = next(answer for crowd in fleet.crowds if (answer := crowd.tell({"do": "lose_rank", "job": job})))
-    generation = int(told["generation"]) + 1
+    told = _lost_rank(fleet, job)
+    last = _all_entered(fleet, job, int(told["generation"]) + 1)
+    fleet.until("resuming", lambda status: status["unreported"] == 0, 60)
+    time.sleep(0.5)  # whatever the failure brought with it has passed before the next
+    return last - float(told["at"])
+
+
+def _lost_rank(fleet: Fleet, job: str) -> dict[str, Any]:
+    """A node of the job reports that a rank is lost: when, and of which generation."""
+    told: dict[str, Any] = next(a for crowd in fleet.crowds if (a := crowd.tell({"do": "lose_rank", "job": job})))
+    return told
+
+
+def _all_entered(fleet: Fleet, job: str, generation: int) -> float:
+    """When the last node of the job heard of the generation, wall seconds."""
     end = time.perf_counter() + 60
     heard: list[dict[str, float]] = []
     while sum(one["count"] for one in heard) < fleet.nodes_of_a_job:
@@ -93,9 +106,47 @@ def _lose_a_rank(fleet: Fleet, job: str) -> float:
             raise SystemExit(f"{job} never heard of generation {generation}: {heard}\n{fleet.controller.log()}")
         time.sleep(POLL_S)
         heard = fleet.all("entered", job=job, generation=generation)
+    return max(one["last"] for one in heard)
+
+
+def failover(fleet: Fleet, standby: Controller) -> list[Row]:
+    """The leader is killed, and in the same moment a job loses a rank: until everybody is at home with the next one."""
+    killed_at = fleet.controller.kill()
+    lost = _lost_rank(fleet, "job-000")
+    fleet.controller = standby
+    answered, known = _home(fleet)
+    pushed = _all_entered(fleet, "job-000", int(lost["generation"]) + 1)
     fleet.until("resuming", lambda status: status["unreported"] == 0, 60)
-    time.sleep(0.5)  # whatever the failure brought with it has passed before the next
-    return float(max(one["last"] for one in heard)) - float(told["at"])
+    wrong = [
+        event
+        for kind in ("node.suspect", "node.lost", "verdict.evict", "job.paused")
+        for event in standby.get(f"/v1/events?kind={kind}")["events"]
+    ]
+    name = "leader killed, to an answer of the next one"
+    words = f"{len(answered)} sessions on this machine's two cores, {len(fleet.crowds)} processes of agents"
+    return [
+        Row(f"{name}, first agent", answered[0] - killed_at, "s"),
+        Row(f"{name}, half of {len(answered)}", answered[len(answered) // 2] - killed_at, "s", 3.0, 1.0, words),
+        Row(f"{name}, all", answered[-1] - killed_at, "s", against="a beat each"),
+        Row("their registrations and pictures are with it, all", known[-1] - killed_at, "s", against="two more each"),
+        Row(
+            f"rank lost then, to the push at all {fleet.nodes_of_a_job} nodes of its job", pushed - killed_at, "s", 3.0
+        ),
+        Row("nodes suspected, lost or evicted, jobs paused meanwhile", float(len(wrong)), "", 0.0, 0.0),
+    ]
+
+
+def _home(fleet: Fleet) -> tuple[list[float], list[float]]:
+    """When agents were answered by the controller that leads now, and when it had their pictures; wall seconds."""
+    end = time.perf_counter() + 120
+    while True:
+        told = fleet.all("home")
+        answered, known = (sorted(at for one in told for at in one[what]) for what in ("answered", "known"))
+        if len(answered) >= fleet.nodes and len(known) >= fleet.nodes:
+            return answered, known
+        if time.perf_counter() > end:
+            raise SystemExit(f"{len(answered)} of {fleet.nodes} answered, {len(known)} known\n{fleet.controller.log()}")
+        time.sleep(POLL_S)
 
 
 def mass_failure(fleet: Fleet, follower: Follower, count: int) -> list[Row]:
