@@ -46,6 +46,7 @@ class FindingKind(StrEnum):
     TRANSFER_CORRUPT = "vault.transfer_corrupt"
     STORED_CORRUPT = "vault.stored_corrupt"
     COPIES_MISSING = "vault.copies_missing"
+    MEMORY_SHORT = "vault.memory_short"
     DIGEST_MISMATCH = "sdc.digest_mismatch"
     PROBE_FAILED = "probe.failed"
     COMPUTE_WRONG = "probe.compute_wrong"

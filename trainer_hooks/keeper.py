@@ -145,6 +145,7 @@ class GenerationKeeper:
             clock=self._clock,
         )
         self._progress.resume_from(step)
+        self._snapshotter.first_plan.wait()
         return step
 
     def _start_from_storage(self, objects: Mapping[str, object], state: TrackedState) -> int:

@@ -295,6 +295,7 @@ class Run:
         overlap: bool | None = None,
         slots: int = SLOTS,
         every: int | None = None,
+        require_checkpoints: bool = False,
         **objects: object,
     ) -> None:
         """Names what must survive, and restores it to the version that the generation agreed upon.
@@ -310,14 +311,18 @@ class Run:
         lost rank costs no finished step; True copies it under the next step, as is done on a GPU where False is not
         said. ``slots``: 5, or 2 for a job that is short of memory. ``every``: a snapshot of so many steps one;
         not said, of each, or of fewer where training would be blocked for over a tenth of its time. See
-        trainer_hooks.snapshot.choices. All four must be the same on all ranks.
+        trainer_hooks.snapshot.choices. ``require_checkpoints``: raise OutOfSlotMemory where a node has no memory for
+        checkpoints, instead of training on without: here, or, where an optimizer has no state yet, before the second
+        step changes anything. All five must be the same on all ranks.
 
         Raises TypeError for an object that cannot be tracked, NotRestorable where the objects are others than those
         that were stored, or a StatefulDataLoader meets another world size.
         """
         if isinstance(exclude, str):
             raise TypeError(f"exclude takes a list of patterns: exclude=[{exclude!r}]")
-        choices = Choices(exclude=tuple(exclude), overlap=overlap, slots=slots, every=every)
+        choices = Choices(
+            exclude=tuple(exclude), overlap=overlap, slots=slots, every=every, require=require_checkpoints
+        )
         replica = self._parallel.replica_for("run.track")
         if self.rank == 0 and not self._parallel.said:
             warn_of_model_parallelism(objects.values(), self.world_size)

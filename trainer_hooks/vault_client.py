@@ -27,6 +27,7 @@ from everstep.slots import SLOTS
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.local import (
     MAX_FRAME_BYTES,
+    CheckRoom,
     Connect,
     Connected,
     ConnectionBroke,
@@ -39,6 +40,7 @@ from everstep.wire.v1.local import (
     OpenSegment,
     Replicated,
     Segment,
+    SegmentNeed,
     SlotInfo,
     SlotSealed,
     ToVault,
@@ -136,6 +138,13 @@ class VaultClient:
         if known is None or known.slot_bytes != answer.slot_bytes or not known.is_named():
             known = self._segments[answer.path] = MappedSegment(answer.path)
         return known
+
+    def check_room(self, job: str, needs: tuple[SegmentNeed, ...]) -> None:
+        """Whether the node has all of these segments, or could make them.
+
+        Raises OutOfSlotMemory, with the arithmetic, where it could not; Unavailable.
+        """
+        self._ask(lambda n: CheckRoom(request=n, job=job, needs=needs)).result()
 
     def mapped(self, path: str) -> MappedSegment:
         """The rank's segment at ``path`` in the mapping that is there already, or in a new one that is kept as well.

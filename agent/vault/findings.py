@@ -54,14 +54,26 @@ class Findings:
             evidence={"rank": str(rank), "version": str(version), "received_by": self._node},
         )
 
-    def _raise(self, kind: FindingKind, job: str, subject: str, message: str, evidence: dict[str, str]) -> None:
+    def memory_short(self, job: str, message: str) -> None:
+        """What this node will need for the job is more than there is. It says nothing of the hardware."""
+        self._raise(FindingKind.MEMORY_SHORT, job, f"memory/{job}", message, {}, source="the sum of what is planned")
+
+    def _raise(
+        self,
+        kind: FindingKind,
+        job: str,
+        subject: str,
+        message: str,
+        evidence: dict[str, str],
+        source: str = "xxh3-128 of each 8 MiB chunk",
+    ) -> None:
         finding = Finding(
             kind=kind,
             subject=subject,
             severity=Severity.WARNING,
             message=message,
             mode=Mode.OBSERVE,
-            source="xxh3-128 of each 8 MiB chunk",
+            source=source,
             since=self._clock.wall(),
             trace=uuid.uuid4().hex[:16],
             evidence=evidence,

@@ -7,7 +7,7 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -69,19 +69,33 @@ class Budget:
     def _check(self, path: Path, size: int, what: str) -> None:
         counted = self._counted()
         used, need = sum(counted.values()), size - counted.get(path, 0)
-        if need <= 0:
-            return
+        if need > 0:
+            self._require(need, used, what, _FEWER_SLOTS)
+
+    def foresee(self, wanted: Sequence[tuple[Path, Path, int]], what: str) -> None:
+        """Whether files could be made beside all that is here: each one's draft, its name, and how large it will be.
+
+        What is there in that size, or is being made, is needed no more. Raises OutOfSlotMemory.
+        """
+        with self._lock:
+            counted = self._counted()
+            there = (max(counted.get(draft, 0), counted.get(path, 0)) for draft, path, _ in wanted)
+            need = sum(size for (_, _, size), has in zip(wanted, there, strict=True) if size > has)
+            if need:
+                self._require(need, sum(counted.values()), what, f"{_FEWER_SLOTS}; or fewer --replicas")
+
+    def _require(self, need: int, used: int, what: str, otherwise: str) -> None:
         if self._limit is not None and used + need > self._limit:
             raise OutOfSlotMemory(
                 f"{what} needs {need} bytes; {used} of --memory-limit {self._limit} are in use, "
                 f"{max(0, self._limit - used)} are free: raise it (the agent's --vault-memory-limit-bytes), "
-                f"or {_FEWER_SLOTS}"
+                f"or {otherwise}"
             )
         free = self._unpromised()
         if need > free:
             raise OutOfSlotMemory(
                 f"{what} needs {need} bytes; {self._directory} has {free} free and {used} in use by slots: "
-                f"enlarge that file system, or {_FEWER_SLOTS}"
+                f"enlarge that file system, or {otherwise}"
             )
 
     def _counted(self) -> dict[Path, int]:

@@ -261,14 +261,18 @@ class SegmentStore:
             message = f"the header of {segment.path} was damaged; it is written anew, and its slots stand"
             self.tell(segment.damage(None, None, message))
 
+    def paths(self, key: SegmentKey) -> tuple[Path, Path]:
+        """Under which name a segment is made, and the one that it has then."""
+        folder = self.directory / key.job
+        return folder / f".{key.filename}", folder / key.filename
+
     def _making_lock(self, key: SegmentKey) -> threading.Lock:
         with self._lock:
             return self._making.setdefault(key, threading.Lock())
 
     def _make(self, key: SegmentKey, old: Segment | None, slot_bytes: int, slots: int) -> Segment:
-        folder = self.directory / key.job
-        folder.mkdir(mode=0o700, exist_ok=True)
-        draft, path = folder / f".{key.filename}", folder / key.filename
+        draft, path = self.paths(key)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         what = f"{slots} slots of {slot_bytes} bytes for {key.job}/{key.filename}"
         length = segment_bytes(slots, slot_bytes)
         with self.budget.admit(draft, length, what):

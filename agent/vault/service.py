@@ -24,6 +24,7 @@ from agent.vault.reading import Library
 from agent.vault.receive import Receiver
 from agent.vault.repair import Repairer
 from agent.vault.replicate import Replicator
+from agent.vault.room import check_room
 from agent.vault.scrub import Scrubber
 from agent.vault.segments import Segment as OwnedSegment
 from agent.vault.segments import SegmentKey, SegmentStore
@@ -37,6 +38,7 @@ from everstep.channel import Channel
 from everstep.clock import Clock
 from everstep.errors import EverstepError
 from everstep.wire.v1.local import (
+    CheckRoom,
     Connect,
     Connected,
     ConnectionBroke,
@@ -152,6 +154,9 @@ class Vault:
         match message:
             case OpenSegment():
                 return await self._open(message)
+            case CheckRoom():
+                await self._in_thread(lambda: check_room(self._store, self._findings, message.job, message.needs))
+                return Done(request=message.request)
             case SlotSealed():
                 return await self._sealed(message)
             case Fetch():

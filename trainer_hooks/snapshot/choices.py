@@ -24,6 +24,9 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
     ``every``: how many steps apart snapshots are, besides those of steps that are announced to be committed. None: as
     many as it takes that training does not stand still for them for long (trainer_hooks.snapshot.pace), one as a rule.
 
+    ``require``: whether the training script hears of it where a node has no memory for checkpoints, instead of training
+    on without (trainer_hooks.snapshot.first_plan).
+
     ``exclude``: patterns of names of tensors that are neither stored nor restored (trainer_hooks.snapshot.exclude).
     """
 
@@ -31,6 +34,7 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
     slots: int = SLOTS
     every: int | None = None
     exclude: tuple[str, ...] = ()
+    require: bool = False
 
     def __post_init__(self) -> None:
         if self.every is not None and self.every < 1:

@@ -236,6 +236,12 @@ def manifest_for(rank: int, layouts: Sequence[Layout], share: Share, blob_capaci
     )
 
 
+def payload_bytes(layout: Layout, share: Share, blob_capacity: int) -> int:
+    """Of the manifest that ``manifest_for`` makes of that share, without making it."""
+    pieces = (_aligned(piece.box.volume * layout.parts[piece.part].itemsize) for piece in share.pieces)
+    return sum(pieces) + _aligned(BLOB_PREFIX + blob_capacity)
+
+
 def _aligned(n: int) -> int:
     return -(-n // ALIGN) * ALIGN
 

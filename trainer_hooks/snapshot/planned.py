@@ -17,7 +17,8 @@ from trainer_hooks.snapshot.copy import slot_view
 from trainer_hooks.snapshot.exchange import Exchange
 from trainer_hooks.snapshot.gather import Targets
 from trainer_hooks.snapshot.layout import ALIGN, Layout, Manifest
-from trainer_hooks.snapshot.plan import Share, divide, manifest_for
+from trainer_hooks.snapshot.needs import needs_of
+from trainer_hooks.snapshot.plan import Share, divide, manifest_for, payload_bytes
 from trainer_hooks.vault_client import VaultClient
 
 log = logging.getLogger(__name__)
@@ -97,13 +98,17 @@ class Planner:
         The exchange under ``tag`` takes place only where ``layout`` is not the last one planned. Raises Unavailable,
         OutOfSlotMemory, and ValueError where ranks hold different tensors under one name.
         """
+        foresees = None
         if self._shared is None or self._shared[0] is not layout:
             layouts = self._exchange.layouts(tag, layout, self._timeout_s)
             shares = divide(layouts, self._nodes(), self._spec.spec.replicas, self._spec.replica_nodes)
             self._shared = layout, layouts, shares[self._member.rank]
+            foresees = shares if self._member.local_rank == 0 else None  # once for the node
         _, layouts, share = self._shared
         capacity = max(SMALLEST_BLOB_BYTES, 2 * blob_bytes)
         manifest = manifest_for(self._member.rank, layouts, share, capacity)
+        if foresees is not None:
+            self._foresee(layouts, foresees, manifest)
         if not share.covers or self._choices.lean:
             return Planned(layout, share, manifest, self._open(manifest))
         wide = share.with_covers()
@@ -114,24 +119,47 @@ class Planner:
     def _nodes(self) -> list[str]:
         return [self._spec.node_of(rank) for rank in range(self._spec.world_size)]
 
+    def _foresee(self, layouts: list[Layout], shares: list[Share], manifest: Manifest) -> None:
+        """Tells where the node has no room for all that its ranks and its vault will need, before they need it.
+
+        What ranks differ in besides their tensors is taken to be as this rank has it: Python state, and the manifest.
+        """
+        encoded, whole = len(encode_manifest(manifest)), _whole_bytes(manifest)
+
+        def slot_bytes(rank: int) -> int:
+            share = shares[rank] if self._choices.lean or not shares[rank].covers else shares[rank].with_covers()
+            return self._slot_bytes(encoded, payload_bytes(layouts[rank], share, manifest.blob_capacity), whole)
+
+        spec, node = self._spec, self._member.node
+        needs = tuple(needs_of(node, spec, shares, self._choices.slots, slot_bytes))
+        try:
+            self._vault.check_room(spec.job, needs)
+        except OutOfSlotMemory as error:
+            if self._choices.require:
+                raise
+            where = {"node": node, "job": spec.job, "generation": spec.number}
+            log.error("this node has no memory for all of the job's checkpoints: %s", error, extra=where)
+
     def _open(self, manifest: Manifest) -> MappedSegment:
         """The rank's segment, with room for ``manifest``; for more than that where the job has memory to spare."""
         encoded = len(encode_manifest(manifest))
-        if self._choices.lean:
-            slot_bytes = slot_bytes_for(encoded, manifest.payload_bytes)
-        else:
-            slot_bytes = slot_bytes_for(2 * encoded, self._larger_payload(manifest)) + PAGE
-        return self._open_slots(slot_bytes)
+        return self._open_slots(self._slot_bytes(encoded, manifest.payload_bytes, _whole_bytes(manifest)))
 
-    def _larger_payload(self, manifest: Manifest) -> int:
+    def _slot_bytes(self, encoded: int, payload: int, whole: int) -> int:
+        """Of a slot for a manifest and a payload of so many bytes. ``whole``: no share can be larger."""
+        if self._choices.lean:
+            return slot_bytes_for(encoded, payload)
+        return slot_bytes_for(2 * encoded, self._larger_payload(payload, whole)) + PAGE
+
+    def _larger_payload(self, payload: int, whole: int) -> int:
         """Of the share that is left to a rank when one node goes, bytes.
 
         Enlarging a segment costs the first touch of its pages, so it should not come on top of a loss.
         """
         world, node = self._spec.world_size, self._spec.spec.nproc_per_node
         fewer = max(world - node, node)
-        more = -(-manifest.payload_bytes * world // fewer) if world > node else 0
-        return max(manifest.payload_bytes, min(more, _whole_bytes(manifest)))
+        more = -(-payload * world // fewer) if world > node else 0
+        return max(payload, min(more, whole))
 
     def _open_slots(self, slot_bytes: int) -> MappedSegment:
         """With slots for pinned versions, where the node has the memory: without them these are let go too early."""

@@ -30,6 +30,7 @@ from trainer_hooks.snapshot.copy import Sources, write_blob
 from trainer_hooks.snapshot.cover import all_stored, store_with_covers
 from trainer_hooks.snapshot.device import current_gpu
 from trainer_hooks.snapshot.exchange import Exchange
+from trainer_hooks.snapshot.first_plan import FirstPlan
 from trainer_hooks.snapshot.job import Filled, Job, Look, Phase
 from trainer_hooks.snapshot.locked import page_lock
 from trainer_hooks.snapshot.pace import Pace
@@ -87,6 +88,7 @@ class Snapshotter:
         self._member = member
         self._reports = Reports(vault, spec, member, on_sealed, clock)
         self._choices = choices
+        self.first_plan = FirstPlan(choices.require)
         self._clock = clock
         self._where = {"node": member.node, "job": spec.job, "generation": spec.number}
         self._stop = threading.Event()
@@ -188,12 +190,14 @@ class Snapshotter:
         """Blocks until the copy of the last ``begin`` is done; call it before the state changes again.
 
         Returns without a copy when the generation ended meanwhile, or no plan could be made in PATIENCE_S.
+        Raises OutOfSlotMemory where that was why, and the job requires checkpoints.
         """
         if self._last is not None:
             with self._watch.held_up():
                 self._await(self._last, self._last.copied)
                 self._last.sources.mover.order_before_step()
         self._standing = None
+        self.first_plan.check()
 
     def _await(self, job: Job, event: threading.Event) -> None:
         deadline = self._clock.monotonic() + PATIENCE_S
@@ -270,6 +274,7 @@ class Snapshotter:
         early = self._look
         if early is not None:
             self._attempt(partial(self._plan, early, 0), "plan snapshots")
+        self.first_plan.tried()
         while (job := self._next()) is not None:
             self._attempt(partial(self._snapshot, job), f"snapshot step {job.version.step}")
             self._attempt(partial(self._pace.agree, job.version.step), "agree on how often to snapshot")
@@ -317,10 +322,12 @@ class Snapshotter:
             if planned is None or planned.layout is not look.layout or not planned.fits(blob_bytes):
                 planned = self._planned = self._planner.plan(look.tag, look.layout, blob_bytes)
                 self._retry_at = float("-inf")
+                self.first_plan.made()
             if look.gpu is not None:
                 page_lock(planned.segment)
-        except Exception:
+        except Exception as error:
             self._retry_at = self._clock.monotonic() + RETRY_S
+            self.first_plan.failed(error)
             raise
         return planned
 

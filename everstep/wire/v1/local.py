@@ -153,6 +153,28 @@ class Segment(Message, frozen=True, kw_only=True, tag=True):
     slots: int
 
 
+class SegmentNeed(Message, frozen=True, kw_only=True, array_like=True):
+    """A segment of ``bytes`` that a node will be asked for, ``pinned`` of them for versions on their way to storage or
+    parity. ``replica``: for copies of what rank ``number`` of another node has; else the local rank ``number``'s own.
+    """
+
+    replica: bool
+    number: int
+    bytes: int
+    pinned: int = 0
+
+
+class CheckRoom(Message, frozen=True, kw_only=True, tag=True):
+    """From one rank of a node, when the job's layout is known: is there room for all of these? Nothing is made.
+
+    Answer: Done; or ``Failed`` with OutOfSlotMemory, which the supervisor hears of as a finding.
+    """
+
+    request: int
+    job: JobId
+    needs: tuple[SegmentNeed, ...]
+
+
 class SlotSealed(Message, frozen=True, kw_only=True, tag=True):
     """From a rank: slot ``slot`` of its segment is sealed. The vault replicates it and answers ``Replicated``.
 
@@ -300,6 +322,7 @@ class Failed(Message, frozen=True, kw_only=True, tag=True):
 
 ToVault = (
     OpenSegment
+    | CheckRoom
     | SlotSealed
     | Configure
     | Forget

@@ -10,12 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from everstep.segment_header import segment_bytes
 from everstep.slots import PAGE, slot_bytes_for
-from tests.support.generations import generation
+from everstep.wire.v1.local import SegmentNeed
+from everstep.wire.v1.training import JobSpec
+from tests.support.generations import JOB, generation
 from trainer_hooks.restore.choose import covers, is_whole
 from trainer_hooks.snapshot.choices import Choices
 from trainer_hooks.snapshot.layout import Box, Layout, Part, Sharing, encode, whole
-from trainer_hooks.snapshot.plan import divide, manifest_for
+from trainer_hooks.snapshot.plan import divide, manifest_for, payload_bytes
 from trainer_hooks.snapshot.planned import SMALLEST_BLOB_BYTES, Planner
 
 
@@ -221,9 +224,13 @@ def test_a_slot_has_room_for_the_share_after_a_loss_and_never_for_more_than_ever
             return [mine] * 2
 
     class Vault:
+        def check_room(self, _job: str, needs: tuple[SegmentNeed, ...]) -> None:
+            foreseen.extend(needs)
+
         def open_segment(self, _job: str, _local_rank: int, slot_bytes: int, slots: int) -> None:
             raise Asked(slot_bytes, slots)
 
+    foreseen: list[SegmentNeed] = []
     (layout, _) = replicated([1 << 16] * 4, 2)
     whole = sum(part.nbytes for part in layout.parts)
     spec = generation(1, ranks=[("n1", 0), ("n2", 0)])
@@ -231,6 +238,8 @@ def test_a_slot_has_room_for_the_share_after_a_loss_and_never_for_more_than_ever
     with pytest.raises(Asked) as asked:
         planner.plan("start", layout, 0)
     assert whole < asked.value.args[0] < 1.05 * whole
+    assert [(need.replica, need.number) for need in foreseen] == [(False, 0)]
+    assert foreseen[0].bytes == segment_bytes(5, -(-asked.value.args[0] // PAGE) * PAGE)
 
 
 @pytest.mark.parametrize("nodes", [["n1", "n2"], ["n1", "n1"]])
@@ -240,9 +249,13 @@ def test_a_job_that_is_short_of_memory_gets_two_slots_of_the_size_of_its_share(n
             return [mine] * 2
 
     class Vault:
+        def check_room(self, _job: str, needs: tuple[SegmentNeed, ...]) -> None:
+            foreseen.extend(needs)
+
         def open_segment(self, _job: str, _local_rank: int, slot_bytes: int, slots: int) -> None:
             raise Asked(slot_bytes, slots)
 
+    foreseen: list[SegmentNeed] = []
     layouts = replicated([1 << 16] * 4, 2)
     spec = generation(1, ranks=[(node, nodes[:rank].count(node)) for rank, node in enumerate(nodes)])
     planner = Planner(Vault(), spec, spec.roster[0], Layouts(), 1.0, Choices(slots=2))  # type: ignore[arg-type]
@@ -255,3 +268,40 @@ def test_a_job_that_is_short_of_memory_gets_two_slots_of_the_size_of_its_share(n
     assert slots == 2
     assert slot_bytes == slot_bytes_for(len(encode(manifest)), manifest.payload_bytes)
     assert stored < slot_bytes < stored + SMALLEST_BLOB_BYTES + 2 * PAGE
+    assert foreseen[0].bytes == segment_bytes(2, -(-slot_bytes // PAGE) * PAGE)
+    assert [need.number for need in foreseen] == list(range(nodes.count("n1")))
+
+
+def test_a_nodes_vault_is_foreseen_to_keep_its_ranks_slots_and_the_copies_that_are_sent_there() -> None:
+    """Shards on two nodes of two ranks each, each node the home of the other's copies; two slots more for parity."""
+
+    class Layouts:
+        def layouts(self, _tag: str, _mine: Layout, _timeout_s: float) -> list[Layout]:
+            return layouts
+
+    class Vault:
+        def check_room(self, _job: str, needs: tuple[SegmentNeed, ...]) -> None:
+            raise Asked(needs)
+
+    layouts = sharded(1 << 16, 4)
+    job = JobSpec(job=JOB, max_nodes=2, nproc_per_node=2, parity=2)
+    spec = generation(1, ranks=[("n1", 0), ("n1", 1), ("n2", 0), ("n2", 1)], spec=job)
+    spec = msgspec.structs.replace(spec, replica_nodes={"n1": ("n2",), "n2": ("n1",)})
+    planner = Planner(Vault(), spec, spec.roster[2], Layouts(), 1.0)  # type: ignore[arg-type]
+    with pytest.raises(Asked) as asked:
+        planner.plan("start", layouts[2], 0)
+    (needs,) = asked.value.args
+    assert [(need.replica, need.number) for need in needs] == [(False, 0), (False, 1), (True, 0), (True, 1)]
+    shard = layouts[0].parts[0].nbytes
+    for need in needs:
+        assert 7 * 2 * shard < need.bytes < 7 * (2 * shard + 2 * SMALLEST_BLOB_BYTES + 6 * PAGE)  # as after a loss
+        assert need.pinned * 7 == pytest.approx(need.bytes * 2, abs=16 * PAGE)
+
+
+@pytest.mark.parametrize("nodes", [["n1", "n2"], ["n1", "n1"]])
+def test_what_a_share_takes_is_known_without_its_manifest(nodes: list[str]) -> None:
+    for layouts in (replicated([1 << 16, 3, 1000], 2), sharded(1001, 2)):
+        for rank, share in enumerate(divide(layouts, nodes, 2)):
+            for stored in (share, share.with_covers()):
+                made = manifest_for(rank, layouts, stored, 5000)
+                assert payload_bytes(layouts[rank], stored, 5000) == made.payload_bytes
