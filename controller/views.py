@@ -114,6 +114,7 @@ def node_summary(desk: Desk, record: NodeRecord, job: str | None) -> op.NodeSumm
         domain=record.domain,
         model=record.gpus[0].name if record.gpus else "",
         labels=record.labels,
+        hold=record.hold,
     )
 
 

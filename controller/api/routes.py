@@ -40,7 +40,7 @@ PATH: dict[str, Any] = {
     "job": JobId,
     "verdict": Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$")],
     "probe": Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$")],
-    "order": Literal["drain", "hold", "readmit", "evict", "repair", "forget"],
+    "order": Literal["drain", "hold", "release", "readmit", "evict", "repair", "forget"],
     "id": enrolment.CredentialId,
 }
 """Path parameters, by name."""
@@ -158,7 +158,7 @@ OPERATOR: dict[str, Route] = {
     "order": _change(
         "/v1/nodes/{node}/{order}",
         op.Because,
-        "drain, hold, readmit, evict, repair or forget a node.",
+        "drain, hold, release, readmit, evict, repair or forget a node.",
         "/v1/nodes/{node}",
     ),
 }

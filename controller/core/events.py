@@ -125,17 +125,19 @@ class OperatorAction(StrEnum):
     """What a person may order.
 
     DRAIN: leave running jobs at a step boundary, then stay out. HOLD: no new roster takes the node; what runs there
-    goes on until its job regroups. EVICT: out of every job at once, over any budget. READMIT: back, on probation
-    unless the node was only held; it ends a maintenance window early. REPAIR: out for repair; only READMIT brings it
-    back. FORGET: drop a node that is not heard and that no job wants. STOP_JOB: end the job. RESIZE_JOB: at most
-    ``size`` nodes from the next boundary on. RESET_BREAKER: evictions may happen again, by what stands then.
-    MAINTENANCE: a node, or all nodes of ``rack``, leave their jobs at a boundary and come back by probation at
-    ``until``; nothing that happens to them before is held against them. CANCEL_MAINTENANCE: what is planned for the
-    node, or for ``rack``, does not begin.
+    goes on until its job regroups; one that is out already is not treated, and does not come back. RELEASE: the end of
+    DRAIN and HOLD, and of nothing else; the node comes back by probation, or goes on with its cures. EVICT: out of
+    every job at once, over any budget. READMIT: back, on probation unless the node was only held; it ends a maintenance
+    window early. REPAIR: out for repair; only READMIT brings it back. FORGET: drop a node that is not heard and that no
+    job wants. STOP_JOB: end the job. RESIZE_JOB: at most ``size`` nodes from the next boundary on. RESET_BREAKER:
+    evictions may happen again, by what stands then. MAINTENANCE: a node, or all nodes of ``rack``, leave their jobs at
+    a boundary and come back by probation at ``until``; nothing that happens to them before is held against them.
+    CANCEL_MAINTENANCE: what is planned for the node, or for ``rack``, does not begin.
     """
 
     DRAIN = "drain"
     HOLD = "hold"
+    RELEASE = "release"
     EVICT = "evict"
     READMIT = "readmit"
     REPAIR = "repair"

@@ -1,4 +1,4 @@
-"""Somebody's word keeps a node out: a maintenance window, or a cordon that Everstep did not set. Both are respected.
+"""Somebody's word keeps a node out: a person's hold, a maintenance window, or a cordon that Everstep did not set.
 
 Nothing is held against a node meanwhile, nothing is done to it, and it comes back by way of probation.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from controller.core import casebook
+from controller.core import casebook, ladder
 from controller.core.events import NodeObserved, OperatorCommand
 from controller.core.generations import Cause, regroup
 from controller.core.membership import jobs_seated_on, least_nodes, next_seats
@@ -25,6 +25,33 @@ MOST_WINDOWS = 1000
 AGAIN_S = 1.0
 """Seconds between looks whether a window that is due may begin."""
 IN_SERVICE = (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION)
+SICK = (NodeState.QUARANTINED, NodeState.REPAIR)
+
+
+# --- a person's hold ---------------------------------------------------------------------------------------------
+
+
+def hold(turn: Turn, node: str, sentence: str) -> None:
+    """The node stays out until somebody releases or readmits it. One that is quarantined or in repair remains so: its
+    cures stop, and so does its way back."""
+    record = turn.state.nodes[node]
+    record.hold = sentence
+    turn.node_changed(node)
+    casebook.enter(record, turn.now, "action", sentence)
+    if record.state not in SICK:
+        set_state(turn, node, NodeState.HELD, sentence)
+    if record.course is not None and record.course.remedy:
+        cure = record.course.ladder[record.course.rung]
+        words = f"{cure} of {node} ({record.course.remedy}) was asked for before, and may still be done"
+        turn.audit("remedy.under_way", words, node=node)
+
+
+def let_go(turn: Turn, node: str, sentence: str) -> None:
+    """The hold is over, whatever else keeps the node out."""
+    turn.state.nodes[node].hold = ""
+    turn.node_changed(node)
+    casebook.enter(turn.state.nodes[node], turn.now, "action", sentence)
+    come_back(turn, node, sentence)
 
 
 # --- cordons of others -------------------------------------------------------------------------------------------
@@ -57,7 +84,7 @@ def come_back(turn: Turn, node: str, because: str) -> None:
     record = turn.state.nodes[node]
     if record.state is NodeState.QUARANTINED:
         turn.wake(turn.now, "care", node)
-    elif record.state is not NodeState.HELD or kept_out(record, turn.now):
+    elif record.state is not NodeState.HELD or kept_out(record, turn.now) or ladder.check_offences(turn, node):
         return
     elif record.reachable:
         begin_probation(turn, node, because)

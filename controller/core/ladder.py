@@ -75,10 +75,11 @@ def _next_rung(turn: Turn, node: str, course: Course, why: str) -> None:
     sentence = f"{in_words(cure)} of {node} {why}"
     turn.audit("remedy.failed", sentence, node=node)
     casebook.enter(record, turn.now, "action", sentence)
-    if course.rung + 1 >= len(course.ladder):
+    if course.rung + 1 < len(course.ladder):
+        course.rung += 1
+    elif not kept_out(record, turn.now):  # whoever keeps it out may change it: the last step is taken again after that
         to_repair(turn, node, f"{node} needs a person: {sentence}, and nothing is left to try")
         return
-    course.rung += 1
     go_on(turn, node)
 
 
@@ -141,8 +142,8 @@ def to_repair(turn: Turn, node: str, sentence: str) -> None:
 
 
 def check_offences(turn: Turn, node: str) -> bool:
-    """Sends a lemon to repair instead of back; False where the node is none."""
-    if not offenders.is_lemon(turn, node):
+    """Sends a lemon to repair instead of back; False where the node is none, or somebody's word keeps it as it is."""
+    if not offenders.is_lemon(turn, node) or kept_out(turn.state.nodes[node], turn.now):
         return False
     to_repair(turn, node, f"{node} offends again and again: {offenders.in_words(turn, node)}")
     return True

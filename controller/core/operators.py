@@ -73,8 +73,8 @@ def _check_node(state: FleetState, command: OperatorCommand) -> None:
             raise Conflict(f"{record.node} is {record.state} and in service")
     elif command.kind is OperatorAction.FORGET and (why := forgetting.why_kept(state, record.node)):
         raise Conflict(why)
-    elif command.kind in (OperatorAction.HOLD, OperatorAction.DRAIN) and record.state in _OUT:
-        raise Conflict(f"{record.node} is out already ({record.state}): readmit it, or mark it for repair")
+    elif command.kind is OperatorAction.RELEASE and not record.hold:
+        raise Conflict(f"nobody holds {record.node}: `everstep node readmit` ends whatever else keeps it out")
     if command.kind in (OperatorAction.DRAIN, OperatorAction.REPAIR) and (why := needed_by(state, record.node)):
         raise Conflict(f"{why}: add a node or stop the job first, or evict {record.node} and let the job pause")
 
@@ -145,14 +145,11 @@ def probe(turn: Turn, request: ProbeRequested) -> None:
     start_probe(turn, request.nodes, candidate=None, backend=request.backend)
 
 
-def _hold(turn: Turn, node: str, sentence: str) -> None:
-    turn.state.nodes[node].hold = sentence
-    set_state(turn, node, NodeState.HELD, sentence)
-
-
 def _drain(turn: Turn, node: str, sentence: str) -> None:
-    _hold(turn, node, sentence)
-    _leave(turn, node, sentence, boundary=True)
+    was_out = turn.state.nodes[node].state in _OUT
+    holds.hold(turn, node, sentence)
+    if not was_out:  # it has left its jobs, or is about to
+        _leave(turn, node, sentence, boundary=True)
 
 
 def _repair(turn: Turn, node: str, sentence: str) -> None:
@@ -199,7 +196,8 @@ def _readmit(turn: Turn, node: str, sentence: str) -> None:
 
 
 _NODE_ORDERS: dict[OperatorAction, Callable[[Turn, str, str], None]] = {
-    OperatorAction.HOLD: _hold,
+    OperatorAction.HOLD: holds.hold,
+    OperatorAction.RELEASE: holds.let_go,
     OperatorAction.DRAIN: _drain,
     OperatorAction.REPAIR: _repair,
     OperatorAction.EVICT: _evict,

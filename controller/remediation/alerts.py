@@ -69,9 +69,8 @@ def _nodes(state: FleetState) -> Iterable[Alert]:
     for record in state.nodes.values():
         severity = OUT.get(record.state)
         if severity is not None:
-            yield _alert(
-                "EverstepNodeOut", severity, record.sentence, record.since, node=record.node, state=str(record.state)
-            )
+            words = f"{record.sentence}; {record.hold}" if record.hold else record.sentence
+            yield _alert("EverstepNodeOut", severity, words, record.since, node=record.node, state=str(record.state))
 
 
 def _alert(name: str, severity: str, summary: str, since: float, **labels: str) -> Alert:

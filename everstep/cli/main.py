@@ -30,7 +30,7 @@ DEFAULT_CONTROLLER = "http://127.0.0.1:7700"
 EVENTS_AT_ONCE = 1000
 
 app = typer.Typer(help="See and steer a fleet that Everstep keeps training.", no_args_is_help=True)
-node_app = typer.Typer(help="One node: show, drain, hold, readmit, evict, repair.", no_args_is_help=True)
+node_app = typer.Typer(help="One node: show, drain, hold, release, readmit, evict, repair.", no_args_is_help=True)
 job_app = typer.Typer(help="One job: show, stop, resize.", no_args_is_help=True)
 verdict_app = typer.Typer(help="Why a node was judged as it was.", no_args_is_help=True)
 app.add_typer(node_app, name="node")
@@ -153,8 +153,14 @@ def drain(context: typer.Context, node: NodeName, reason: Reason) -> None:
 
 @node_app.command()
 def hold(context: typer.Context, node: NodeName, reason: Reason) -> None:
-    """Keep the node out of new rosters; what runs there goes on."""
+    """Keep the node out of new rosters; what runs there goes on. One that is out gets no cure and stays out."""
     _order(context, f"/v1/nodes/{node}/hold", op.Because(reason=reason))
+
+
+@node_app.command()
+def release(context: typer.Context, node: NodeName, reason: Reason) -> None:
+    """End a hold or a drain, and nothing else: the node is tried, or treated further."""
+    _order(context, f"/v1/nodes/{node}/release", op.Because(reason=reason))
 
 
 @node_app.command()

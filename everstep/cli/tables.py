@@ -121,7 +121,7 @@ def _node_row(one: op.NodeSummary, now: float) -> dict[str, RenderableType]:
         "findings": Text(str(one.findings), style="yellow" if one.findings else "dim"),
         "heard": heard if one.connected else Text(heard, style="yellow"),
         "rack": one.domain.rack or "-",
-        "why": one.reason,
+        "why": one.reason if one.hold in ("", one.reason) else f"{one.reason}; {one.hold}",
     }
 
 
@@ -142,6 +142,8 @@ def node(detail: op.NodeDetail, now: float) -> RenderableType:
             ("domain", " ".join(filter(None, (one.domain.rack, one.domain.switch, one.domain.power))) or "-"),
             ("evictions", str(detail.evictions)),
             ("maintenance", _maintenance(detail, now)),
+            ("hold", detail.hold or "-"),
+            ("cordoned by", detail.cordoned_by or "-"),
         )
     )
     parts: list[RenderableType] = [head]

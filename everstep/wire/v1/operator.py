@@ -41,7 +41,7 @@ class NodeSummary(Message, frozen=True, kw_only=True):
     """One line about a node. ``reason`` says why it is in its state, ``job`` whose roster it is in.
 
     ``connected``: it can be told something at once. ``findings`` counts what is raised and not cleared. ``model``: of
-    its GPUs; ``labels``: the site's own words for it.
+    its GPUs; ``labels``: the site's own words for it. ``hold``: a person's order that keeps it out, whatever its state.
     """
 
     node: NodeId
@@ -56,6 +56,7 @@ class NodeSummary(Message, frozen=True, kw_only=True):
     domain: Domain = Domain()
     model: str = ""
     labels: dict[str, str] = {}
+    hold: str = ""
 
 
 class PlannedWindow(Message, frozen=True, kw_only=True):

@@ -26,7 +26,18 @@ SERVING = (NodeState.HEALTHY, NodeState.PROBATION)
 
 
 class _NodeDoc(msgspec.Struct):
+    """What of a node's record says who keeps it out."""
+
     state: NodeState
+    hold: str = ""
+    foreign: str = ""
+    maintenance_until: float = 0.0
+
+    def words(self) -> dict[str, float]:
+        """As in ``Remedies._kept_out``."""
+        for_ever = float("inf")
+        said = {"a person": bool(self.hold), "a cordon": bool(self.foreign)}
+        return {who: for_ever for who, is_said in said.items() if is_said} | {"maintenance": self.maintenance_until}
 
 
 class Remedies:
@@ -44,7 +55,7 @@ class Remedies:
         self._asked: set[tuple[int, str]] = set()
         self._looked: set[tuple[int, str]] = set()
         self._done: set[str] = set()
-        self._states: dict[str, NodeState] = {}
+        self._docs: dict[str, _NodeDoc] = {}
         self._kept_out: dict[str, dict[str, float]] = defaultdict(dict)
 
     def watches(self) -> dict[type, Callable[[Any], None]]:
@@ -73,7 +84,9 @@ class Remedies:
     # --- what is decided ---------------------------------------------------------------------------------------------
 
     def _took_over(self, fact: facts.TookOver) -> None:
+        """Of what the last one was told, whoever follows knows what was written."""
         self._epoch = fact.epoch
+        self._kept_out = defaultdict(dict, {node: doc.words() for node, doc in self._docs.items()})
 
     def _handled(self, fact: facts.Handled) -> None:
         if fact.epoch != self._epoch:
@@ -101,6 +114,8 @@ class Remedies:
                 words["a person"] = float("inf")
             elif event.kind is OperatorAction.MAINTENANCE:
                 words["maintenance"] = max(words.get("maintenance", 0.0), event.until or 0.0)
+            elif event.kind is OperatorAction.RELEASE:
+                words.pop("a person", None)
             elif event.kind is OperatorAction.READMIT:
                 words.pop("a person", None)
                 words.pop("maintenance", None)
@@ -110,7 +125,9 @@ class Remedies:
 
     def _requested(self, remedy: Remedy, now: float) -> None:
         who = self._who_keeps_out(remedy.node, now)
-        if who and (remedy.kind in CURES or (who == "a cordon" and remedy.kind is RemedyKind.CORDON)):
+        if who and (
+            remedy.kind in (*CURES, RemedyKind.REPAIR) or (who == "a cordon" and remedy.kind is RemedyKind.CORDON)
+        ):
             raise Violation(self.name, f"{remedy.kind} of {remedy.node} is asked for, although {who} keeps it out")
 
     def _put(self, effect: PutNode, now: float) -> None:
@@ -121,8 +138,10 @@ class Remedies:
     # --- what is written ---------------------------------------------------------------------------------------------
 
     def _durable(self, fact: facts.Durable) -> None:
+        for node in fact.batch.forgotten_nodes:
+            self._docs.pop(node, None)
         for node, doc in fact.batch.nodes.items():
-            self._states[node] = msgspec.json.decode(doc, type=_NodeDoc).state
+            self._docs[node] = msgspec.json.decode(doc, type=_NodeDoc)
         for verdict in fact.batch.verdicts:
             self._verdicts[verdict.id] = (verdict.node, verdict.decision)
         for row in sorted(fact.batch.remedies.values(), key=lambda row: row.requested_at):
@@ -180,5 +199,6 @@ class Remedies:
         if fact.remedy in self._done:
             raise Violation(self.name, f"{fact.remedy} ({fact.kind} of {fact.node}) is done twice")
         self._done.add(fact.remedy)
-        if fact.kind in CURES and self._states.get(fact.node) is NodeState.HEALTHY:
+        doc = self._docs.get(fact.node)
+        if fact.kind in CURES and doc is not None and doc.state is NodeState.HEALTHY:
             raise Violation(self.name, f"{fact.remedy}: {fact.kind} of {fact.node}, which is in service")

@@ -188,6 +188,14 @@ def test_a_nodes_reason_has_room_on_a_terminal_of_80_columns() -> None:
     assert why in drawn(tables.nodes([node], 100.0), 80)[-1]
 
 
+def test_who_holds_a_node_is_said_beside_why_it_is_out() -> None:
+    words = "ada ordered to hold n1: a fan"
+    node = op.NodeSummary(node="n1", state=NodeState.QUARANTINED, since=0.0, reason="XID 79", hold=words)
+    assert f"XID 79; {words}" in " ".join(drawn(tables.nodes([node], 100.0), 160))
+    detail = op.NodeDetail(summary=node, incarnation=1, hold=words)
+    assert any(line.startswith("hold") and words in line for line in drawn(tables.node(detail, 100.0), 80))
+
+
 def test_a_job_shows_who_waits_and_why_and_a_stopped_eviction_since_when() -> None:
     job = op.JobDetail(
         summary=JOB, spec=JobSpec(job="llama"), unable={"n4": "its launcher has no replacement for a lost rank"}

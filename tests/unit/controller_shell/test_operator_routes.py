@@ -123,6 +123,19 @@ def test_every_order_to_a_node_has_its_state(client: TestClient, order: str, sta
     assert get(client, "/v1/nodes/n1", op.NodeDetail).summary.state == state
 
 
+def test_a_hold_of_a_node_that_is_out_is_shown_beside_its_state_until_it_is_released(client: TestClient) -> None:
+    fleet(client, "n1")
+    post(client, "/v1/nodes/n1/repair", BECAUSE, op.Changed)
+    words = post(client, "/v1/nodes/n1/hold", BECAUSE, op.Changed).sentence
+    detail, listed = get(client, "/v1/nodes/n1", op.NodeDetail), get(client, "/v1/nodes", op.NodeList).nodes
+    assert {(one.state, one.hold) for one in (detail.summary, *listed)} == {(NodeState.REPAIR, words)}
+    assert detail.hold == words
+    post(client, "/v1/nodes/n1/release", BECAUSE, op.Changed)
+    assert get(client, "/v1/nodes/n1", op.NodeDetail).summary.hold == ""
+    refused = refusal(client, "/v1/nodes/n1/release", BECAUSE)
+    assert (refused.status, refused.code) == (409, "conflict")
+
+
 def test_a_stopped_job_is_over_and_its_nodes_hear_of_it(client: TestClient) -> None:
     (speaker,) = running_job(client, "n1")
     post(client, "/v1/jobs/j/stop", BECAUSE, op.Changed)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from controller.core.events import NodeObserved, StoreChanged
+from controller.core.events import NodeObserved, OperatorAction, StoreChanged
 from controller.remediation import alerting
 from controller.remediation.alerting import REPEAT_S, RETRY_S, Alerting
 from controller.remediation.alerts import MOST, Alert, alerts_of, maybe_told, posts
@@ -201,6 +201,15 @@ def test_the_breaker_a_paused_job_and_an_absent_database_are_told_first(inbox: I
     fleet.leave("n1")
     names = [alert.labels["alertname"] for alert in alerts_of(fleet.state, fleet.now)]
     assert names == ["EverstepStoreAway", "EverstepBreakerOpen", "EverstepJobPaused"]
+
+
+def test_the_alert_of_a_node_that_is_out_says_who_holds_it() -> None:
+    fleet = CoreFleet()
+    fleet.start(4, 1)
+    fleet.raise_finding("n2", xid())
+    fleet.order(OperatorAction.HOLD, node="n2")
+    (alert,) = alerts_of(fleet.state, fleet.now)
+    assert alert.summary.endswith("evicted; ada ordered to hold n2: because")
 
 
 def _many(kind: str, count: int) -> list[Alert]:
