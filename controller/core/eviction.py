@@ -1,8 +1,9 @@
 """A node leaves the fleet: only on evidence, under a budget, and never below what a job needs.
 
-What is held is kept with what holds it: the breaker (scope ``fleet``), a ``rack:``'s or ``job:``'s budget, the minimum
-of a job (``needed:``), or a database that is away (``store``). When that changes, the findings that stand then are
-judged again; those that cleared meanwhile are not, and no event of before is replayed.
+What is held is kept with what holds it: the breaker (scope ``fleet``), a ``rack:``'s or ``job:``'s budget, the
+fleet's where others show the same (``shared:``), the minimum of a job (``needed:``), or a database that is away
+(``store``). When that changes, the findings that stand then are judged again; those that cleared meanwhile are not, and
+no event of before is replayed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from controller.core.budget import FLEET, fleet_scope, recent_evictions, scopes_of
 from controller.core.degraded import STORE
 from controller.core.membership import jobs_seated_on, least_nodes, next_seats
+from controller.core.outbreaks import shared, signature
 from controller.core.quarantine import begin_quarantine
 from controller.core.records import Eviction, JobRecord
 from controller.core.rulings import INCURABLE
@@ -18,6 +20,7 @@ from controller.core.turn import Turn
 from everstep.vocabulary import Action, Decision, Finding, JobState, NodeState
 
 NEEDED = "needed:"
+SHARED = "shared:"
 EVICTIONS_KEPT = 64
 """Of one node, for its history."""
 SHORT_S = 0.25
@@ -33,7 +36,7 @@ def evict(turn: Turn, node: str, finding: Finding, sentence: str) -> bool:
     regroups the jobs that have seats on it.
     """
     trace = finding.trace or turn.trace
-    scope, why = what_holds(turn, node)
+    scope, why = what_holds(turn, node, finding)
     if scope:
         if _hold(turn, node, finding, scope):
             words = f"{sentence}; not evicted: {why}"
@@ -47,6 +50,8 @@ def evict(turn: Turn, node: str, finding: Finding, sentence: str) -> bool:
         words += ", until an operator readmits it or the hardware is replaced"
     record.needs_operator = False
     begin_quarantine(turn, node, words, (finding,), action=_cure(finding))
+    if record.course is not None:
+        record.course.evicted_at = turn.now
     record.evictions = [*record.evictions[1 - EVICTIONS_KEPT :], turn.now]
     turn.verdict(node, Decision.EVICT, words, action=record.action, evidence=(finding,), trace=trace)
     return True
@@ -71,10 +76,12 @@ def serving(turn: Turn, node: str) -> bool:
 # --- what speaks against it --------------------------------------------------------------------------------------
 
 
-def what_holds(turn: Turn, node: str) -> tuple[str, str]:
-    """The scope that holds the node's eviction now, and why in words; both empty where it may be carried out.
+def what_holds(turn: Turn, node: str, finding: Finding) -> tuple[str, str]:
+    """The scope that holds the node's eviction for ``finding`` now, and why in words; both empty where it may be
+    carried out.
 
-    The cheap and frequent reasons come first. Latches the breaker where the fleet's budget would be exceeded.
+    The cheap and frequent reasons come first. Latches the breaker where the fleet's budget would be exceeded, unless
+    others show the same: that may be an outbreak, which needs no person.
     """
     state = turn.state
     if state.fleet.breaker:
@@ -83,18 +90,27 @@ def what_holds(turn: Turn, node: str) -> tuple[str, str]:
         return STORE, f"the database is away ({state.store_away}), so the eviction could be forgotten"
     for scope in scopes_of(state, node, turn.now):
         if not scope.left:
+            held_by, alike = scope.id, ""
             if scope.kind == FLEET:
+                held_by, alike = _shared(turn, node, finding)
+            if not held_by:
                 return FLEET, _latch(turn)
-            turn.wake(scope.frees_at, "held", scope.id)
-            words = _evictions(scope.limit)
-            return (
-                scope.id,
-                f"{scope.in_words()} has used its budget of {words} in {state.policy.eviction_window_s:g} s",
-            )
+            turn.wake(scope.frees_at, "held", held_by)
+            words = f"its budget of {_evictions(scope.limit)} in {state.policy.eviction_window_s:g} s"
+            return held_by, f"{scope.in_words()} has used {words}{alike}"
     for job in jobs_seated_on(state, node):
         if job.state is JobState.RUNNING and (why := _shortage(state, job, node, turn.now)):
             return f"{NEEDED}{job.job}", why
     return "", ""
+
+
+def _shared(turn: Turn, node: str, finding: Finding) -> tuple[str, str]:
+    """What holds a node whose finding others show too, and that in words; both empty where none does. Another finding
+    of a node that is held so already is no other eviction."""
+    if alike := shared(turn.state, node, finding, turn.now):
+        return f"{SHARED}{signature(finding)}", f", and {alike}"
+    held_by = turn.state.nodes[node].held_by
+    return (held_by, f"; {node} is held already") if held_by.startswith(SHARED) else ("", "")
 
 
 def _shortage(state: FleetState, job: JobRecord, node: str, now: float) -> str:

@@ -7,6 +7,7 @@ import math
 from controller.core import casebook, offenders, remedies
 from controller.core.events import ActionReported
 from controller.core.membership import jobs_seated_on
+from controller.core.outbreaks import GATHER_S, under_reserve_until
 from controller.core.own_findings import clear_own
 from controller.core.records import Course, NodeRecord
 from controller.core.rules import in_words
@@ -48,6 +49,8 @@ def _check_reported(turn: Turn, node: str, course: Course) -> None:
 def _carry_out(turn: Turn, node: str, course: Course) -> None:
     record, cure = turn.state.nodes[node], course.ladder[course.rung]
     place = f"step {course.rung + 1} of {len(course.ladder)} under {course.rule}"
+    if _waits(turn, node, hands_over=cure is Action.REPAIR):
+        return
     if cure is Action.REPAIR:
         to_repair(turn, node, f"{node} needs a person: {', '.join(record.causes)} stands, and repair is {place}")
     elif cure not in remedies.KINDS:
@@ -55,6 +58,8 @@ def _carry_out(turn: Turn, node: str, course: Course) -> None:
     elif jobs_seated_on(turn.state, node):
         turn.wake(math.floor(turn.now) + SEAT_RETRY_S, "care", node)  # whole seconds: one look, however often asked for
     elif why := remedies.node_cap(turn, node):
+        if _waits(turn, node, hands_over=True):
+            return
         to_repair(turn, node, f"{node} needs a person: {', '.join(record.causes)} stands, and {why}")
     elif (fleet := remedies.fleet_cap(turn))[0]:
         _hinder(turn, record, course, f"{in_words(cure)} of {node} waits: {fleet[0]}")
@@ -66,6 +71,17 @@ def _carry_out(turn: Turn, node: str, course: Course) -> None:
         course.hindered, record.action = "", cure
         turn.audit("remedy.asked", sentence, node=node, data={"remedy": course.remedy})
         turn.wake(course.remedy_due, "care", node)
+
+
+def _waits(turn: Turn, node: str, *, hands_over: bool) -> bool:
+    """An eviction that may be taken back is not acted upon: a machine is left alone for a moment, and not given to
+    people (``hands_over``), who would go on with it, before it is certain."""
+    record = turn.state.nodes[node]
+    reserve = under_reserve_until(record)
+    due = reserve if hands_over else min(reserve, record.since + GATHER_S)
+    if turn.now < due:
+        turn.wake(math.ceil(due), "care", node)
+    return turn.now < due
 
 
 def _next_rung(turn: Turn, node: str, course: Course, why: str) -> None:
@@ -145,5 +161,7 @@ def check_offences(turn: Turn, node: str) -> bool:
     """Sends a lemon to repair instead of back; False where the node is none, or somebody's word keeps it as it is."""
     if not offenders.is_lemon(turn, node) or kept_out(turn.state.nodes[node], turn.now):
         return False
+    if _waits(turn, node, hands_over=True):
+        return True
     to_repair(turn, node, f"{node} offends again and again: {offenders.in_words(turn, node)}")
     return True

@@ -38,6 +38,14 @@ def offend(turn: Turn, node: str, weight: float) -> None:
     turn.node_changed(node)
 
 
+def forgive(turn: Turn, node: str, weight: float, at: float) -> None:
+    """Takes back an offence of ``weight`` that was counted at ``at``."""
+    record = turn.state.nodes[node]
+    left = weight * math.pow(0.5, (turn.now - at) / turn.policy.offender_half_life_s)
+    record.offences, record.offended_at = max(0.0, score_now(turn, node) - left), turn.now
+    turn.node_changed(node)
+
+
 def wait_s(turn: Turn, node: str) -> float:
     """Least seconds in quarantine at the node's score: none for a first offence, ``offender_wait_s`` at a score of 2,
     twice that for each point more."""

@@ -8,6 +8,7 @@ from controller.core import ladder, offenders, second_pass
 from controller.core.joining import offer_to_jobs
 from controller.core.losses import forgive
 from controller.core.membership import jobs_seated_on
+from controller.core.outbreaks import signature
 from controller.core.own_findings import raise_own
 from controller.core.probes import Outcome, partner_for, start_probe
 from controller.core.records import Course, NodeRecord
@@ -78,6 +79,7 @@ def add_cause(turn: Turn, node: str, finding: Finding) -> None:
         record.action = rule.ladder[rung]
     course.checks = tuple(dict.fromkeys([*course.checks, *rule.diagnostics]))
     course.passes, course.clear_s = max(course.passes, rule.passes), max(course.clear_s, rule.clear_s)
+    course.signs[finding.key], course.reserve_s = signature(finding), max(course.reserve_s, rule.correlated_s)
     if finding.kind in INCURABLE:
         record.needs_operator, record.condemned = True, [gpu.uuid for gpu in record.gpus] or [node]
 

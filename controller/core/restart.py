@@ -12,6 +12,7 @@ from controller.core.forgetting import look_later
 from controller.core.holds import look_ahead
 from controller.core.liveness import watch
 from controller.core.membership import seats_of
+from controller.core.outbreaks import recall
 from controller.core.policy import CorePolicy
 from controller.core.quarantine import PROBE_PASSED, PROBE_SKIPPED, begin_probation
 from controller.core.records import FleetRecord, JobRecord, NodeRecord, VersionRecord
@@ -75,6 +76,7 @@ def started(turn: Turn, event: ControllerStarted) -> None:
     state.reunion_at = turn.now + turn.policy.reunion_s
     if state.unmet:
         turn.wake(state.reunion_at, "reunion", FLEET)
+    recall(state, turn.now)
     look_again(turn)
     mind(turn)
     for node, record in state.nodes.items():

@@ -88,10 +88,11 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The same kind (and XID) on so many nodes within ``correlated_s`` is no fault of theirs, whatever the fleet's
     size. Smaller protects more, and evicts fewer in a real mass failure, which the budget would stop soon after."""
     correlated_share: float = 0.25
-    """The same as a share of the known nodes, and never fewer than ``CORRELATED_LEAST``. Most nodes of one driver
-    version are correlated too."""
+    """The same as a share of the known nodes, and never fewer than three, or two where they are half of all. Most nodes
+    of one driver version are correlated too."""
     correlated_s: float = 120.0
-    """Seconds within which they must show it. Afterwards those on which it still stands are looked at again."""
+    """Seconds within which they must show it, and in which an eviction for it is taken back where they do. Afterwards
+    those on which it still stands are looked at again; it lasts while they are as many."""
     heals: str = ""
     """What has been done where it was found, for findings that need no more: said, and not held against the node. Where
     reports are counted (``n_of``), as long as there are fewer; each finding then counts once, however often it is told.
@@ -119,7 +120,10 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 _GRAVITY = {severity: gravity for gravity, severity in enumerate(Severity)}
 
 CORRELATED_LEAST = 3
-"""Fewest nodes that can be called correlated by share: two of a small fleet are two faults."""
+"""Fewest nodes that can be called correlated by ``correlated_share``: two of a fleet are two faults, which its budget
+bounds."""
+CORRELATED_PAIR_SHARE = 0.5
+"""Share of the known nodes from which on two are correlated: no budget would let half of a fleet go."""
 
 
 class Rulebook(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from controller.core.outbreaks import is_of_outbreak
 from controller.core.records import NodeRecord
 from controller.core.rules import Rule, Scope, SecondPass, bad_reports, in_words, next_rung
 from controller.core.state import FleetState
@@ -18,7 +19,9 @@ def convicts(state: FleetState, record: NodeRecord, finding: Finding, now: float
         return False
     if rule.n_of[0] > 1 or rule.second_pass is SecondPass.PAIR or now < record.booted_at + rule.boot_grace_s:
         return False
-    return rung_of(record, rule, finding, now) is not Action.RESTART_RANK
+    if rung_of(record, rule, finding, now) is Action.RESTART_RANK:
+        return False
+    return not is_of_outbreak(state, rule, record.node, finding, now)
 
 
 def rung_of(record: NodeRecord, rule: Rule, finding: Finding, now: float) -> Action:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 from controller.core import casebook, rank_restarts, second_pass
+from controller.core.acquittals import spared
 from controller.core.effects import NoteCleared
 from controller.core.eviction import AGAIN_S, evict, freed_scopes, release, serving
 from controller.core.finding_log import is_written, write
 from controller.core.generations import Cause
 from controller.core.losses import node_left_jobs
-from controller.core.outbreaks import correlated
+from controller.core.outbreaks import UNDECIDED, is_of_outbreak, under_reserve_until
 from controller.core.quarantine import add_cause, check_quarantine, relapse
 from controller.core.records import NodeRecord
 from controller.core.rules import Rule, Scope, SecondPass, bad_reports, in_words, is_taken, remember, remember_step
 from controller.core.rulings import by_rule, convicts, rung_of
 from controller.core.standing import kept_out
 from controller.core.turn import Turn
+from controller.core.undecided import look_later
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, GenerationReason, Mode, NodeState, Severity
 
 MOST_FINDINGS = 256
@@ -170,7 +171,7 @@ def judge(turn: Turn, node: str, finding: Finding, *, written: bool = True, agai
             _advise(turn, node, finding, rule)
         return
     if turn.now < record.booted_at + rule.boot_grace_s:
-        _look_later(turn, node, finding, "boot grace", record.booted_at + rule.boot_grace_s)
+        look_later(turn, node, finding.key, "boot grace", record.booted_at + rule.boot_grace_s)
         return
     _judge_by_rule(turn, node, finding, rule, written=written)
 
@@ -195,15 +196,14 @@ def _judge_by_rule(turn: Turn, node: str, finding: Finding, rule: Rule, *, writt
     if mode is Mode.OBSERVE:
         return
     if record.state is NodeState.QUARANTINED:
-        if mode is Mode.ENFORCE:
+        if mode is Mode.ENFORCE and not _spared_outside(turn, node, finding, rule):
             add_cause(turn, node, finding)
         return
     if not serving(turn, node):
         if mode is Mode.ENFORCE and written and (record.hold or record.foreign):
             _leave_to_holder(turn, node, finding, rule)
         return
-    if why := correlated(turn, rule, node, finding):
-        _look_later(turn, node, finding, "correlated", turn.now + rule.correlated_s)
+    if why := spared(turn, rule, node, finding):
         if written:
             words = (
                 f"{node}: {finding.message}; not evicted: {why} within {rule.correlated_s:g} s, which is no node's own"
@@ -219,6 +219,21 @@ def _judge_by_rule(turn: Turn, node: str, finding: Finding, rule: Rule, *, writt
         _ask_others(turn, node, finding)
     else:
         convict(turn, node, finding, because)
+
+
+def _spared_outside(turn: Turn, node: str, finding: Finding, rule: Rule) -> bool:
+    """Whether what a quarantined node shows is an outbreak's, and no cause of its own.
+
+    Only of one that was just evicted it counts as a sighting: all that comes of one fault does. What a node shows that
+    was ill before says nothing of others.
+    """
+    record = turn.state.nodes[node]
+    if turn.now < under_reserve_until(record) and rule.second_pass is SecondPass.NONE:
+        return bool(spared(turn, rule, node, finding))
+    if not is_of_outbreak(turn.state, rule, node, finding, turn.now):
+        return False
+    look_later(turn, node, finding.key, UNDECIDED, turn.now + rule.correlated_s)
+    return True
 
 
 def _recommend(turn: Turn, node: str, finding: Finding, rule: Rule, rung: Action, *, written: bool) -> None:
@@ -239,14 +254,14 @@ def _restart(turn: Turn, node: str, finding: Finding, rule: Rule, *, written: bo
     steps = record.steps.get(rule.id, [])
     again = is_taken(steps, rule, rung, turn.now)
     if turn.state.store_away:
-        _look_later(turn, node, finding, "database", turn.now + AGAIN_S)
+        look_later(turn, node, finding.key, "database", turn.now + AGAIN_S)
         return
     if not again and (why := rank_restarts.node_cap(turn, node)) and rule.ladder[-1] is not rung:
         record.steps[rule.id] = remember_step(steps, rule, rung, turn.now - rule.same_s)
         convict(turn, node, finding, f"{finding.message}; {why}")
         return
     if not again and (cap := rank_restarts.fleet_cap(turn))[0]:
-        _look_later(turn, node, finding, "restarts", cap[1])
+        look_later(turn, node, finding.key, "restarts", cap[1])
         if written:
             _say(turn, node, Decision.RECOMMEND, f"{finding.message}; restart rank of {node} waits: {cap[0]}", finding)
         return
@@ -319,7 +334,7 @@ def _ask_others(turn: Turn, node: str, finding: Finding) -> None:
     if peer != node and peer in turn.state.nodes and serving(turn, peer):
         found[peer] = finding
     if second_pass.open_case(turn, SecondPass.PAIR, found, f"{finding.message} ({node})") is None:
-        _look_later(turn, node, finding, "second pass", turn.now + turn.policy.probe_timeout_s)
+        look_later(turn, node, finding.key, "second pass", turn.now + turn.policy.probe_timeout_s)
     else:
         turn.state.nodes[node].undecided[finding.key] = "second pass"
 
@@ -327,29 +342,26 @@ def _ask_others(turn: Turn, node: str, finding: Finding) -> None:
 # --- looking again -----------------------------------------------------------------------------------------------
 
 
-def _look_later(turn: Turn, node: str, finding: Finding, why: str, due: float) -> None:
-    """One look a second at most, however often findings are raised meanwhile."""
-    turn.state.nodes[node].undecided[finding.key] = why
-    turn.node_changed(node)
-    turn.wake(float(math.ceil(due)), "care", node)
-
-
 def look_again(turn: Turn, node: str) -> None:
     """What could not be decided when it was said, and still stands, is judged now. Who is being tried is left alone."""
     record = turn.state.nodes[node]
     if not record.undecided or second_pass.suspected(turn, node):
         return
-    keys, record.undecided = list(record.undecided), {}
+    undecided, record.undecided = record.undecided, {}
     turn.node_changed(node)
-    for key in keys:
+    for key, why in undecided.items():
         finding = record.findings.get(key) or record.own.get(key)
-        if finding is not None and serving(turn, node):
-            rule = turn.policy.rules.rule(finding)
-            due = record.booted_at + rule.boot_grace_s
-            if turn.now < due:
-                _look_later(turn, node, finding, "boot grace", due)
-            else:
-                _judge_by_rule(turn, node, finding, rule, written=False)
+        if finding is None:
+            continue
+        rule = turn.policy.rules.rule(finding)
+        due = record.booted_at + rule.boot_grace_s
+        if serving(turn, node) and turn.now < due:
+            look_later(turn, node, key, "boot grace", due)
+        elif serving(turn, node) or (why == UNDECIDED and record.state is NodeState.QUARANTINED):
+            _judge_by_rule(turn, node, finding, rule, written=False)
+        elif why == UNDECIDED and is_of_outbreak(turn.state, rule, node, finding, turn.now):
+            look_later(turn, node, key, UNDECIDED, turn.now + rule.correlated_s)
+    _settle(turn, node)
 
 
 def reconsider(turn: Turn) -> None:
@@ -366,6 +378,7 @@ def reconsider(turn: Turn) -> None:
                 or rule.mode is not Mode.ENFORCE
                 or not rule.applies(finding)
                 or not serving(turn, node)
+                or spared(turn, rule, node, finding)
             ):
                 release(turn, node)
             else:

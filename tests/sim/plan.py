@@ -218,7 +218,13 @@ def _quick_rules() -> Rulebook:
     """The shipped rules with minutes turned into seconds."""
     kinds = {
         kind: tuple(
-            msgspec.structs.replace(rule, clear_s=rule.clear_s / 60, boot_grace_s=rule.boot_grace_s / 60, repeat_s=60.0)
+            msgspec.structs.replace(
+                rule,
+                clear_s=rule.clear_s / 60,
+                boot_grace_s=rule.boot_grace_s / 60,
+                repeat_s=60.0,
+                correlated_s=rule.correlated_s / 20,
+            )
             for rule in rules
         )
         for kind, rules in shipped_rulebook().kinds.items()

@@ -39,6 +39,7 @@ class _Count(NamedTuple):
 
 
 class _Written(NamedTuple):
+    node: str
     at: float
     counts: tuple[_Count, ...]
 
@@ -147,13 +148,24 @@ class Budget:
         self._stored_nodes |= fact.batch.nodes
         self._stored_jobs |= fact.batch.jobs
         self._nodes |= fact.batch.nodes.keys()
+        acquitted = {row.node: row.at for row in fact.batch.audit if row.kind == "node.acquitted"}
+        convicted = {row.node for row in fact.batch.verdicts if row.decision == Decision.EVICT}
+        self._take_back({node: at for node, at in acquitted.items() if node not in convicted})
         for row in sorted((*fact.batch.verdicts, *fact.batch.audit), key=lambda row: row.at):
             if getattr(row, "kind", "") == "operator.reset_breaker":
                 self._evictions, self._latched = [], False
             elif getattr(row, "kind", "") == "fleet.breaker":
                 self._latched = True
-            elif getattr(row, "decision", "") == Decision.EVICT and row.id not in self._ordered:
+            elif getattr(row, "decision", "") != Decision.EVICT or row.id in self._ordered:
+                continue
+            elif row.at > acquitted.get(row.node, 0.0):  # else what is written together never stood
                 self._evicted(row.node, row.at, (_Count("fleet", len(self._nodes)), *self._counts[row.id]))
+
+    def _take_back(self, acquitted: dict[str | None, float]) -> None:
+        """An eviction that an outbreak has taken back counts no more: the node's last one."""
+        for node, at in acquitted.items():
+            mine = [one for one in self._evictions if one.node == node and one.at <= at]
+            self._evictions = [one for one in self._evictions if one is not (mine[-1] if mine else None)]
 
     def _evicted(self, node: str, at: float, counts: tuple[_Count, ...]) -> None:
         assert self.world is not None
@@ -161,7 +173,7 @@ class Budget:
         if self._latched:
             raise Violation(self.name, f"{node} is evicted while the breaker is latched")
         recent = [one for one in self._evictions if one.at > at - policy.eviction_window_s]
-        self._evictions = [*recent, _Written(at, counts)]
+        self._evictions = [*recent, _Written(node, at, counts)]
         for scope, of in counts:
             earlier = sum(1 for one in recent if any(count.scope == scope for count in one.counts))
             allowed = self._allowed(scope, of + earlier if scope.startswith("job ") else of)

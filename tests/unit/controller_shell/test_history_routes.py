@@ -17,6 +17,7 @@ from everstep.wire.v1.enrolment import Issued, IssueViewer
 from everstep.wire.v1.evidence import Evidence
 from everstep.wire.v1.training import FindingCleared, FindingRaised
 from tests.support.controllers import OPERATOR, VIEWER, InProcess, Refused, Speaker, get, post
+from tests.support.core_fleet import xid
 from tests.support.spoken import FELL_OFF, fleet, running_job
 
 H100 = Gpu(index=0, uuid="GPU-1", name="NVIDIA H100 80GB HBM3", pci_bus_id="0", memory_bytes=80 << 30, serial="165")
@@ -135,8 +136,8 @@ def test_findings_stand_until_they_clear_and_stay_in_the_history(client: TestCli
 
 
 def test_verdicts_are_paged_newest_first(client: TestClient) -> None:
-    for speaker in fleet(client, "n1", "n2", "n3"):
-        speaker.report(FindingRaised(finding=FELL_OFF))
+    for number, speaker in enumerate(fleet(client, "n1", "n2", "n3")):
+        speaker.report(FindingRaised(finding=xid(60 + number)))
     first = get(client, "/v1/verdicts?limit=2", past.VerdictList)
     rest = get(client, f"/v1/verdicts?limit=2&cursor={first.next}", past.VerdictList)
     nodes = [verdict.node for verdict in (*first.verdicts, *rest.verdicts)]

@@ -136,7 +136,9 @@ def test_jobs_that_lose_ranks_on_many_nodes_at_once_accuse_none_of_them() -> Non
         fleet.join(*nodes[number : number + 2], job=job, min_nodes=1, max_nodes=2)
         fleet.resume(job=job)
         said += _flap(fleet, job)
-    assert [decision for _, decision in said] == ["evict", "evict", "correlated", "correlated"]
+    assert [decision for _, decision in said] == ["evict", "evict", *["correlated"] * 4]
+    assert [node for node, _ in said].count("n1") == [node for node, _ in said].count("n3") == 2  # and taken back
+    assert fleet.node_state("n1") is fleet.node_state("n3") is NodeState.PROBATION
 
 
 def test_a_good_partner_that_fails_is_not_evicted_where_the_rule_only_says_so() -> None:

@@ -15,13 +15,14 @@ from everstep.wire.v1.directives import KillRank, NewGeneration
 from tests.support.core_fleet import CoreFleet, audits, decisions, generations, sent, xid
 
 NODES = ("n1", "n2", "n3")
+OTHERS = ("n4", "n5", "n6")
 LAB = CorePolicy.lab()
 
 
-def _fleet(policy: CorePolicy = LAB, ranks: int = 2, gpus: int = 2) -> CoreFleet:
-    """Three nodes with so many GPUs, on each of which so many ranks compute."""
+def _fleet(policy: CorePolicy = LAB, ranks: int = 2, gpus: int = 2, others: tuple[str, ...] = ()) -> CoreFleet:
+    """Three nodes with so many GPUs, on each of which so many ranks compute, and ``others`` that do nothing."""
     fleet = CoreFleet(policy)
-    for node in NODES:
+    for node in (*NODES, *others):
         cards = tuple(
             Gpu(index=i, uuid=f"GPU-{node}-{i}", name="virtual", pci_bus_id=f"{i}b:00", memory_bytes=1 << 30)
             for i in range(gpus)
@@ -119,13 +120,13 @@ def test_a_node_whose_restarts_are_used_up_is_due_for_the_next_step() -> None:
 
 
 def test_restarts_beyond_the_fleets_cap_wait_for_it() -> None:
-    fleet = _fleet(msgspec.structs.replace(LAB, restarts_per_fleet=1, remedy_fleet_window_s=30.0))
+    fleet = _fleet(msgspec.structs.replace(LAB, restarts_per_fleet=1, remedy_fleet_window_s=30.0), others=OTHERS)
     fleet.raise_finding("n1", _stopped())
     fleet.resume(step=5)
     before = len(fleet.effects)
     assert decisions(fleet.raise_finding("n2", _stopped())) == [("n2", "recommend")]
     assert _killed(fleet, before) == []
-    fleet.advance(32.0, *NODES)
+    fleet.advance(32.0, *NODES, *OTHERS)
     assert _killed(fleet, before) == [("n2", 3, 2)]
 
 
@@ -152,7 +153,7 @@ def test_a_restart_waits_for_the_database_since_it_could_be_forgotten() -> None:
 
 
 def test_many_nodes_at_once_are_software_and_no_rank_is_restarted_for_it() -> None:
-    fleet = _fleet()
+    fleet = _fleet(others=OTHERS)
     said = [decision for node in NODES for _, decision in decisions(fleet.raise_finding(node, _stopped()))]
     assert said == ["restart", "restart", "correlated"]
 

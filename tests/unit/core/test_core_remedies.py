@@ -17,6 +17,8 @@ from tests.support.core_fleet import CoreFleet, audits, decisions, sent, xid
 
 EVERYONE = [f"n{i}" for i in range(1, 6)]
 HEALTHY = {"n1", "n3", "n4", "n5"}
+RESERVE_S = 121.0
+"""In which an eviction may still be taken back, so that nobody is given to people."""
 
 
 def _fleet(**knobs: Any) -> CoreFleet:
@@ -195,7 +197,8 @@ def test_a_cure_of_which_nothing_is_heard_leads_to_the_next() -> None:
 def test_after_the_last_cure_the_node_goes_to_repair_with_its_evidence() -> None:
     fleet = _reset_due()
     _report(fleet, RemedyKind.RESET_GPU, ok=False, detail="busy")
-    repair = _asked(_report(fleet, RemedyKind.REBOOT, ok=False, detail="no power"))
+    assert _asked(_report(fleet, RemedyKind.REBOOT, ok=False, detail="no power")) == []
+    repair = _asked(fleet.advance(RESERVE_S, *EVERYONE))
     assert fleet.node_state("n2") is NodeState.REPAIR
     assert ("n2", "repair") in decisions(fleet.effects)
     assert [one.kind for one in repair] == [RemedyKind.REPAIR]
@@ -283,7 +286,8 @@ def test_a_node_is_not_rebooted_for_ever() -> None:
     fleet = _fleet(remedies_per_node=1)
     fleet.raise_finding("n2", _hung())
     _leave_jobs(fleet)
-    assert _kinds(_report(fleet, RemedyKind.RESET_GPU, ok=False, detail="busy")) == ["repair"]
+    _report(fleet, RemedyKind.RESET_GPU, ok=False, detail="busy")
+    assert _kinds(fleet.advance(RESERVE_S, *EVERYONE)) == ["repair"]
     assert "it was reset or rebooted 1 times within 7 days" in fleet.state.nodes["n2"].sentence
 
 

@@ -121,7 +121,7 @@ def controller_with(program_forks: ForkPool, remediation: str, directory: Path) 
 
 
 def fall_off_the_bus(process: ControllerProcess, node: str = "n1") -> None:
-    """An idle node of a small fleet reports what takes it out, cordoned and rebooted in one decision."""
+    """An idle node of a small fleet reports what takes it out: it is cordoned, and rebooted a moment later."""
     for name in ("n1", "n2", "n3", "n4"):
         _post(process, name, "register", registration(name))
     report = FindingRaised(finding=xid(action=Action.REBOOT_NODE))
@@ -171,6 +171,13 @@ def test_a_controller_killed_while_it_changes_kubernetes_leaves_every_change_and
     assert sorted(kinds) == sorted(["cordon", "reboot", *again])
 
 
+def _await(process: ControllerProcess, states: dict[str, str]) -> None:
+    end = time.perf_counter() + DEADLINE_S
+    while remedies(process) != states:
+        assert time.perf_counter() < end, remedies(process)
+        time.sleep(0.02)
+
+
 def _killed_during(
     program_forks: ForkPool, world: type[AtAReceiver | InKubernetes], halt: Halt, directory: Path
 ) -> list[str]:
@@ -181,13 +188,10 @@ def _killed_during(
     ):
         fall_off_the_bus(process)
         assert halt.reached.wait(DEADLINE_S)
-        assert remedies(process) == BEFORE[halt.what]
+        _await(process, BEFORE[halt.what])
         process.kill()
         halt.released.set()
         process.start()
-        end = time.perf_counter() + DEADLINE_S
-        while remedies(process) != {"cordon": "confirmed", "reboot": "confirmed"}:
-            assert time.perf_counter() < end, remedies(process)
-            time.sleep(0.02)
+        _await(process, {"cordon": "confirmed", "reboot": "confirmed"})
         assert outside.did() == ["cordon", "reboot"]
         return halt.asked
