@@ -146,6 +146,7 @@ class Controller:
             heartbeat_interval_s=settings.heartbeat_interval_s,
             marks=loaded.marks,
             poisoned=loaded.poisoned,
+            charge_reports=gate.reports,
         )
         self.app = AgentRoutes(
             self._operators(gate),

@@ -93,6 +93,7 @@ class Gate:
             job_secret=lambda job: jobs[job].secret if job in jobs else None,
             limits=RequestLimits(
                 agents_per_s=settings.agent_requests_per_s,
+                reports_per_s=settings.agent_reports_per_s,
                 others_per_s=settings.requests_per_s,
                 burst_s=burst_s,
                 monotonic=clock.monotonic,
@@ -118,6 +119,10 @@ class Gate:
     def agent(self, headers: Headers, node: str, peer: Peer | None = None) -> Identity:
         """The agent of ``node``, and nobody else."""
         return self.admit(Access.AGENT, headers, peer, node=node)
+
+    def reports(self, node: str, count: int) -> None:
+        """Counts what a node reports at a time. Raises RateLimited."""
+        self._limits.charge_reports(node, count)
 
     def again(self, identity: Identity) -> None:
         """For each further frame of a session whose beginning was admitted: counts it as a request.

@@ -63,6 +63,7 @@ class AgentDesk:
         heartbeat_interval_s: how often agents are told to beat.
         marks: (node, incarnation) to the newest report number that was taken, as stored.
         poisoned: (node, incarnation, number) of reports that an earlier life of the controller did not survive.
+        charge_reports: told of a node and how many reports it sends at a time; raises RateLimited for too many.
     """
 
     def __init__(
@@ -77,7 +78,9 @@ class AgentDesk:
         heartbeat_interval_s: float,
         marks: dict[tuple[str, int], int],
         poisoned: frozenset[tuple[str, int, int]],
+        charge_reports: Callable[[str, int], None] = lambda node, count: None,
     ) -> None:
+        self._charge_reports = charge_reports
         self.outbox = loop.outbox
         self.metrics = metrics
         self.descriptors = descriptors
@@ -185,6 +188,7 @@ class AgentDesk:
 
     def reports(self, node: str, reports: Reports) -> asyncio.Future[int]:
         """Takes reports; the number of the newest that is durable."""
+        self._charge_reports(node, len(reports.reports))
         bodies = [report.body for report in reports.reports]
         urgency = Urgency.ROUTINE if fleet.can_wait(self._state, node, reports=bodies) else Urgency.URGENT
         return self._loop.enqueue(lambda tx, now: self._take_reports(node, reports, tx, now), node, urgency)

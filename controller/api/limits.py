@@ -21,6 +21,8 @@ K = TypeVar("K", bound=Hashable)
 
 MOST_BUCKETS = 1 << 17
 """Larger than any fleet; some 20 MiB when all of them are in use."""
+MOST_REPORTS = 1024
+"""In one request, as its message says."""
 LOG_EVERY_S = 10.0
 """Seconds between two lines in the log about failed authentications, however many there are."""
 
@@ -44,16 +46,17 @@ class Buckets(Generic[K]):
     def __len__(self) -> int:
         return len(self._full_at)
 
-    def take(self, key: K) -> float:
-        """Takes one out of the bucket of ``key``; 0.0, or where it is empty the seconds until one is in it."""
+    def take(self, key: K, count: int = 1) -> float:
+        """Takes ``count`` out of the bucket of ``key``; 0.0, or where it has less the seconds until it has so many."""
         now = self._monotonic()
         full_at = self._full_at.get(key, now)
         if full_at < now:
             full_at = now
-        wait_s = full_at + self._cost_s - now - self._burst_s
+        full_at += count * self._cost_s
+        wait_s = full_at - now - self._burst_s
         if wait_s > 0:
             return wait_s
-        self._full_at[key] = full_at + self._cost_s
+        self._full_at[key] = full_at
         if len(self._full_at) > self._most:
             self._forget(now)
         return 0.0
@@ -69,15 +72,24 @@ class RequestLimits:
     """The limits of those whose token or certificate is good.
 
     Args:
-        agents_per_s: requests (or frames of a session) a second of one agent or join token. Reports are not counted: a
-            request carries up to 1024, so that a storm of them is slowed into larger requests and none is lost.
+        agents_per_s: requests (or frames of a session) a second of one agent or join token.
+        reports_per_s: reports a second of one agent, of which a request carries up to 1024. One that is slowed keeps
+            them, and sends larger requests: none is lost.
         others_per_s: requests a second of one operator, viewer or trainer.
-        burst_s: seconds of either that may come at once.
+        burst_s: seconds of each that may come at once; of reports more than a full request.
     """
 
     def __init__(
-        self, *, agents_per_s: float, others_per_s: float, burst_s: float, monotonic: Callable[[], float]
+        self,
+        *,
+        agents_per_s: float,
+        reports_per_s: float,
+        others_per_s: float,
+        burst_s: float,
+        monotonic: Callable[[], float],
     ) -> None:
+        reports_burst_s = max(burst_s, (MOST_REPORTS + 1) / reports_per_s)
+        self._reports: Buckets[str] = Buckets(reports_per_s, reports_burst_s, monotonic)
         self._agents: Buckets[str] = Buckets(agents_per_s, burst_s, monotonic)
         self._others: Buckets[tuple[TokenRole, str]] = Buckets(others_per_s, burst_s, monotonic)
 
@@ -95,6 +107,12 @@ class RequestLimits:
                 f"too many requests of {role} {subject}: come again in {wait_s:.3g} s, and ask for more at a time",
                 wait_s,
             )
+
+    def charge_reports(self, node: str, count: int) -> None:
+        """Counts the reports of one request. Raises RateLimited."""
+        wait_s = self._reports.take(node, count)
+        if wait_s:
+            raise RateLimited(f"too many reports of node {node}: send these {count} again in {wait_s:.3g} s", wait_s)
 
 
 def network_of(address: str) -> str:

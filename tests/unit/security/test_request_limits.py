@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
+from starlette.testclient import TestClient
 
-from controller.api.limits import Buckets, FailedAuthentications, RequestLimits, network_of
+from controller.api.limits import MOST_REPORTS, Buckets, FailedAuthentications, RequestLimits, network_of
 from everstep.clock import ManualClock
 from everstep.errors import AuthenticationError, RateLimited
 from everstep.tokens import Identity, TokenRole
+from everstep.wire.v1.training import FindingCleared
+from tests.support.controllers import InProcess, Refused, Speaker
 
 N1, N2 = Identity(TokenRole.AGENT, "n1"), Identity(TokenRole.AGENT, "n2")
 
@@ -18,7 +22,7 @@ def clock() -> ManualClock:
 
 
 def limits(clock: ManualClock, **given: float) -> RequestLimits:
-    chosen = {"agents_per_s": 8.0, "others_per_s": 4.0, "burst_s": 2.0, **given}
+    chosen = {"agents_per_s": 8.0, "reports_per_s": 1024.0, "others_per_s": 4.0, "burst_s": 2.0, **given}
     return RequestLimits(**chosen, monotonic=clock.monotonic)
 
 
@@ -49,6 +53,40 @@ def test_a_refusal_says_when_to_come_again_and_that_is_the_truth(clock: ManualCl
     assert 0 < caught.value.retry_after_s <= 0.125
     clock.advance(caught.value.retry_after_s + 1e-9)
     limit.charge(N1)
+
+
+def test_reports_are_counted_by_node_however_many_come_at_a_time(clock: ManualClock) -> None:
+    limit = limits(clock)
+    for _ in range(2):
+        limit.charge_reports("n1", MOST_REPORTS)
+    with pytest.raises(RateLimited, match=r"too many reports of node n1: send these 512 again in 0\.5 s") as caught:
+        limit.charge_reports("n1", 512)
+    limit.charge_reports("n2", 512)
+    clock.advance(caught.value.retry_after_s)
+    limit.charge_reports("n1", 512)
+
+
+def test_a_full_request_of_reports_passes_however_slow_they_may_come(clock: ManualClock) -> None:
+    limit = limits(clock, reports_per_s=1.0)
+    for _ in range(2):
+        limit.charge_reports("n1", MOST_REPORTS)
+        clock.advance(MOST_REPORTS)
+
+
+def test_reports_beyond_the_limit_are_refused_and_taken_when_they_come_again(
+    clock: ManualClock, tmp_path: Path
+) -> None:
+    application = InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=clock, agent_reports_per_s=100.0)
+    with TestClient(application) as client:
+        speaker = Speaker(client, "n1")
+        speaker.register()
+        many = [FindingCleared(key=f"host.disk/{i}") for i in range(MOST_REPORTS)]
+        assert speaker.report(*many).through == MOST_REPORTS
+        with pytest.raises(Refused, match="429 rate_limited: too many reports of node n1"):
+            speaker.report(*many)
+        speaker.beat()
+        clock.advance(MOST_REPORTS / 100.0)
+        assert speaker.report(*many, first=MOST_REPORTS + 1).through == 2 * MOST_REPORTS
 
 
 def test_one_identity_does_not_use_up_what_another_may(clock: ManualClock) -> None:
