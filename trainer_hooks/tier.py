@@ -63,9 +63,10 @@ class Tier:
                 found[slot.version].append(slot)
         return dict(found)
 
-    def _distance(self, slot: SlotInfo) -> tuple[bool, bool, int]:
-        here = slot.node == self.member.node
-        return not here, slot.replica, (slot.rank - self.rank) % FIRST_CHECKPOINT_RANK
+    def _distance(self, slot: SlotInfo) -> tuple[bool, bool, bool, int]:
+        own = self.member
+        far = slot.node != own.node and not self.spec.is_near(own.node, slot.node)
+        return slot.node != own.node, far, slot.replica, (slot.rank - self.rank) % FIRST_CHECKPOINT_RANK
 
     def agree(self, chosen: Version | None) -> Version:
         """What rank 0 chose, on all ranks. Raises NotRestorable where it chose nothing."""

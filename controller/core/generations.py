@@ -21,7 +21,7 @@ from controller.core.membership import (
 )
 from controller.core.placement import Site, place_replicas
 from controller.core.protecting import reconsider_protection
-from controller.core.records import JobRecord
+from controller.core.records import JobRecord, NodeRecord
 from controller.core.signals import send_generation, send_kill
 from controller.core.spilling import reconsider_spill
 from controller.core.state import FleetState, JobLive
@@ -148,13 +148,17 @@ def _spec(turn: Turn, job: JobRecord, cause: Cause, seats: list[str], boundary: 
         store=job.launchers[leader].store,
         store_node=leader,
         restore=checkpoints.restore_rule(turn, job),
-        holders=tuple(Holder(node=node, vault=records[node].vault) for node in _holders(turn, job, seats)),
+        holders=tuple(_holder(records[node]) for node in _holders(turn, job, seats)),
         replica_nodes=placed(turn, job, seats),
         secret=job.secret,
         spec=job.spec,
         issued_at=turn.now,
         after_step=boundary,
     )
+
+
+def _holder(record: NodeRecord) -> Holder:
+    return Holder(node=record.node, vault=record.vault, rack=record.domain.rack)
 
 
 def placed(turn: Turn, job: JobRecord, seats: list[str]) -> dict[str, tuple[str, ...]]:

@@ -25,6 +25,7 @@ from trainer_hooks.restore.choose import Choice
 from trainer_hooks.restore.council import Council, Outcome, SlotKey, lives_of, slot_key
 from trainer_hooks.restore.fetch import Loader, Supply
 from trainer_hooks.restore.local import BadSlot, Check, LocalSlots
+from trainer_hooks.restore.nearness import distance
 from trainer_hooks.restore.report import SlotReporter
 from trainer_hooks.restore.reshard import Read, Want, plan_reads
 from trainer_hooks.restore.survey import Survey
@@ -182,7 +183,7 @@ class Restoration:
 
     def _read(self, state: TrackedState, choice: Choice) -> tuple[Outcome, Merged | None, dict[str, int]]:
         """Reads what this rank needs; slots that fail are left out and the rest tried, as long as it suffices."""
-        slots = sorted(choice.slots, key=self._distance)
+        slots = sorted(choice.slots, key=lambda slot: distance(self._spec, self._member, slot))
         targets, wants = self._wants(state, slots)
         lives = lives_of((want.tensor for want in wants), len(self._catalog(slots)))
         loader = Loader(self._vault, self._spec.job, self._member, targets, self._local, self._check)
@@ -238,18 +239,6 @@ class Restoration:
     def _has_checker(self, slot: SlotInfo) -> bool:
         """Whether the rank that wrote the slot is still on this node, and so hashes it."""
         return not slot.replica and slot.is_on(self._member.node) and self._spec.has(slot.node, slot.rank)
-
-    def _distance(self, slot: SlotInfo) -> tuple[int, int, int]:
-        """This node's slots first, its own rank's before others. Then the roster's, each rank beginning with another,
-        so that not all ask the same vault. Then those of nodes outside it, which may have been evicted for lying; last
-        what has to be made from parity."""
-        if slot.group is not None:
-            return 4, slot.rank, 0
-        if slot.node == self._member.node:
-            return 0, int(slot.rank != self._member.rank), slot.rank
-        if slot.node in self._spec.seated:
-            return 1 + int(slot.replica), (slot.rank - self._member.rank) % self._spec.world_size, slot.rank
-        return 3, slot.rank, int(slot.replica)
 
     def _wants(self, state: TrackedState, slots: list[SlotInfo]) -> tuple[list[TrackedTensor], list[Want]]:
         """The live tensors to fill, and which boxes they need. Raises NotRestorable for another model."""

@@ -77,11 +77,13 @@ class Member(Message, frozen=True, kw_only=True, gc=False):
 class Holder(Message, frozen=True, kw_only=True, gc=False):
     """A vault that may hold slots of the job: every roster node's, and those of nodes that left the roster.
 
-    One of the latter need not answer: it is asked only where the roster's lack something.
+    One of the latter need not answer: it is asked only where the roster's lack something. ``rack``: as the node was
+    registered; what another rack holds is farther away.
     """
 
     node: NodeId
     vault: Address
+    rack: str = ""
 
 
 class RestoreRule(Message, frozen=True, kw_only=True):
@@ -140,6 +142,16 @@ class GenerationSpec(Message, frozen=True, kw_only=True, dict=True):
     def seated(self) -> frozenset[str]:
         """The nodes, to look one up in."""
         return frozenset(self.seats)
+
+    @cached_property
+    def racks(self) -> dict[str, str]:
+        """The rack of each holder that has one."""
+        return {holder.node: holder.rack for holder in self.holders if holder.rack}
+
+    def is_near(self, node: str, other: str) -> bool:
+        """Whether both are in one rack, as far as is known."""
+        rack = self.racks.get(node)
+        return rack is not None and rack == self.racks.get(other)
 
     @cached_property
     def places(self) -> dict[str, int]:
