@@ -205,6 +205,7 @@ class Controller:
         return Keep(
             since=self.loop.now() - settings.retention_days * 86400,
             events=settings.retention_events,
+            rows=settings.retention_rows,
             generations=settings.retention_generations,
         )
 

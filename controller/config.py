@@ -94,6 +94,9 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     starts from is kept whatever its age, and so is each node's newest verdict."""
     retention_events: int = 2_000_000
     """Most lines of the audit log, about half a KiB each; the oldest go first, however young."""
+    retention_rows: int = 200_000
+    """Most verdicts, most findings and most remedies, a few KiB each; the oldest that may go at all go first, however
+    young."""
     retention_generations: int = 1000
     """Most rosters of each job that are kept, a few KiB each, up to some MiB in a fleet of 10,000 nodes."""
     lease_s: float = 5.0
@@ -214,8 +217,11 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
                 "commit_timeout_s must be positive and stop_grace_s not negative",
             ),
             (
-                self.retention_days <= 0 or self.retention_events < 1000 or self.retention_generations < 16,
-                "retention_days must be positive, retention_events at least 1000, retention_generations at least 16",
+                self.retention_days <= 0
+                or min(self.retention_events, self.retention_rows) < 1000
+                or self.retention_generations < 16,
+                "retention_days must be positive, retention_events and retention_rows at least 1000, "
+                "retention_generations at least 16",
             ),
             (self.away_limit_bytes < 1 << 20, "away_limit_bytes must be at least 1048576"),
             (

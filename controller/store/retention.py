@@ -3,8 +3,10 @@ tells how many rows it took: as many as ``BITE`` when there may be more."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
-from sqlalchemy import Connection, Table, and_, delete, func, select, tuple_, update
+from sqlalchemy import ColumnElement, Connection, Table, and_, delete, func, select, tuple_, update
 
 from controller.store import tables
 from controller.store.audit_ids import followed_by
@@ -17,11 +19,12 @@ VERSIONS_KEPT = 1000
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True):
-    """What stays: everything younger than ``since`` (wall seconds), the newest ``events`` of the audit log, the newest
-    ``generations`` of each job."""
+    """What stays: everything younger than ``since`` (wall seconds), but at most the newest ``events`` of the audit log,
+    ``rows`` of verdicts, of findings and of remedies each, ``generations`` of each job."""
 
     since: float
     events: int
+    rows: int
     generations: int
 
 
@@ -31,8 +34,8 @@ def prune(connection: Connection, keep: Keep) -> int:
     return max(
         _events(connection, keep),
         _verdicts(connection, keep),
-        _ended(connection, tables.findings, "cleared_at", keep),
-        _ended(connection, tables.remedies, "ended_at", keep),
+        _ended(connection, tables.findings, "cleared_at", "id", keep),
+        _ended(connection, tables.remedies, "ended_at", "requested_at", keep),
         _generations(connection, keep),
     )
 
@@ -56,13 +59,33 @@ def _verdicts(connection: Connection, keep: Keep) -> int:
     """All but the newest of each node, which may be why it stands where it stands."""
     verdicts, later = tables.verdicts, tables.verdicts.alias()
     superseded = select(later.c.id).where(later.c.node == verdicts.c.node, later.c.at > verdicts.c.at).exists()
-    old = select(verdicts.c.id).where(verdicts.c.at < keep.since, superseded).order_by(verdicts.c.at).limit(BITE)
-    return connection.execute(delete(verdicts).where(verdicts.c.id.in_(old.scalar_subquery()))).rowcount
+    return _old(connection, verdicts, superseded, verdicts.c.at < keep.since, verdicts.c.at, keep)
 
 
-def _ended(connection: Connection, table: Table, ended: str, keep: Keep) -> int:
-    old = select(table.c.id).where(table.c[ended] < keep.since).limit(BITE)
-    return connection.execute(delete(table).where(table.c.id.in_(old.scalar_subquery()))).rowcount
+def _ended(connection: Connection, table: Table, ended: str, order: str, keep: Keep) -> int:
+    """What is over; what stands stays, however much it is."""
+    return _old(connection, table, table.c[ended].is_not(None), table.c[ended] < keep.since, table.c[order], keep)
+
+
+def _old(
+    connection: Connection,
+    table: Table,
+    may_go: ColumnElement[bool],
+    too_old: ColumnElement[bool],
+    order: ColumnElement[Any],
+    keep: Keep,
+) -> int:
+    """Of what ``may_go``: a bite of what is ``too_old``, and where that was not a whole one, the first in ``order`` of
+    what is too much."""
+    old = select(table.c.id).where(may_go, too_old).limit(BITE)
+    taken = connection.execute(delete(table).where(table.c.id.in_(old.scalar_subquery()))).rowcount
+    if taken >= BITE:
+        return taken
+    surplus = connection.execute(select(func.count()).select_from(table)).scalar_one() - keep.rows
+    if surplus <= 0:
+        return taken
+    first = select(table.c.id).where(may_go).order_by(order).limit(min(surplus, BITE))
+    return max(taken, connection.execute(delete(table).where(table.c.id.in_(first.scalar_subquery()))).rowcount)
 
 
 def _generations(connection: Connection, keep: Keep) -> int:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from sqlalchemy import Connection, Engine, insert, select, text
 from sqlalchemy.exc import DBAPIError
@@ -18,7 +19,7 @@ from controller.store.threads import Store
 from controller.store.trouble import StoreAway
 from controller.store.writer import Writer
 
-EVERYTHING = Keep(since=0.0, events=1_000_000, generations=1_000_000)
+EVERYTHING = Keep(since=0.0, events=1_000_000, rows=1_000_000, generations=1_000_000)
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def writer(engine: Engine) -> Iterator[Writer]:
 
 
 def keep(**changed: float) -> Keep:
-    return Keep(**{"since": 0.0, "events": 1_000_000, "generations": 1_000_000, **changed})  # type: ignore[arg-type]
+    return msgspec.structs.replace(EVERYTHING, **changed)
 
 
 def audit(*numbers: int) -> list[AuditRow]:
@@ -103,15 +104,19 @@ def test_a_long_history_goes_in_small_bites(writer: Writer, engine: Engine, monk
     assert ids(engine) == [31, 32, 33, 34, 35]
 
 
-def test_of_verdicts_the_newest_of_each_node_stays(writer: Writer, engine: Engine) -> None:
+@pytest.mark.parametrize(
+    ("what", "left"),
+    [(keep(since=5.0), ["a9", "b1"]), (keep(rows=3), ["a2", "a9", "b1"]), (keep(rows=2, since=1.5), ["a9", "b1"])],
+)
+def test_of_verdicts_the_newest_of_each_node_stays(writer: Writer, engine: Engine, what: Keep, left: list[str]) -> None:
     rows = [
         VerdictRow(id=f"{node}-{at}", node=node, decision="evict", at=float(at), trace="", doc=f"{node}{at}")
         for node, at in (("a", 1), ("a", 2), ("a", 9), ("b", 1))
     ]
     writer.commit([Batch(number=1, verdicts=rows)])
-    pruned(writer, keep(since=5.0))
+    pruned(writer, what)
     with engine.connect() as connection:
-        assert connection.execute(text("SELECT doc FROM verdicts ORDER BY doc")).scalars().all() == ["a9", "b1"]
+        assert connection.execute(text("SELECT doc FROM verdicts ORDER BY doc")).scalars().all() == left
 
 
 def test_rosters_and_recoveries_of_each_job_stay_up_to_their_number(writer: Writer, engine: Engine) -> None:
@@ -145,16 +150,51 @@ def test_of_versions_the_newest_stay_and_the_newest_verified_one(
         assert connection.execute(text("SELECT step FROM versions ORDER BY step")).scalars().all() == [2, 7, 8, 9]
 
 
-def test_findings_that_stand_are_kept_and_those_that_are_over_go(writer: Writer, engine: Engine) -> None:
+@pytest.mark.parametrize(
+    ("what", "left"),
+    [
+        (keep(since=5.0), ["k9.0", "kNone"]),
+        (keep(rows=3), ["k3.0", "k9.0", "kNone"]),
+        (keep(rows=1), ["kNone"]),
+        (keep(rows=2, since=2.0), ["k9.0", "kNone"]),
+        (keep(rows=0, since=1e9), ["kNone"]),
+    ],
+)
+def test_findings_and_remedies_that_stand_are_kept_and_those_that_are_over_go(
+    writer: Writer, engine: Engine, what: Keep, left: list[str]
+) -> None:
     def raised(connection: Connection) -> None:
-        for cleared in (1.0, 9.0, None):
-            row = {"node": "n", "key": f"k{cleared}", "kind": "x", "at": 0.5, "cleared_at": cleared, "doc": "{}"}
+        for ended in (None, 1.0, 3.0, 9.0):
+            name = f"k{ended}"
+            row = {"node": "n", "key": name, "kind": "x", "at": 0.5, "cleared_at": ended, "doc": "{}"}
             connection.execute(insert(tables.findings).values(**row))
+            asked = {"id": name, "node": "n", "kind": "x", "state": "x", "requested_at": ended or 0.5, "detail": ""}
+            connection.execute(insert(tables.remedies).values(**asked, ended_at=ended, doc="{}"))
 
     writer.run(raised)
-    pruned(writer, keep(since=5.0))
+    pruned(writer, what)
     with engine.connect() as connection:
-        assert list(connection.execute(select(tables.findings.c.key)).scalars()) == ["k9.0", "kNone"]
+        assert sorted(connection.execute(select(tables.findings.c.key)).scalars()) == left
+        assert sorted(connection.execute(select(tables.remedies.c.id)).scalars()) == left
+
+
+@pytest.mark.parametrize("kind", ["verdicts", "findings"])
+def test_a_flood_is_deleted_in_bites_until_as_many_are_left_as_may_be(
+    writer: Writer, engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(retention, "BITE", 10)
+    table = tables.metadata.tables[kind]
+
+    def flood(connection: Connection) -> None:
+        for at in range(1, 36):
+            verdict = {"id": f"a-{at:02}", "decision": "evict", "trace": ""}
+            more = verdict if kind == "verdicts" else {"key": f"k{at}", "kind": "x", "cleared_at": float(at)}
+            connection.execute(insert(table).values(node="a", at=float(at), doc="{}", **more))
+
+    writer.run(flood)
+    assert [pruned(writer, keep(rows=5)) for _ in range(4)] == [10, 10, 10, 0]
+    with engine.connect() as connection:
+        assert sorted(connection.execute(select(table.c.at)).scalars()) == [31.0, 32.0, 33.0, 34.0, 35.0]
 
 
 def test_the_background_task_goes_on_after_an_absence_of_the_database(
