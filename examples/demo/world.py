@@ -162,7 +162,12 @@ def _environment_of(pid: int) -> list[bytes]:
 
 
 class World:
-    """Everything the demonstration starts. A context manager: nothing is left behind."""
+    """Everything the demonstration starts. A context manager: nothing is left behind.
+
+    ``settings``: lines of TOML for the controller, beside the lab preset.
+    """
+
+    settings = ""
 
     def __init__(self, out: Path, names: list[str]) -> None:
         self.out = out
@@ -218,14 +223,15 @@ class World:
 
     def spawn_controller(self) -> None:
         """Starts the controller and does not wait."""
-        ready = self.controller_ready
+        ready, file = self.controller_ready, self.folder / "settings.toml"
         ready.unlink(missing_ok=True)
+        file.write_text(self.settings)
         listen = self.url.removeprefix("http://") or "127.0.0.1:0"
         self.controller = self.start(
             "controller",
             ["-m", "controller.main", "serve", "--listen", listen, "--preset", "lab", "--ready-file", str(ready)]
             + ["--database", f"sqlite:///{self.folder}/controller.sqlite", "--secret-file", str(self.secret_file)]
-            + ["--die-with-parent"],
+            + ["--settings", str(file), "--die-with-parent"],
         )
 
     def __enter__(self) -> World:
