@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from trainer_hooks import descriptors, waiting
+from trainer_hooks import descriptors, resets, waiting
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,11 @@ def gloo_loops() -> list[int]:
     return found
 
 
+def gloo_connections() -> list[socket.socket]:
+    """Duplicates of the connections that gloo has open."""
+    return [copy for loop in gloo_loops() for copy in descriptors.connections(descriptors.watched(loop))]
+
+
 class GlooBackend:
     """Ends gloo's collectives by shutting its connections; ``ProcessGroupGloo.abort`` does not wake a waiter.
 
@@ -75,6 +80,7 @@ class GlooBackend:
 
     def prepare(self) -> None:
         waiting.install()
+        resets.install(gloo_connections)
 
     def options(self) -> Any:
         return None
@@ -112,6 +118,7 @@ class NcclBackend:
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
         os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
+        resets.install(gloo_connections)
 
     def options(self) -> Any:
         """Non-blocking communicators: with blocking ones the set-up itself cannot be aborted."""

@@ -54,6 +54,17 @@ def _duplicate(fd: int) -> socket.socket | None:
     return None
 
 
+def connections(fds: Iterable[int]) -> list[socket.socket]:
+    """Duplicates of the TCP sockets among the descriptors that are not listening."""
+    found = []
+    for copy in filter(None, map(_duplicate, fds)):
+        if _is_listening(copy):
+            copy.close()
+        else:
+            found.append(copy)
+    return found
+
+
 def _is_listening(copy: socket.socket) -> bool:
     return bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
