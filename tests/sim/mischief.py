@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from controller.core.events import OperatorAction, OperatorCommand
 from everstep.errors import EverstepError
@@ -124,18 +124,36 @@ class Mischief:
 
     def sense(self, fault: Fault) -> None:
         kind, _, action = fault.detail.partition(":")
-        machine = self._machine(fault)
-        finding = Finding(
-            kind=FindingKind(kind),
-            subject="GPU-0",
-            severity=Severity.CRITICAL,
-            message=f"{kind} on GPU-0",
-            action=Action(action),
-            since=machine.clock.wall(),
-        )
+        self._sense(fault, self._machine(fault), FindingKind(kind), action=Action(action))
+
+    def _sense(self, fault: Fault, machine: Machine, kind: FindingKind, **more: Any) -> None:
+        fields = {"subject": "GPU-0", "severity": Severity.CRITICAL, "message": f"{kind} on GPU-0"}
         if machine.power:
-            machine.raise_finding(finding)
+            machine.raise_finding(Finding(kind=kind, since=machine.clock.wall(), **(fields | more)))
             self._later(fault, machine.clear_findings)
+
+    def sense_everywhere(self, fault: Fault) -> None:
+        """A new driver: all machines show the same, within ``value`` seconds."""
+        action, kind = Action(fault.detail), FindingKind.GPU_XID
+        for machine in self.world.machines.values():
+            moment = self.world.rng.uniform(0.0, fault.value)
+            self.world.timeline.after(
+                moment,
+                lambda m=machine: self._sense(fault, m, kind, action=action, xid=119),  # type: ignore[misc]
+            )
+
+    def blame_pair(self, fault: Fault) -> None:
+        """One machine finds its link to another slow. Probes fail at ``one`` end, at the ``other``, at both or at
+        neither: then it was the link."""
+        one, other = fault.target.split()
+        if one == other:
+            return
+        bad = {"one": [one], "other": [other], "both": [one, other]}.get(fault.detail, [])
+        for machine in (self.world.machines[name] for name in bad):
+            machine.probes_fail = True
+            self._later(fault, lambda m=machine: setattr(m, "probes_fail", False))  # type: ignore[misc]
+        slow = {"severity": Severity.WARNING, "subject": other, "evidence": {"peer": other}}
+        self._sense(fault, self.world.machines[one], FindingKind.NETWORK_SLOW_LINK, **slow)
 
     # --- the network -------------------------------------------------------------------------------------------------
 

@@ -110,6 +110,7 @@ def make(seed: int) -> Plan:
     plan = _with_protection(apart, plan)
     if any(job.spec.spill is not None or job.spec.parity for job in plan.jobs):
         faults += _faults_of_keeping(apart, plan)
+    faults += _faults_of_blame(random.Random(seed ^ 0xB1A3E), plan)
     return _with_faults(plan, tuple(enumerate(sorted(faults, key=lambda fault: fault.at))))
 
 
@@ -357,6 +358,21 @@ _OF_KEEPING: tuple[Callable[[_Draw], Fault], ...] = (
 def _faults_of_keeping(rng: random.Random, plan: Plan) -> list[Fault]:
     draw = _Draw(rng, plan)
     return [rng.choice(_OF_KEEPING)(draw) for _ in range(rng.randint(0, 5))]
+
+
+_ENDS = ("", "one", "other", "both")
+_OF_BLAME: tuple[Callable[[_Draw], Fault], ...] = (
+    lambda d: d.fault("sense_everywhere", "", 3.0, 25.0, detail=d.rng.choice(_ACTIONS), value=d.rng.uniform(0.0, 4.0)),
+    lambda d: d.fault("blame_pair", f"{d.node()} {d.node()}", 6.0, 20.0, detail=d.rng.choice(_ENDS)),
+    lambda d: d.finding(FindingKind.GPU_XID, Action.RESTART_RANK),
+    lambda d: d.fault("slow_down", d.seat(), 25.0, 40.0, value=d.rng.uniform(4.0, 8.0)),
+)
+
+
+def _faults_of_blame(rng: random.Random, plan: Plan) -> list[Fault]:
+    """In a quarter of the worlds: what many show at once, what two have a part in, and who is slow."""
+    draw = _Draw(rng, plan)
+    return [rng.choice(_OF_BLAME)(draw) for _ in range(rng.randint(1, 3))] if rng.random() < 0.25 else []
 
 
 def _faults(rng: random.Random, plan: Plan) -> list[Fault]:

@@ -16,11 +16,14 @@ from tests.sim.run import Outcome, play
 
 SEEN_IN_DEFAULT_WORLDS = {
     "fleet.breaker",
+    "fleet.correlated_finding",
+    "fleet.correlated_finding_over",
     "fleet.correlated_silence",
     "job.failed",
     "job.paused",
     "job.records_behind",
     "launcher.left",
+    "node.acquitted",
     "node.lost",
     "node.maintenance_over",
     "node.observed",
@@ -34,15 +37,20 @@ SEEN_IN_DEFAULT_WORLDS = {
     "remedy.failed",
     "remedy.hindered",
     "resumed",
+    "second_pass.begun",
+    "second_pass.nobody",
     "spill.given_up",
     "spill.stored",
     "store.away",
     "store.back",
+    "verdict.correlated",
     "verdict.evict",
     "verdict.hold_by_budget",
     "verdict.quarantine",
     "verdict.readmit",
+    "verdict.recommend",
     "verdict.repair",
+    "verdict.restart",
 }
 
 

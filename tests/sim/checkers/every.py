@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.sim.checkers.blame import Blame
 from tests.sim.checkers.budget import Budget
 from tests.sim.checkers.durability import Durability
 from tests.sim.checkers.evidence import Evidence
@@ -26,6 +27,7 @@ def all_checkers() -> list[Any]:
         Restores(),
         Budget(),
         Evidence(),
+        Blame(),
         Suspicion(),
         Durability(),
         Samples(),

@@ -16,7 +16,12 @@ from everstep.wire.v1.training import FindingRaised
 from tests.sim import facts
 from tests.sim.facts import Violation
 
-PROBED = (FindingKind.PROBE_FAILED, FindingKind.COMPUTE_WRONG, FindingKind.MEMORY_WRONG)
+PROBED = (
+    FindingKind.PROBE_FAILED,
+    FindingKind.COMPUTE_WRONG,
+    FindingKind.MEMORY_WRONG,
+    FindingKind.NETWORK_SLOW_LINK,
+)
 OUT = (NodeState.QUARANTINED, NodeState.REPAIR, NodeState.LOST)
 
 

@@ -18,16 +18,19 @@ from agent.uplink.session import Session, Words
 from controller.api import session
 from controller.api.desk import AgentDesk
 from controller.core import (
+    acquittals,
     agents,
     budget,
     checkpoints,
     corruption,
     eviction,
+    examinations,
     generations,
     holds,
     liveness,
     losses,
     membership,
+    outbreaks,
     protecting,
     quarantine,
     remedies,
@@ -35,6 +38,7 @@ from controller.core import (
     resuming,
     spilling,
     standing,
+    verdict,
 )
 from controller.push import Outbox
 from controller.remediation.desk import RemedyDesk
@@ -250,6 +254,25 @@ MUTANTS: tuple[Mutant, ...] = (
         lambda: mistaken(checkpoints.count_votes, "2 * most > len(votes)", "most"),
         seeds=(74,),
     ),
+    # whose fault it is
+    Mutant("nobody is acquitted", lambda: swapped(acquittals._acquit, _nothing), seeds=(2,)),
+    Mutant("no outbreak is recognised", lambda: swapped(outbreaks.common_cause, _no_words), seeds=(2,)),
+    Mutant("the breaker latches for what others show", lambda: swapped(outbreaks.shared, _no_words), seeds=(5,)),
+    Mutant(
+        "who accuses a pair is convicted without a second pass",
+        lambda: mistaken(verdict._judge_by_rule, "rule.second_pass is SecondPass.PAIR and not because", "False"),
+        seeds=(2,),
+    ),
+    Mutant(
+        "both of a failed pair are convicted",
+        lambda: mistaken(
+            examinations._settle_pair,
+            "if node in case.failed and serving(turn, node):\n            _blame(turn, node, case.findings[node], "
+            'f"{case.what}; with a good partner too: {case.failed[node]}")',
+            "if case.failed and serving(turn, node):\n            _blame(turn, node, case.findings[node], case.what)",
+        ),
+        seeds=(6,),
+    ),
     # the way back
     Mutant("nodes come back without a probe", _healthy_at_once),
     Mutant("quarantine never ends", lambda: swapped(quarantine.check_quarantine, _nothing)),
@@ -286,7 +309,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the whole fleet may be rebooted at once",
         lambda: swapped(remedies.fleet_cap, lambda turn: ("", 0.0)),
-        seeds=(19,),
+        seeds=(80,),
     ),
     Mutant("what was cordoned stays cordoned", lambda: swapped(remedies.uncordon, _nothing), seeds=(1,)),
     # generations and membership
@@ -297,7 +320,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("jobs never grow back", lambda: swapped(generations.consider_growth, _nothing)),
     Mutant("a return is not heard", lambda: mistaken(liveness.heard, "_returned(turn, node)", "pass"), seeds=(3,)),
     # checkpoints
-    Mutant("seals of an older generation count", _stale_seals, seeds=(28,)),
+    Mutant("seals of an older generation count", _stale_seals, seeds=(7,)),
     Mutant(
         "a version is committed before every rank keeps it",
         lambda: mistaken(checkpoints._settle, "ballot.safe == ballot.said and", ""),
