@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,13 +14,13 @@ from torch import nn
 
 from everstep.errors import NotRestorable
 from everstep.ids import Version
-from everstep.slots import SegmentView, SlotState
+from everstep.slots import SlotState
 from everstep.vocabulary import FindingKind
 from everstep.wire.v1.training import FindingRaised, JobSpec, RestoreRule, Sealed
 from tests.support.forked import ForkPool
 from tests.support.generations import JOB, generation
-from tests.support.vaults import Vaults, map_segment, until, vaults
-from trainer_hooks.restore import Restoration, RestoreResult
+from tests.support.lone_rank import LoneRank
+from tests.support.vaults import until, vaults
 from trainer_hooks.snapshot import snapshotter as module
 from trainer_hooks.snapshot.choices import Choices
 from trainer_hooks.snapshot.job import Phase
@@ -30,92 +29,19 @@ from trainer_hooks.state import TrackedState
 from trainer_hooks.vault_client import VaultClient
 
 
-class Counter:
-    """Small Python state."""
-
-    def __init__(self) -> None:
-        self.text = ""
-
-    def state_dict(self) -> dict[str, str]:
-        return {"text": self.text}
-
-    def load_state_dict(self, state: dict[str, str]) -> None:
-        self.text = state["text"]
-
-
-class Rank:
-    """A rank alone in its world, with a model whose weights say which step they are of."""
-
-    def __init__(self, fleet: Vaults, client: VaultClient) -> None:
-        self.fleet = fleet
-        self.client = client
-        self.path: Path = fleet.segments / "n1" / JOB / "own-0"
-
-    def objects(self) -> dict[str, object]:
-        self.model = nn.Linear(64, 64)
-        self.counter = Counter()
-        return {"model": self.model, "counter": self.counter}
-
-    def restore(self, number: int, rule: RestoreRule, findings: list[FindingRaised] | None = None) -> RestoreResult:
-        spec = generation(number, restore=rule)
-        hear = (findings if findings is not None else []).append
-        restoration = Restoration(self.client, spec, spec.roster[0], dist.HashStore(), on_finding=hear)
-        return restoration.fill(TrackedState(self.objects()))
-
-    def snapshotter(
-        self,
-        number: int,
-        hear: Callable[[Sealed], None] = lambda _: None,
-        *,
-        rule: RestoreRule | None = None,
-        **more: object,
-    ) -> Snapshotter:
-        spec = generation(number, restore=rule)
-        self.state = TrackedState(self.objects())
-        return Snapshotter(self.client, self.state, spec, spec.roster[0], dist.HashStore(), hear, **more)  # type: ignore[arg-type]
-
-    def step(self, snapshots: Snapshotter, step: int) -> None:
-        """One step of a training loop: the weights become the step's number."""
-        snapshots.wait()
-        with torch.no_grad():
-            self.model.weight.fill_(step)
-        self.counter.text = f"step {step}"
-        snapshots.begin(step)
-
-    def steps(self, number: int, last: int, *, first: int = 1, **more: object) -> None:
-        snapshots = self.snapshotter(number, **more)  # type: ignore[arg-type]
-        for step in range(first, last + 1):
-            self.step(snapshots, step)
-        snapshots.close(finish=True)
-
-    def view(self) -> SegmentView:
-        return map_segment(self.path)
-
-    def sealed(self) -> set[Version]:
-        return {header.version for _, header in self.view().sealed()}
-
-    def slot_of(self, version: Version) -> int:
-        return next(slot for slot, header in self.view().sealed() if header.version == version)
-
-    def damage(self, version: Version) -> None:
-        """Flips one bit of a stored weight."""
-        view = self.view()
-        view.payload(self.slot_of(version))[4000] ^= 4
-
-
 @pytest.fixture
-def rank(program_forks: ForkPool) -> Iterator[Rank]:
+def rank(program_forks: ForkPool) -> Iterator[LoneRank]:
     with vaults(program_forks) as fleet:
         vault = fleet.start("n1")
         fleet.configure()
         client = VaultClient(str(vault.run_dir / "vault.sock"))
         try:
-            yield Rank(fleet, client)
+            yield LoneRank(fleet, client)
         finally:
             client.close()
 
 
-def test_a_snapshot_is_of_the_step_it_was_begun_after_whatever_comes_later(rank: Rank) -> None:
+def test_a_snapshot_is_of_the_step_it_was_begun_after_whatever_comes_later(rank: LoneRank) -> None:
     rank.steps(1, 3)
     result = rank.restore(2, RestoreRule())
     assert (result.version, result.step) == (Version(1, 3), 3)
@@ -124,7 +50,7 @@ def test_a_snapshot_is_of_the_step_it_was_begun_after_whatever_comes_later(rank:
     assert result.bytes_by_source["own"] == (64 * 64 + 64) * 4
 
 
-def test_a_generation_s_first_version_is_kept_and_reported_safe_where_no_node_could_hold_a_copy(rank: Rank) -> None:
+def test_a_generation_s_first_version_is_kept_and_reported_safe_where_no_node_could_hold_a_copy(rank: LoneRank) -> None:
     reports: list[Sealed] = []
     rank.steps(1, 3, hear=reports.append)
     assert [(r.version, r.safe, r.kept, r.rank) for r in reports] == [(Version(1, 1), True, True, 0)]
@@ -132,7 +58,7 @@ def test_a_generation_s_first_version_is_kept_and_reported_safe_where_no_node_co
     assert reports[-1].version == Version(2, 4)
 
 
-def test_five_slots_keep_the_two_newest_the_committed_and_the_next_to_be(rank: Rank) -> None:
+def test_five_slots_keep_the_two_newest_the_committed_and_the_next_to_be(rank: LoneRank) -> None:
     snapshots = rank.snapshotter(1)
     for step in range(1, 10):
         rank.step(snapshots, step)
@@ -150,7 +76,7 @@ def test_five_slots_keep_the_two_newest_the_committed_and_the_next_to_be(rank: R
     assert {v.step for v in rank.sealed()} == {11, 20, 26, 27, 28}
 
 
-def test_two_slots_keep_the_committed_version_and_the_next_to_be_and_store_nothing_else(rank: Rank) -> None:
+def test_two_slots_keep_the_committed_version_and_the_next_to_be_and_store_nothing_else(rank: LoneRank) -> None:
     reports: list[Sealed] = []
     snapshots = rank.snapshotter(1, reports.append, choices=Choices(slots=2))
     for step in range(1, 6):
@@ -174,7 +100,7 @@ def test_two_slots_keep_the_committed_version_and_the_next_to_be_and_store_nothi
     assert rank.restore(2, RestoreRule(floor=Version(1, 11))).version == Version(1, 14)
 
 
-def test_with_two_slots_the_floor_stays_until_the_generation_has_its_own_commit(rank: Rank) -> None:
+def test_with_two_slots_the_floor_stays_until_the_generation_has_its_own_commit(rank: LoneRank) -> None:
     choices = Choices(slots=2)
     first = rank.snapshotter(1, choices=choices)
     rank.step(first, 1)
@@ -192,7 +118,7 @@ def test_with_two_slots_the_floor_stays_until_the_generation_has_its_own_commit(
     assert rank.sealed() == {Version(1, 1), Version(2, 5)}
 
 
-def test_of_so_many_steps_one_is_stored_where_the_user_says_so_and_what_is_announced(rank: Rank) -> None:
+def test_of_so_many_steps_one_is_stored_where_the_user_says_so_and_what_is_announced(rank: LoneRank) -> None:
     snapshots = rank.snapshotter(1, choices=Choices(every=4))
     for step in range(1, 15):
         if step == 9:
@@ -213,7 +139,7 @@ def test_choices_that_are_none_say_what_to_take(wrong: dict[str, int], words: st
         Choices(**wrong)  # type: ignore[arg-type]
 
 
-def test_a_candidate_that_was_sealed_before_it_was_announced_is_not_told_as_kept(rank: Rank) -> None:
+def test_a_candidate_that_was_sealed_before_it_was_announced_is_not_told_as_kept(rank: LoneRank) -> None:
     reports: list[Sealed] = []
     snapshots = rank.snapshotter(1, reports.append)
     for step in range(1, 6):
@@ -226,7 +152,7 @@ def test_a_candidate_that_was_sealed_before_it_was_announced_is_not_told_as_kept
     assert [r.version.step for r in reports] == [1]
 
 
-def test_what_was_committed_before_is_kept_until_the_generation_has_its_own_commit(rank: Rank) -> None:
+def test_what_was_committed_before_is_kept_until_the_generation_has_its_own_commit(rank: LoneRank) -> None:
     rank.steps(1, 6)
     snapshots = rank.snapshotter(2, restored=Version(1, 6), rule=RestoreRule(floor=Version(1, 4)))
     for step in range(7, 12):
@@ -239,7 +165,7 @@ def test_what_was_committed_before_is_kept_until_the_generation_has_its_own_comm
     assert rank.sealed() >= {Version(1, 4), Version(2, 13), Version(2, 15), Version(2, 16)}
 
 
-def test_versions_that_a_rollback_left_behind_count_for_nothing(rank: Rank) -> None:
+def test_versions_that_a_rollback_left_behind_count_for_nothing(rank: LoneRank) -> None:
     rank.steps(1, 4)
     rule = RestoreRule(floor=Version(1, 1), ceiling=Version(1, 2))
     snapshots = rank.snapshotter(2, restored=Version(1, 2), rule=rule)
@@ -248,7 +174,7 @@ def test_versions_that_a_rollback_left_behind_count_for_nothing(rank: Rank) -> N
     assert {Version(1, 1), Version(1, 2), Version(2, 3)} <= rank.sealed()
 
 
-def test_a_write_that_was_interrupted_is_not_believed(rank: Rank) -> None:
+def test_a_write_that_was_interrupted_is_not_believed(rank: LoneRank) -> None:
     rank.steps(1, 3)
     view, slot = rank.view(), rank.slot_of(Version(1, 3))
     header = view.header(slot)
@@ -259,7 +185,7 @@ def test_a_write_that_was_interrupted_is_not_believed(rank: Rank) -> None:
     assert rank.model.weight.unique().tolist() == [2.0]
 
 
-def test_a_slot_with_a_flipped_bit_is_reported_and_an_older_version_taken(rank: Rank) -> None:
+def test_a_slot_with_a_flipped_bit_is_reported_and_an_older_version_taken(rank: LoneRank) -> None:
     rank.steps(1, 3)
     rank.damage(Version(1, 3))
     findings: list[FindingRaised] = []
@@ -270,14 +196,14 @@ def test_a_slot_with_a_flipped_bit_is_reported_and_an_older_version_taken(rank: 
     assert findings[0].finding.subject == f"{JOB}/rank0/1:3"
 
 
-def test_no_version_older_than_the_committed_one_is_taken_when_that_is_damaged(rank: Rank) -> None:
+def test_no_version_older_than_the_committed_one_is_taken_when_that_is_damaged(rank: LoneRank) -> None:
     rank.steps(1, 3)
     rank.damage(Version(1, 3))
     with pytest.raises(NotRestorable, match="version 1:3 was committed"):
         rank.restore(2, RestoreRule(floor=Version(1, 3)))
 
 
-def test_a_vault_that_restarts_costs_no_snapshot(rank: Rank) -> None:
+def test_a_vault_that_restarts_costs_no_snapshot(rank: LoneRank) -> None:
     vault = rank.fleet.all[0]
     reports: list[Sealed] = []
     snapshots = rank.snapshotter(1, reports.append)
@@ -296,7 +222,7 @@ def test_a_vault_that_restarts_costs_no_snapshot(rank: Rank) -> None:
     assert rank.restore(2, RestoreRule()).version == Version(1, 5)
 
 
-def test_python_state_that_outgrows_its_place_gets_a_larger_one(rank: Rank) -> None:
+def test_python_state_that_outgrows_its_place_gets_a_larger_one(rank: LoneRank) -> None:
     snapshots = rank.snapshotter(1)
     rank.step(snapshots, 1)
     snapshots.wait()
@@ -307,7 +233,7 @@ def test_python_state_that_outgrows_its_place_gets_a_larger_one(rank: Rank) -> N
     assert rank.counter.text == "x" * 300_000
 
 
-def test_tensors_that_appear_later_are_planned_anew(rank: Rank) -> None:
+def test_tensors_that_appear_later_are_planned_anew(rank: LoneRank) -> None:
     snapshots = rank.snapshotter(1)
     rank.step(snapshots, 1)
     rank.model.register_parameter("late", nn.Parameter(torch.full((5,), 7.0)))
@@ -318,7 +244,7 @@ def test_tensors_that_appear_later_are_planned_anew(rank: Rank) -> None:
 
 
 def test_a_generation_that_ends_unfinished_leaves_the_copy_unsealed(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
+    rank: LoneRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The live state may already be changing, so what was copied of it is not to be believed."""
     entered, go_on = threading.Event(), threading.Event()
@@ -343,7 +269,7 @@ def test_a_generation_that_ends_unfinished_leaves_the_copy_unsealed(
 
 @pytest.mark.parametrize("rows", [64, 16 << 10])
 def test_a_small_share_is_copied_when_begin_returns_and_a_large_one_by_another_thread(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch, rows: int
+    rank: LoneRank, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     threads: list[threading.Thread] = []
     copy = module.Sources.copy
@@ -366,7 +292,7 @@ def test_a_small_share_is_copied_when_begin_returns_and_a_large_one_by_another_t
 
 
 def test_a_copy_in_the_training_thread_that_the_generation_ends_is_not_waited_for(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
+    rank: LoneRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Ended(BaseException):
         """As the guard raises it into the training thread."""
@@ -387,7 +313,7 @@ def test_a_copy_in_the_training_thread_that_the_generation_ends_is_not_waited_fo
 
 @pytest.mark.parametrize("overlap", [None, True])
 def test_what_one_rank_alone_holds_is_copied_before_the_next_step_begins_unless_the_job_overlaps(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch, overlap: bool | None
+    rank: LoneRank, monkeypatch: pytest.MonkeyPatch, overlap: bool | None
 ) -> None:
     go_on = threading.Event()
     copy = module.Sources.copy
@@ -426,7 +352,7 @@ def test_what_one_rank_alone_holds_is_copied_before_the_next_step_begins_unless_
 
 
 def test_a_rank_that_stays_away_from_the_plan_does_not_stop_the_training(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    rank: LoneRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "PATIENCE_S", 0.05)
     spec = generation(1, ranks=[("n1", 0), ("n2", 0)], spec=JobSpec(job=JOB, max_nodes=2))
@@ -442,24 +368,7 @@ def test_a_rank_that_stays_away_from_the_plan_does_not_stop_the_training(
     assert "no snapshot of step 1: it could not be planned in time" in caplog.text
 
 
-def test_a_full_memory_file_system_is_told_with_its_arithmetic_and_training_goes_on(
-    program_forks: ForkPool, caplog: pytest.LogCaptureFixture
-) -> None:
-    with vaults(program_forks) as fleet:
-        vault = fleet.start("n1", "--scrub-interval", "0", "--memory-limit", "20000")
-        fleet.configure()
-        client = VaultClient(str(vault.run_dir / "vault.sock"))
-        rank = Rank(fleet, client)
-        try:
-            with caplog.at_level(logging.WARNING):
-                rank.steps(1, 3)
-        finally:
-            client.close()
-    assert ", training goes on without: 5 slots of" in caplog.text
-    assert "--memory-limit 20000" in caplog.text
-
-
-def test_state_that_cannot_be_stored_is_told_to_the_user_at_once(rank: Rank) -> None:
+def test_state_that_cannot_be_stored_is_told_to_the_user_at_once(rank: LoneRank) -> None:
     snapshots = rank.snapshotter(1)
     rank.counter.text = print  # type: ignore[assignment]
     with pytest.raises(TypeError, match=r"\['counter'\]\['text'\] is a builtins\."):
@@ -467,7 +376,7 @@ def test_state_that_cannot_be_stored_is_told_to_the_user_at_once(rank: Rank) -> 
     snapshots.close(finish=True)
 
 
-def test_a_restore_waits_for_nobody_when_the_vault_holds_nothing(rank: Rank) -> None:
+def test_a_restore_waits_for_nobody_when_the_vault_holds_nothing(rank: LoneRank) -> None:
     result = rank.restore(1, RestoreRule())
     assert result.version is None
     assert "from scratch" in result.sentence

@@ -1,0 +1,63 @@
+"""Where memory for slots is short: training goes on, says so with the arithmetic, and what was stored before stands."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from everstep.ids import Version
+from everstep.wire.v1.training import RestoreRule
+from tests.support.forked import ForkPool
+from tests.support.lone_rank import LoneRank
+from tests.support.vaults import vaults
+from trainer_hooks.vault_client import VaultClient
+
+ROOM_BYTES = 1 << 20
+"""For five slots of the model as it is, and not of one with a larger layer beside it."""
+
+
+def test_a_full_memory_file_system_is_told_with_its_arithmetic_and_training_goes_on(
+    program_forks: ForkPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with vaults(program_forks) as fleet:
+        vault = fleet.start("n1", "--scrub-interval", "0", "--memory-limit", "20000")
+        fleet.configure()
+        client = VaultClient(str(vault.run_dir / "vault.sock"))
+        rank = LoneRank(fleet, client)
+        try:
+            with caplog.at_level(logging.WARNING):
+                rank.steps(1, 3)
+        finally:
+            client.close()
+    assert ", training goes on without: 5 slots of" in caplog.text
+    assert "--memory-limit 20000" in caplog.text
+
+
+def test_memory_that_is_too_small_for_a_model_that_grew_leaves_the_last_version_of_before(
+    program_forks: ForkPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with vaults(program_forks) as fleet:
+        vault = fleet.start("n1", "--scrub-interval", "0", "--memory-limit", str(ROOM_BYTES))
+        fleet.configure()
+        client = VaultClient(str(vault.run_dir / "vault.sock"))
+        rank = LoneRank(fleet, client)
+        try:
+            snapshots = rank.snapshotter(1)
+            for step in (1, 2, 3):
+                rank.step(snapshots, step)
+            rank.model.register_parameter("more", nn.Parameter(torch.ones(ROOM_BYTES // 4)))
+            with caplog.at_level(logging.WARNING):
+                for step in (4, 5):
+                    rank.step(snapshots, step)
+                snapshots.close(finish=True)
+            assert "training goes on without" in caplog.text
+            assert f"--memory-limit {ROOM_BYTES}" in caplog.text
+            assert max(rank.sealed()) == Version(1, 3)
+            result = rank.restore(2, RestoreRule())
+        finally:
+            client.close()
+    assert result.version == Version(1, 3)
+    assert torch.equal(rank.model.weight, torch.full((64, 64), 3.0))
