@@ -40,29 +40,29 @@ HIDDEN = (8, 7, 10, 5)
 
 
 class Block(nn.Module):
-    def __init__(self, hidden: int, *, full: bool) -> None:
+    def __init__(self, width: int, hidden: int, *, full: bool) -> None:
         """``full``: with a norm and a bias; to gather each of them takes time."""
         super().__init__()
         if full:
-            self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, hidden, bias=full)
-        self.down = nn.Linear(hidden, WIDTH, bias=False)
+            self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden, bias=full)
+        self.down = nn.Linear(hidden, width, bias=False)
 
 
 class Net(nn.Module):
     """Layers under the names that they have in the whole model; a stage of a pipeline has some of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, hidden: tuple[int, ...] = HIDDEN) -> None:
         super().__init__()
         torch.manual_seed(11)
-        self.layers = nn.ModuleDict({str(i): Block(hidden, full=i == 1) for i, hidden in enumerate(HIDDEN)})
+        self.layers = nn.ModuleDict({str(i): Block(width, size, full=i == 1) for i, size in enumerate(hidden)})
         self.register_buffer("constant", torch.arange(5.0))
 
     def keep(self, layers: range) -> None:
         """Leaves these, as a stage of a pipeline has them."""
-        for i in range(len(HIDDEN)):
-            if i not in layers and str(i) in self.layers:
-                del self.layers[str(i)]
+        for name in list(self.layers):
+            if int(name) not in layers:
+                del self.layers[name]
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -76,6 +76,12 @@ class Layout(msgspec.Struct, frozen=True):
     """Dimensions that the mesh has, also where they are of size 1."""
     lost: int = 0
     """So many layers of the model are on no rank."""
+    width: int = WIDTH
+    hidden: tuple[int, ...] = HIDDEN
+
+    def net(self) -> Net:
+        """The model before it is laid out."""
+        return Net(self.width, self.hidden)
 
     @property
     def world(self) -> int:
@@ -86,10 +92,10 @@ class Layout(msgspec.Struct, frozen=True):
         else is done to the model, and plain copies where it is tensor parallel or in stages."""
         names = self.dims or tuple(d for d in ("pp", "replicate", "shard", "tp") if getattr(self, d) > 1) or ("pp",)
         mesh = init_device_mesh("cpu", tuple(getattr(self, d) for d in names), mesh_dim_names=names)
-        net.keep(range(self.lost, len(HIDDEN)))
+        net.keep(range(self.lost, len(self.hidden)))
         if "pp" in names:
             stage = mesh["pp"].get_local_rank()
-            net.keep(range(len(HIDDEN) * stage // self.pp, len(HIDDEN) * (stage + 1) // self.pp))
+            net.keep(range(len(self.hidden) * stage // self.pp, len(self.hidden) * (stage + 1) // self.pp))
         if "tp" in names:
             for block in net.layers.values():
                 plan: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -163,7 +169,7 @@ class Trained:
     """A model in a layout, with an optimizer whose groups decay differently, and a schedule."""
 
     def __init__(self, layout: Layout) -> None:
-        net = Net()
+        net = layout.net()
         whole = {name: p.detach().clone() for name, p in net.named_parameters()}
         self.shapes = {name: tuple(p.shape) for name, p in whole.items()}
         number(net)

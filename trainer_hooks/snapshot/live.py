@@ -92,6 +92,8 @@ def local_parts(name: str, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Box
     boxes = _boxes_on_mesh(name, tuple(tensor.shape), tensor.device_mesh, tensor.placements)
     local = tensor._local_tensor.detach()
     volume = sum(box.volume for _, box in boxes)
+    if not volume and not local.numel() and local.ndim == tensor.ndim:  # torch writes nothing in several shapes
+        return [(local, Box((0,) * local.ndim, tuple(local.shape)))]
     if local.numel() != volume or (len(boxes) == 1 and tuple(local.shape) != boxes[0][1].size):
         raise TypeError(
             f"{name} holds a local part of shape {tuple(local.shape)} where its mesh says {[b.size for _, b in boxes]}"

@@ -1,12 +1,18 @@
 """Every layout to every other, on as many ranks and on more and fewer, with real processes; what was gathered by name
-before a regrouping is what is gathered after it, to the bit."""
+before a regrouping is what is gathered after it, to the bit.
+
+Sizes of the model are drawn for each walk, one smaller than the number of ranks; ``EVERSTEP_MATRIX_SEED`` draws others.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch.distributed as dist
@@ -24,6 +30,14 @@ WORLD = 4
 DEADLINE_S = 110.0
 PARTS = 3
 """So that each of them ends in time on a busy machine."""
+SEED = int(os.environ.get("EVERSTEP_MATRIX_SEED", "1"))
+
+
+def drawn(part: int) -> dict[str, Any]:
+    """Sizes of a model; of its layers one is narrower than any mesh, and the others divide as they come."""
+    chance = random.Random(f"{SEED}/{part}")
+    hidden = [chance.randint(1, WORLD - 1), *(chance.randint(WORLD, 13) for _ in range(3))]
+    return {"width": chance.randint(2, 9), "hidden": tuple(chance.sample(hidden, 4))}
 
 
 @pytest.fixture
@@ -80,9 +94,9 @@ def test_a_walk_follows_each_by_each_once() -> None:
 def test_every_layout_is_restored_into_every_other_to_the_bit(forks: ForkPool, fleet: Vaults, part: int) -> None:
     layouts = {name: layout for world in (2, 3, 4) for name, layout in layouts_of(world).items()}
     first, ways = chunk(len(layouts) ** 2, part, PARTS)
-    names = walk(sorted(layouts))[first : first + ways + 1]
-    said = play_all(forks, fleet, [layouts[name] for name in names])
-    assert not wrong_ways(names, said)
+    names, sizes = walk(sorted(layouts))[first : first + ways + 1], drawn(part)
+    said = play_all(forks, fleet, [msgspec.structs.replace(layouts[name], **sizes) for name in names])
+    assert not wrong_ways(names, said), sizes
     assert len(said) == ways + 1
 
 
