@@ -69,6 +69,7 @@ class Assessor:
         self._expected = expected_gpus
         self._boot_id = memory.boot_id
         self._gpus = dict(memory.gpus)
+        self._ports: dict[str, dict[str, str]] = {}
         self._uptime_s: float | None = None
         self._histories: dict[tuple[str, str], RuleHistory] = {}
         self._raised: dict[tuple[str, str], Finding] = {}
@@ -92,6 +93,7 @@ class Assessor:
         self._uptime_s = poll.host.uptime_s
         for gpu in poll.gpus:
             self._gpu(gpu, now)
+        self._ports = {port.name: port.identity for port in poll.ports}
         for port in poll.ports:
             self._judge("port", port.name, port, "", now)
         for path in poll.paths:
@@ -212,6 +214,7 @@ class Assessor:
 
     def _finding(self, rule: Rule, subject: str, value: float, detail: str, now: Instant) -> Finding:
         gpu = self._gpus.get(subject)
+        identity = self._ports.get(subject, {}) if rule.scope == "port" else {}
         action, message = rule.action, _message(rule, subject, value, detail)
         if rule.kind is FindingKind.GPU_RECOVERY_ACTION:
             action, message = recovery_action(int(value)), f"{message} ({recovery_name(int(value))})"
@@ -227,7 +230,7 @@ class Assessor:
             value=value,
             threshold=rule.threshold,
             since=now.wall,
-            evidence={} if gpu is None else {"uuid": gpu.uuid},
+            evidence=dict(identity) if gpu is None else {"uuid": gpu.uuid},
         )
 
     def _say(self, rule: LineRule, subject: str, line: str, now: Instant) -> None:

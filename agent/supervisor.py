@@ -36,7 +36,7 @@ from everstep import __version__
 from everstep.clock import Clock
 from everstep.errors import ConfigurationError
 from everstep.vocabulary import Finding
-from everstep.wire.v1.agent import Domain
+from everstep.wire.v1.agent import NO_HOST, Domain
 from everstep.wire.v1.directives import Directive, ProtectVersion, RunProbe, SpillVersion, VersionNotice
 from everstep.wire.v1.local import Welcome
 from everstep.wire.v1.training import AnyReport, FindingCleared, FindingRaised, RankProgress
@@ -292,6 +292,7 @@ class Supervisor:
             domain=Domain(rack=self._settings.rack, switch=self._settings.switch, power=self._settings.power),
             labels=labels_of(self._settings),
             gpus=picture.gpu_ids if picture is not None else (),
+            host=picture.host_id if picture is not None else NO_HOST,
         )
 
     def findings(self) -> tuple[Finding, ...]:

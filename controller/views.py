@@ -148,6 +148,7 @@ def node_detail(desk: Desk, node: str) -> op.NodeDetail:
         boot_id=record.boot_id,
         vault=record.vault,
         gpus=record.gpus,
+        host=record.host,
         findings=tuple(record.findings.values()),
         evictions=len(record.evictions),
         outbox=desk.outbox.depth(node),

@@ -120,6 +120,9 @@ class Device:
             name=self.read(pynvml.nvmlDeviceGetName) or "",
             serial=self.read(pynvml.nvmlDeviceGetSerial) or "",
             memory_bytes=0 if memory is None else memory.total,
+            part_number=self.read(pynvml.nvmlDeviceGetBoardPartNumber) or "",
+            vbios=self.read(pynvml.nvmlDeviceGetVbiosVersion) or "",
+            inforom=self.read(pynvml.nvmlDeviceGetInforomImageVersion) or "",
         )
 
     @property

@@ -10,13 +10,16 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from agent.sensors.samples import HostIdentity
+
 NVIDIA = "0x10de"
 DISPLAY_CLASSES = ("0x0300", "0x0302")
 """VGA and 3D controllers; the audio function and NVSwitches (0x0680) of the same vendor are no GPUs."""
 
 
 class PortReading(NamedTuple):
-    """One port as the kernel has it; counters are since the driver was loaded. ``folder``: where it is found."""
+    """One port as the kernel has it; counters are since the driver was loaded. ``folder``: where it is found;
+    ``identity``: as in ``PortSample``."""
 
     folder: Path
     name: str
@@ -25,6 +28,7 @@ class PortReading(NamedTuple):
     rate_gbps: float | None
     errors: int | None
     link_downs: int | None
+    identity: dict[str, str]
 
 
 class ProcessCounts(NamedTuple):
@@ -61,10 +65,30 @@ def _entries(folder: Path) -> list[Path]:
         return []
 
 
+def _identity(device: Path, **words: Path) -> dict[str, str]:
+    """What ``words`` hold, and where on the bus the device sits; only what there is."""
+    found = {name: text for name, path in words.items() if (text := _text(path))}
+    return found | ({"pci_bus_id": device.resolve().name} if device.is_symlink() else {})
+
+
+def host_identity(sysfs: Path, proc: Path) -> HostIdentity:
+    """The machine by its firmware's tables, whose serial numbers only root may read, and the kernel's release."""
+    dmi = sysfs / "class/dmi/id"
+    return HostIdentity(
+        vendor=_text(dmi / "sys_vendor") or "",
+        product=_text(dmi / "product_name") or "",
+        serial=_text(dmi / "product_serial") or "",
+        chassis_serial=_text(dmi / "chassis_serial") or "",
+        kernel=_text(proc / "sys/kernel/osrelease") or "",
+    )
+
+
 def infiniband_ports(root: Path) -> list[PortReading]:
     """InfiniBand and RoCE ports, such as ``mlx5_0/1``."""
     ports = []
     for device in _entries(root / "class/infiniband"):
+        of_device = {"board": device / "board_id", "firmware": device / "fw_ver", "address": device / "node_guid"}
+        identity = _identity(device / "device", **of_device)
         for port in _entries(device / "ports"):
             state = _text(port / "state")
             if state is None:
@@ -79,6 +103,7 @@ def infiniband_ports(root: Path) -> list[PortReading]:
                     rate_gbps=float(rate) if rate.replace(".", "", 1).isdigit() else None,
                     errors=_sum(port / "counters", _IB_ERRORS),
                     link_downs=_number(port / "counters/link_downed"),
+                    identity=identity,
                 )
             )
     return ports
@@ -100,6 +125,7 @@ def ethernet_ports(root: Path) -> list[PortReading]:
                 rate_gbps=speed / 1000 if speed is not None and speed > 0 else None,
                 errors=_sum(port / "statistics", _ETHERNET_ERRORS),
                 link_downs=_number(port / "carrier_down_count"),
+                identity=_identity(port / "device", address=port / "address"),
             )
         )
     return ports

@@ -56,6 +56,7 @@ class Node:
         self._on_pci: int | None = None
         self._network = NetworkSensor(self._sysfs)
         self._host = HostSensor(self._proc)
+        self._host_id = sysfs.host_identity(self._sysfs, self._proc)
         self._paths = PathSensor(begin.disk_paths, self._proc, SYSTEM_CLOCK)
 
     def urgent(self) -> Poll | None:
@@ -108,6 +109,7 @@ class Node:
             ports=ports,
             paths=self._paths.poll(),
             host=self._host.poll(),
+            host_id=self._host_id,
             pci_gpus=self._gpus_on_pci(),
             faults=faults,
         )
@@ -126,6 +128,7 @@ class Node:
             ports=machine.port_samples(),
             paths=machine.path_samples(),
             host=machine.host_sample(),
+            host_id=machine.host_identity(),
             pci_gpus=len(machine.gpus),
             faults=(("virtual machine", machine.error),) if machine.error else (),
         )

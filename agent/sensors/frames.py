@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from agent.sensors.samples import GpuIdentity, GpuSample, HostSample, PathSample, PortSample, Sample, XidEvent
+from agent.sensors.samples import (
+    GpuIdentity,
+    GpuSample,
+    HostIdentity,
+    HostSample,
+    PathSample,
+    PortSample,
+    Sample,
+    XidEvent,
+)
 from agent.virtual.scenario import Scenario
 
 MAX_POLL_BYTES = 4 << 20
@@ -41,6 +50,7 @@ class Poll(Sample, frozen=True, kw_only=True):
     ports: tuple[PortSample, ...] = ()
     paths: tuple[PathSample, ...] = ()
     host: HostSample = HostSample()
+    host_id: HostIdentity = HostIdentity()
     xids: tuple[XidEvent, ...] = ()
     lines: tuple[str, ...] = ()
     pci_gpus: int | None = None

@@ -13,7 +13,7 @@ from agent.drivers.kmsg import KernelLog, LogPosition
 from agent.policy.rules import load_policy
 from agent.sensors.frames import Begin, Poll
 from agent.sensors.keep import Kept, load_kept, store_kept
-from agent.sensors.picture import Picture, wire_gpu
+from agent.sensors.picture import Picture, wire_gpu, wire_host
 from agent.sensors.samples import SensorState
 from agent.sensors.settings import SensorSettings
 from agent.sensors.spawn import SensorChild
@@ -80,6 +80,7 @@ class SensorProcess:
             boot_id=poll.boot_id,
             driver_version=poll.driver_version,
             gpu_ids=tuple(wire_gpu(gpu) for gpu in poll.known),
+            host_id=wire_host(poll.host_id),
             gpus=poll.gpus,
             ports=poll.ports,
             paths=poll.paths,

@@ -18,11 +18,11 @@ class NetworkSensor:
         self._root = root
         self._polls = 0
         self._readings: list[sysfs.PortReading] = []
-        self._was_up: dict[str, str] = {}
+        self._was_up: dict[str, sysfs.PortReading] = {}
 
     def poll(self) -> tuple[PortSample, ...]:
         readings = self._readings = self._read()
-        self._was_up |= {reading.name: reading.kind for reading in readings if reading.up}
+        self._was_up |= {reading.name: reading for reading in readings if reading.up}
         samples = [
             PortSample(
                 name=reading.name,
@@ -32,11 +32,13 @@ class NetworkSensor:
                 rate_gbps=reading.rate_gbps,
                 errors=reading.errors,
                 link_downs=reading.link_downs,
+                identity=reading.identity,
             )
             for reading in readings
         ]
         gone = self._was_up.keys() - {reading.name for reading in readings}
-        samples += [PortSample(name=n, kind=self._was_up[n], up=False, was_up=True) for n in sorted(gone)]
+        for last in (self._was_up[name] for name in sorted(gone)):
+            samples.append(PortSample(name=last.name, kind=last.kind, up=False, was_up=True, identity=last.identity))
         return tuple(samples)
 
     def _read(self) -> list[sysfs.PortReading]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from agent.sensors.samples import GpuIdentity, GpuSample, HostSample, PathSample, PortSample
+from agent.sensors.samples import GpuIdentity, GpuSample, HostIdentity, HostSample, PathSample, PortSample
 from everstep.vocabulary import Finding
-from everstep.wire.v1.agent import Gpu
+from everstep.wire.v1.agent import MOST_WORD, NO_HOST, Gpu, Host
 
-__all__ = ["GpuSample", "HostSample", "PathSample", "Picture", "PortSample", "wire_gpu"]
+__all__ = ["GpuSample", "HostSample", "PathSample", "Picture", "PortSample", "wire_gpu", "wire_host"]
 
 
 class Picture(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +24,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
     boot_id: str = ""
     driver_version: str = ""
     gpu_ids: tuple[Gpu, ...] = ()
+    host_id: Host = NO_HOST
     gpus: tuple[GpuSample, ...] = ()
     ports: tuple[PortSample, ...] = ()
     paths: tuple[PathSample, ...] = ()
@@ -44,4 +45,13 @@ def wire_gpu(identity: GpuIdentity) -> Gpu:
         pci_bus_id=identity.pci_bus_id,
         memory_bytes=identity.memory_bytes,
         serial=identity.serial,
+        part_number=identity.part_number[:MOST_WORD],
+        vbios=identity.vbios[:MOST_WORD],
+        inforom=identity.inforom[:MOST_WORD],
     )
+
+
+def wire_host(identity: HostIdentity) -> Host:
+    """The same of the machine."""
+    words = {name: getattr(identity, name)[:MOST_WORD] for name in identity.__struct_fields__}
+    return Host(**words)

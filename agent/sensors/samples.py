@@ -27,6 +27,19 @@ class GpuIdentity(Sample, frozen=True, kw_only=True):
     name: str = ""
     serial: str = ""
     memory_bytes: int = 0
+    part_number: str = ""
+    vbios: str = ""
+    inforom: str = ""
+
+
+class HostIdentity(Sample, frozen=True, kw_only=True):
+    """Which machine this is, by its firmware, and what kernel runs on it. Empty: not readable."""
+
+    vendor: str = ""
+    product: str = ""
+    serial: str = ""
+    chassis_serial: str = ""
+    kernel: str = ""
 
 
 class GpuSample(Sample, frozen=True, kw_only=True):
@@ -117,7 +130,8 @@ class XidEvent(Sample, frozen=True, kw_only=True):
 
 
 class PortSample(Sample, frozen=True, kw_only=True):
-    """One network port. ``was_up``: it has been up since the sensor started, so that being down is news."""
+    """One network port. ``was_up``: it has been up since the sensor started, so that being down is news. ``identity``:
+    by which a vendor knows it (``address``, ``pci_bus_id``, ``board``, ``firmware``), as far as the kernel says."""
 
     name: str
     kind: str
@@ -126,6 +140,7 @@ class PortSample(Sample, frozen=True, kw_only=True):
     rate_gbps: float | None = None
     errors: int | None = None
     link_downs: int | None = None
+    identity: dict[str, str] = {}
 
     @property
     def lost_link(self) -> int | None:

@@ -25,7 +25,7 @@ from everstep.errors import (
 )
 from everstep.ids import Address, Incarnation, NodeId
 from everstep.vocabulary import Finding, Severity
-from everstep.wire.v1.agent import Domain, Gpu, Heartbeat, HeartbeatAnswer, Register, Registered
+from everstep.wire.v1.agent import NO_HOST, Domain, Gpu, Heartbeat, HeartbeatAnswer, Host, Register, Registered
 from everstep.wire.v1.directives import Directive
 from everstep.wire.v1.training import RankProgress
 from everstep.wire.version import SPOKEN
@@ -49,6 +49,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     domain: Domain = Domain()
     labels: dict[str, str] = {}
     gpus: tuple[Gpu, ...] = ()
+    host: Host = NO_HOST
 
 
 class Refusal(Enum):
@@ -143,6 +144,7 @@ class Conversation:
                 domain=facts.domain,
                 labels=facts.labels,
                 gpus=facts.gpus,
+                host=facts.host,
                 findings=findings,
                 sent_at=wall,
             )

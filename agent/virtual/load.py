@@ -49,8 +49,21 @@ def _build(file: ScenarioFile, node: str) -> Scenario:
         driver_version=file.driver_version,
         nvml_error=file.nvml_error,
         gpu=tuple(_named(gpu, index, node) for index, gpu in enumerate(described)),
-        port=file.port,
-        host=file.host,
+        port={name: _addressed(port, name, node) for name, port in file.port.items()},
+        host=_numbered(file.host, node),
+    )
+
+
+def _addressed(port: VirtualPort, name: str, node: str) -> VirtualPort:
+    digest = xxhash.xxh3_64_hexdigest(f"{node}/{name}".encode())
+    guid = ":".join(digest[i : i + 4] for i in range(0, 16, 4))
+    return msgspec.structs.replace(port, address=port.address or guid)
+
+
+def _numbered(host: VirtualHost, node: str) -> VirtualHost:
+    number = int(xxhash.xxh3_64_hexdigest(node.encode())[:10], 16)
+    return msgspec.structs.replace(
+        host, serial=host.serial or str(number), chassis_serial=host.chassis_serial or f"C{number}"
     )
 
 

@@ -7,12 +7,14 @@ from typing import TypeVar
 
 import msgspec
 
-from agent.sensors.samples import HostSample, PathSample, PortSample
+from agent.sensors.samples import HostIdentity, HostSample, PathSample, PortSample
 from agent.virtual.scenario import Control, Scenario, VirtualGpu, VirtualHost, VirtualPort
 
 S = TypeVar("S", bound=msgspec.Struct)
 
 MAX_CONTROL_BYTES = 1 << 20
+IDENTITY = ("address", "pci_bus_id", "board", "firmware")
+"""Of a port, in the order of the real driver's words."""
 
 
 class Machine:
@@ -78,6 +80,16 @@ class Machine:
             load=host.load,
         )
 
+    def host_identity(self) -> HostIdentity:
+        host = self.host
+        return HostIdentity(
+            vendor=host.vendor,
+            product=host.product,
+            serial=host.serial,
+            chassis_serial=host.chassis_serial,
+            kernel=host.kernel,
+        )
+
     def port_samples(self) -> tuple[PortSample, ...]:
         self._up |= {name for name, port in self.ports.items() if port.up}
         return tuple(
@@ -89,6 +101,7 @@ class Machine:
                 rate_gbps=port.rate_gbps,
                 errors=port.errors,
                 link_downs=port.link_downs,
+                identity={name: text for name in IDENTITY if (text := getattr(port, name))},
             )
             for name, port in self.ports.items()
         )

@@ -48,6 +48,9 @@ _STRINGS: dict[str, Callable[[VirtualGpu], str]] = {
     "nvmlDeviceGetName": lambda gpu: gpu.name,
     "nvmlDeviceGetUUID": lambda gpu: gpu.uuid,
     "nvmlDeviceGetSerial": lambda gpu: gpu.serial,
+    "nvmlDeviceGetBoardPartNumber": lambda gpu: gpu.part_number,
+    "nvmlDeviceGetVbiosVersion": lambda gpu: gpu.vbios,
+    "nvmlDeviceGetInforomImageVersion": lambda gpu: gpu.inforom,
 }
 
 _FIELDS: dict[int, Callable[[VirtualGpu], int | None]] = {

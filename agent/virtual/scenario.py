@@ -29,6 +29,9 @@ class VirtualGpu(Virtual, frozen=True, kw_only=True):
     uuid: str = ""
     pci_bus_id: str = ""
     serial: str = ""
+    part_number: str = "692-2G520-0200-000"
+    vbios: str = "96.00.74.00.01"
+    inforom: str = "G520.0200.00.05"
     memory_bytes: int = 85_520_809_984
 
     hang: bool = False
@@ -75,9 +78,13 @@ class VirtualGpu(Virtual, frozen=True, kw_only=True):
 
 
 class VirtualPort(Virtual, frozen=True, kw_only=True):
-    """One network port."""
+    """One network port. ``address``, ``pci_bus_id``, ``board``, ``firmware``: by which a vendor knows it."""
 
     kind: str = "infiniband"
+    address: str = ""
+    pci_bus_id: str = ""
+    board: str = "MT_0000000838"
+    firmware: str = "28.39.1002"
     up: bool = True
     rate_gbps: float = 400.0
     errors: int = 0
@@ -87,6 +94,11 @@ class VirtualPort(Virtual, frozen=True, kw_only=True):
 class VirtualHost(Virtual, frozen=True, kw_only=True):
     """The machine around the GPUs."""
 
+    vendor: str = "NVIDIA"
+    product: str = "DGXH100"
+    serial: str = ""
+    chassis_serial: str = ""
+    kernel: str = "5.15.0-1046-nvidia"
     uptime_s: float = 86_400.0
     memory_available_fraction: Fraction = 0.9
     memory_total_bytes: int = 2 << 40

@@ -114,7 +114,7 @@ def _note(turn: Turn, record: NodeRecord, words: Register) -> None:
     if not record.booted_at or words.boot_id != record.boot_id:
         record.booted_at = turn.now
     record.incarnation, record.vault, record.domain = words.incarnation, words.vault, words.domain
-    record.gpus, record.labels = words.gpus, dict(words.labels)
+    record.gpus, record.host, record.labels = words.gpus, words.host, dict(words.labels)
     record.agent_version = words.agent_version
     record.driver_version, record.boot_id = words.driver_version, words.boot_id
     record.registered_at = turn.now

@@ -35,6 +35,7 @@ def evidence_of(state: FleetState, node: str, now: float, verdicts: Iterable[Ver
         boot_id=record.boot_id,
         booted_at=record.booted_at,
         gpus=record.gpus,
+        host=record.host,
         suspects=suspect_gpus(record, findings),
         findings=findings,
         verdicts=tuple(verdicts),

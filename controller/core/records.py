@@ -10,7 +10,7 @@ import msgspec
 from controller.core.rules import Reports, Steps
 from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, TraceId, Version
 from everstep.vocabulary import Action, Finding, JobState, NodeState, ProbeKind
-from everstep.wire.v1.agent import Domain, Gpu
+from everstep.wire.v1.agent import NO_HOST, Domain, Gpu, Host
 from everstep.wire.v1.parity import Protection
 from everstep.wire.v1.training import GenerationSpec, JobSpec
 
@@ -135,6 +135,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     domain: Domain = Domain()
     labels: dict[str, str] = {}
     gpus: tuple[Gpu, ...] = ()
+    host: Host = NO_HOST
     agent_version: str = ""
     driver_version: str = ""
     boot_id: str = ""

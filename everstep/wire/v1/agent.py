@@ -25,7 +25,13 @@ from everstep.wire.v1.base import Message
 from everstep.wire.v1.directives import Directive
 from everstep.wire.v1.training import AnyReport, RankProgress
 
+MOST_WORD = 128
+"""Characters of a word that hardware says of itself; an agent cuts longer ones."""
+
 LABEL_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,62}$"
+
+HardwareWord = Annotated[str, msgspec.Meta(max_length=MOST_WORD)]
+"""What hardware says of itself."""
 
 MAX_BODY_BYTES = 1 << 20
 """Largest request body the controller reads."""
@@ -38,7 +44,8 @@ def _share(message: Message, *names: str) -> None:
 
 
 class Gpu(Message, frozen=True, kw_only=True, gc=False):
-    """One GPU as NVML names it."""
+    """One GPU as NVML names it. ``part_number`` of its board; ``vbios``, ``inforom``: versions of its firmware and of
+    its InfoROM's image. What it does not tell is empty."""
 
     index: int
     uuid: str
@@ -46,9 +53,32 @@ class Gpu(Message, frozen=True, kw_only=True, gc=False):
     pci_bus_id: str
     memory_bytes: int
     serial: str = ""
+    part_number: HardwareWord = ""
+    vbios: HardwareWord = ""
+    inforom: HardwareWord = ""
 
     def __post_init__(self) -> None:
-        _share(self, "name", "pci_bus_id")
+        _share(self, "name", "pci_bus_id", "part_number", "vbios", "inforom")
+
+
+class Host(Message, frozen=True, kw_only=True, gc=False):
+    """The machine around the GPUs as its firmware names it (DMI), and the kernel's release.
+
+    Serial numbers are readable by root only: empty where the agent runs as somebody else.
+    """
+
+    vendor: HardwareWord = ""
+    product: HardwareWord = ""
+    serial: HardwareWord = ""
+    chassis_serial: HardwareWord = ""
+    kernel: HardwareWord = ""
+
+    def __post_init__(self) -> None:
+        _share(self, "vendor", "product", "kernel")
+
+
+NO_HOST = Host()
+"""One of which nothing is told; this very object is left out of messages."""
 
 
 class Domain(Message, frozen=True, kw_only=True, gc=False):
@@ -82,6 +112,7 @@ class Register(Message, frozen=True, kw_only=True):
     domain: Domain = Domain()
     labels: Labels = {}
     gpus: tuple[Gpu, ...] = ()
+    host: Host = NO_HOST
     findings: tuple[Finding, ...] = ()
     sent_at: float = 0.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from everstep.ids import NodeId
 from everstep.vocabulary import Action, Finding, NodeState, Verdict
-from everstep.wire.v1.agent import Domain, Gpu
+from everstep.wire.v1.agent import NO_HOST, Domain, Gpu, Host
 from everstep.wire.v1.base import Message
 
 FORMAT = "everstep.evidence/1"
@@ -42,6 +42,7 @@ class Evidence(Message, frozen=True, kw_only=True):
     boot_id: str = ""
     booted_at: float = 0.0
     gpus: tuple[Gpu, ...] = ()
+    host: Host = NO_HOST
     suspects: tuple[Gpu, ...] = ()
     findings: tuple[Finding, ...] = ()
     verdicts: tuple[Verdict, ...] = ()

@@ -12,7 +12,7 @@ import msgspec
 
 from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, TraceId, Version
 from everstep.vocabulary import Finding, GenerationReason, JobState, NodeState, Verdict
-from everstep.wire.v1.agent import Domain, Gpu
+from everstep.wire.v1.agent import NO_HOST, Domain, Gpu, Host
 from everstep.wire.v1.base import Message, ShortText
 from everstep.wire.v1.training import GenerationSpec, JobSpec, Member
 
@@ -82,6 +82,7 @@ class NodeDetail(Message, frozen=True, kw_only=True):
     boot_id: str = ""
     vault: str = ""
     gpus: tuple[Gpu, ...] = ()
+    host: Host = NO_HOST
     findings: tuple[Finding, ...] = ()
     verdicts: tuple[Verdict, ...] = ()
     evictions: int = 0

@@ -198,14 +198,18 @@ def test_frozen_telemetry_is_stale() -> None:
     assert judge.polls(31, gpu(energy_j=42.0)) == {f"sensor.stale/{BUS}"}
 
 
+CARD = {"address": "946d:ae03:00f1:0000", "board": "MT_0000000838"}
+
+
 def port(up: bool, was_up: bool = True) -> PortSample:
-    return PortSample(name="mlx5_0/1", kind="infiniband", up=up, was_up=was_up)
+    return PortSample(name="mlx5_0/1", kind="infiniband", up=up, was_up=was_up, identity=CARD)
 
 
 def test_a_port_that_fell_is_a_fault_and_one_that_never_rose_is_not() -> None:
     assert Judge().polls(10, ports=(port(up=False, was_up=False),)) == set()
     judge = Judge()
     assert judge.polls(3, ports=(port(up=False),)) == {"network.port_down/mlx5_0/1"}
+    assert only(judge).evidence == CARD
     assert judge.polls(31, ports=(port(up=True),)) == set()
 
 

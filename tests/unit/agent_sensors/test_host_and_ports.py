@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -161,3 +162,40 @@ def test_a_mount_that_does_not_answer_is_timed_and_blocks_nobody(
         if thread.daemon and thread is not threading.current_thread():
             thread.join(10)
     assert all(sample.silent_s == 0 and sample.free_fraction is not None for sample in sensor.poll())
+
+
+# --- by which a vendor knows the parts ------------------------------------------------------------------------------
+
+
+def test_a_port_is_named_as_its_vendor_names_it_also_when_it_is_gone(tmp_path: Path) -> None:
+    card = tmp_path / "devices/0000:5e:00.0"
+    card.mkdir(parents=True)
+    folder = "class/infiniband/mlx5_0"
+    infiniband(tmp_path, "4: ACTIVE")
+    tree(tmp_path, **{f"{folder}/board_id": "MT_0000000838\n", f"{folder}/fw_ver": "28.39.1002\n"})
+    tree(tmp_path, **{f"{folder}/node_guid": "946d:ae03:00f1:0000\n"})
+    (tmp_path / folder / "device").symlink_to(card)
+    sensor = NetworkSensor(tmp_path)
+    told = {"address": "946d:ae03:00f1:0000", "board": "MT_0000000838", "firmware": "28.39.1002"}
+    assert [port.identity for port in sensor.poll()] == [told | {"pci_bus_id": "0000:5e:00.0"}]
+    shutil.rmtree(tmp_path / folder)
+    for _ in range(COUNTERS_EVERY):
+        (port,) = sensor.poll()
+    assert (port.up, port.identity) == (False, told | {"pci_bus_id": "0000:5e:00.0"})
+
+
+def test_an_ethernet_port_has_its_address(tmp_path: Path) -> None:
+    ethernet(tmp_path, "eth0", "up", physical=True)
+    tree(tmp_path, **{"class/net/eth0/address": "94:6d:ae:03:00:f1\n"})
+    assert NetworkSensor(tmp_path).poll()[0].identity == {"address": "94:6d:ae:03:00:f1"}
+
+
+def test_the_machine_is_named_by_its_firmware_and_what_only_root_may_read_is_empty(tmp_path: Path) -> None:
+    dmi, kernel = "class/dmi/id", "sys/kernel/osrelease"
+    tree(
+        tmp_path, **{f"{dmi}/sys_vendor": "NVIDIA\n", f"{dmi}/product_name": "DGXH100\n", kernel: "6.8.0-40-generic\n"}
+    )
+    tree(tmp_path, **{f"{dmi}/product_serial": "1660224000170\n"})
+    named = sysfs.HostIdentity(vendor="NVIDIA", product="DGXH100", serial="1660224000170", kernel="6.8.0-40-generic")
+    assert sysfs.host_identity(tmp_path, tmp_path) == named
+    assert sysfs.host_identity(tmp_path / "nothing", tmp_path / "nothing") == sysfs.HostIdentity()

@@ -22,6 +22,9 @@ def test_a_real_gpu_is_read_whole() -> None:
             assert sample.energy_j is not None
             assert sample.memory_total_bytes
             assert len(sample.pci_bus_id) == len("0000:1b:00")
+        for gpu in sensor.known.values():
+            assert gpu.vbios
+            assert gpu.part_number == gpu.part_number.strip()
         assert sensor.wait(0.0) in (None, [])
     finally:
         sensor.close()

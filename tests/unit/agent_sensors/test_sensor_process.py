@@ -64,6 +64,8 @@ def test_eight_virtual_gpus_are_seen_healthy(settings: SensorSettings) -> None:
         picture = sensing.pictures[-1]
         assert [gpu.index for gpu in picture.gpu_ids] == list(range(8))
         assert picture.gpu_ids[0].pci_bus_id == BUS
+        assert picture.gpu_ids[0].part_number
+        assert all(getattr(picture.host_id, word) for word in picture.host_id.__struct_fields__)
         assert picture.findings == ()
         assert picture.boot_id == "virtual-boot-1"
         assert sensing.process.pid not in (None, os.getpid())

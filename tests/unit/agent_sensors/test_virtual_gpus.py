@@ -4,16 +4,20 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pynvml
 import pytest
 
 from agent.sensors.gpu import REOPEN_EVERY, GpuSensor
+from agent.sensors.picture import wire_gpu, wire_host
+from agent.sensors.samples import GpuIdentity, HostIdentity
 from agent.virtual.load import load_scenario
 from agent.virtual.machine import Machine
 from agent.virtual.nvml import install, uninstall
 from everstep.clock import ManualClock
 from everstep.errors import ConfigurationError
 from everstep.system_clock import SYSTEM_CLOCK
+from everstep.wire.v1.agent import Gpu, Host
 from tests.support.sensing import Control
 
 
@@ -50,6 +54,23 @@ def test_every_value_of_a_sample_is_read(machine: Machine) -> None:
     assert not sample.error
     missing = {field for field in sample.__struct_fields__ if getattr(sample, field) is None}
     assert missing == {"retired_pages"}  # not offered since Ampere
+
+
+def test_a_gpu_is_named_as_its_vendor_names_it(machine: Machine) -> None:
+    sensed = sensor()
+    sensed.poll()
+    gpu = wire_gpu(next(iter(sensed.known.values())))
+    told = (gpu.serial, gpu.part_number, gpu.vbios, gpu.inforom)
+    first = machine.gpus[0]
+    assert told == (first.serial, "692-2G520-0200-000", "96.00.74.00.01", "G520.0200.00.05")
+
+
+def test_words_of_hardware_that_are_too_long_for_a_message_are_cut() -> None:
+    long = "x" * 1000
+    gpu = wire_gpu(GpuIdentity(index=0, pci_bus_id="0", uuid="u", part_number=long, vbios=long, inforom=long))
+    assert msgspec.json.decode(msgspec.json.encode(gpu), type=Gpu) == gpu
+    host = wire_host(HostIdentity(vendor=long, product=long, serial=long, chassis_serial=long, kernel=long))
+    assert msgspec.json.decode(msgspec.json.encode(host), type=Host) == host
 
 
 def test_two_nodes_have_different_gpus() -> None:

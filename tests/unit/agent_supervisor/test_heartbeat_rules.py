@@ -27,7 +27,7 @@ from everstep.errors import (
     VersionMismatch,
 )
 from everstep.vocabulary import Finding, FindingKind, Severity
-from everstep.wire.v1.agent import Gpu, Heartbeat, HeartbeatAnswer, Register, Registered
+from everstep.wire.v1.agent import Gpu, Heartbeat, HeartbeatAnswer, Host, Register, Registered
 from everstep.wire.v1.directives import Directive, StopJob
 
 FACTS = NodeFacts(vault="127.0.0.1:7702", boot_id="b1")
@@ -68,6 +68,14 @@ def test_the_first_word_is_a_registration_with_all_findings() -> None:
     assert (message.node, message.incarnation, message.vault) == ("n1", 7, "127.0.0.1:7702")
     assert message.findings == (a_finding(),)
     assert 1 in message.protocols
+
+
+def test_a_registration_says_what_the_node_is_made_of() -> None:
+    facts = msgspec.structs.replace(FACTS, host=Host(vendor="NVIDIA", serial="166"), driver_version="570")
+    message = Talk().next(facts=facts)
+    assert isinstance(message, Register)
+    said = {field: getattr(message, field) for field in facts.__struct_fields__}
+    assert said == msgspec.structs.asdict(facts)
 
 
 def test_after_registering_it_beats_and_counts() -> None:

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from everstep.vocabulary import Decision, NodeState
 from everstep.wire.v1 import history as past
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1.agent import Domain, Gpu
+from everstep.wire.v1.agent import Domain, Gpu, Host
 from everstep.wire.v1.enrolment import Issued, IssueViewer
 from everstep.wire.v1.evidence import Evidence
 from everstep.wire.v1.training import FindingCleared, FindingRaised
@@ -20,7 +20,17 @@ from tests.support.controllers import OPERATOR, VIEWER, InProcess, Refused, Spea
 from tests.support.core_fleet import xid
 from tests.support.spoken import FELL_OFF, fleet, running_job
 
-H100 = Gpu(index=0, uuid="GPU-1", name="NVIDIA H100 80GB HBM3", pci_bus_id="0", memory_bytes=80 << 30, serial="165")
+H100 = Gpu(
+    index=0,
+    uuid="GPU-1",
+    name="NVIDIA H100 80GB HBM3",
+    pci_bus_id="0",
+    memory_bytes=80 << 30,
+    serial="165",
+    part_number="692-2G520-0200-000",
+    vbios="96.00.74.00.01",
+    inforom="G520.0200.00.05",
+)
 BECAUSE = op.Because(reason="a smell of smoke")
 
 
@@ -184,11 +194,15 @@ def test_what_people_did_with_credentials_is_an_order_too(client: TestClient) ->
 def test_a_node_that_goes_to_repair_has_its_evidence_in_one_document(client: TestClient) -> None:
     (speaker,) = fleet(client, "n1")
     speaker.incarnation = 2
-    speaker.register(gpus=(H100,))
+    host = Host(vendor="NVIDIA", product="DGXH100", serial="166", chassis_serial="C166", kernel="6.8.0")
+    speaker.register(gpus=(H100,), host=host)
     speaker.report(FindingRaised(finding=FELL_OFF))
     post(client, "/v1/nodes/n1/repair", BECAUSE, op.Changed)
+    assert get(client, "/v1/nodes/n1", op.NodeDetail).host == host
     bundle = get(client, "/v1/nodes/n1/evidence", Evidence)
     assert (bundle.node, bundle.state, bundle.gpus[0].serial) == ("n1", NodeState.REPAIR, "165")
+    assert bundle.host == host
+    assert bundle.gpus[0] == H100
     assert FELL_OFF.message in {finding.message for finding in bundle.findings}
     assert bundle.verdicts
 
