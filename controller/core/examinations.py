@@ -33,6 +33,8 @@ def check_care(turn: Turn, node: str) -> None:
     """Whatever of a node's treatment may be due."""
     record = turn.state.nodes[node]
     holds.check_end(turn, node)
+    if record.state is NodeState.HELD:
+        holds.come_back(turn, node, f"nobody's word keeps {node} out any more")
     forget_unseen(turn, node)
     look_again(turn, node)
     if record.state is NodeState.QUARANTINED:

@@ -113,6 +113,8 @@ def test_a_held_node_that_offends_again_and_again_goes_to_repair_when_it_is_rele
     fleet.advance(60.0, *EVERYONE)
     assert fleet.node_state("n2") is NodeState.HELD
     fleet.order(OperatorAction.RELEASE, node="n2")
+    assert fleet.node_state("n2") is NodeState.HELD  # until its eviction cannot be taken back any more
+    fleet.advance(120.0, *EVERYONE)
     assert fleet.node_state("n2") is NodeState.REPAIR
 
 
