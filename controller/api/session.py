@@ -17,7 +17,8 @@ import msgspec
 from controller.api import asgi
 from controller.api.auth import Gate
 from controller.api.desk import AgentDesk, BeatAnswer, decode_register
-from controller.push import Encoded, Outgoing
+from controller.api.pushes import frames_of
+from controller.push import Outgoing
 from everstep.errors import (
     AuthenticationError,
     EverstepError,
@@ -30,7 +31,7 @@ from everstep.errors import (
 )
 from everstep.tokens import Identity
 from everstep.wire.v1.agent import MAX_BODY_BYTES, Heartbeat, Registered, Reports, ReportsAnswer
-from everstep.wire.v1.session import NUMBER_BYTES, PREFIX_BYTES, Acknowledge, Frame, Refused, encode_frame
+from everstep.wire.v1.session import PREFIX_BYTES, Acknowledge, Frame, Refused, encode_frame
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +51,6 @@ _QUIET_BEAT = int(Frame.QUIET_BEAT)  # an enumeration's names take time to look 
 _BEATS = (_QUIET_BEAT, int(Frame.HEARTBEAT))
 _REPORTS_LANE = (Frame.REPORTS,)
 _BEATS_LANE = (Frame.HEARTBEAT, Frame.QUIET_BEAT, Frame.REGISTER)
-
-
-class _Directives(msgspec.Struct, frozen=True):
-    """``DirectivesAnswer`` over encoded directives."""
-
-    directives: tuple[Encoded, ...]
 
 
 class Session(asyncio.Protocol):
@@ -356,32 +351,12 @@ class Session(asyncio.Protocol):
 
     def push(self, directives: Sequence[Outgoing]) -> None:
         """Sends directives, in order. Never raises and never waits."""
-        small: list[Outgoing] = []
-        for one in directives:
-            if one.body.is_large:
-                self._push_small(small)
-                small = []
-                self._push_large(one)
-            else:
-                small.append(one)
-        self._push_small(small)
+        for parts in frames_of(directives):
+            if not self._closed:
+                self._transport.writelines((self._before, *parts) if self._before else parts)
+                self._before = b""
         if self._transport.get_write_buffer_size() > MOST_UNREAD_BYTES and not self._closed:
             self._cut()
-
-    def _push_small(self, directives: list[Outgoing]) -> None:
-        if len(directives) == 1:  # a notice to a whole job, mostly
-            (one,) = directives
-            self._send(Frame.PUSH, b'{"directives":[{"seq":%d,"body":%b}]}' % (one.seq, one.body.json))
-        elif directives:
-            self._send(Frame.PUSH, asgi.encode(_Directives(tuple(one.encoded() for one in directives))))
-
-    def _push_large(self, one: Outgoing) -> None:
-        """The number, and the deflated body that all receivers share: it is not copied."""
-        if not self._closed:
-            deflated = one.body.deflated
-            length = (1 + NUMBER_BYTES + len(deflated)).to_bytes(PREFIX_BYTES, "big")
-            head = length + bytes((Frame.DEFLATED_PUSH,)) + one.seq.to_bytes(NUMBER_BYTES, "big")
-            self._transport.writelines((head, deflated))
 
     def _send(self, kind: Frame, body: bytes) -> None:
         if not self._closed:
