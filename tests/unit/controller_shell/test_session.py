@@ -219,7 +219,6 @@ def test_a_quiet_beat_that_comes_with_the_request_is_told_of_after_the_answer_to
     monkeypatch.setattr("controller.push.DEFLATED_FROM_BYTES", 1)
     session = ready(dial)
     session.report(joined("j", 1.0))
-    session.close()
     line = Line(controller.address)
     beat = b'{"incarnation":1,"seq":2,"sent_at":0.0}'
     line.send(upgrade("n1", bearer(TokenRole.AGENT, "n1")) + encode_frame(Frame.QUIET_BEAT, beat))
@@ -228,6 +227,7 @@ def test_a_quiet_beat_that_comes_with_the_request_is_told_of_after_the_answer_to
     length = int.from_bytes(line.take(4), "big")
     assert line.take(length)[0] == Frame.DEFLATED_PUSH
     line.close()
+    session.close()
 
 
 def test_more_frames_than_may_wait_are_read_later_and_all_are_answered(dial: Dial) -> None:
