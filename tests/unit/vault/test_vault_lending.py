@@ -14,7 +14,7 @@ from everstep.wire.v1 import local, supervision
 from everstep.wire.v1.transfer import Put
 from tests.support.borrowing import borrowed, rank_of, read
 from tests.support.forked import ForkPool
-from tests.support.vaults import JOB, SECRET, RankMemory, Vaults, noise, vaults
+from tests.support.vaults import JOB, RankMemory, SECRET, Vaults, noise, until, vaults
 from trainer_hooks.vault_client import VaultClient
 
 V = Version(1, 1)
@@ -100,4 +100,5 @@ def test_a_peer_that_is_gone_is_unavailable_and_its_loss_is_told(fleet: Vaults, 
 def test_a_client_that_takes_no_descriptor_gets_its_answer_and_the_vault_keeps_nothing_open(fleet: Vaults) -> None:
     client = fleet.all[0].client()
     assert isinstance(client.ask(local.Connect, job=JOB, node="n2"), local.Connected)
-    assert fleet.all[0].client().ask(supervision.Statistics).levels["peer_connections"] == 0
+    statistics = fleet.all[0].client()
+    until(lambda: statistics.ask(supervision.Statistics).levels["peer_connections"] == 0)
