@@ -14,7 +14,7 @@ from everstep.wire.v1 import local, supervision
 from everstep.wire.v1.transfer import Put
 from tests.support.borrowing import borrowed, rank_of, read
 from tests.support.forked import ForkPool
-from tests.support.vaults import JOB, RankMemory, SECRET, Vaults, noise, until, vaults
+from tests.support.vaults import JOB, SECRET, RankMemory, Vaults, noise, until, vaults
 from trainer_hooks.vault_client import VaultClient
 
 V = Version(1, 1)
@@ -101,4 +101,4 @@ def test_a_client_that_takes_no_descriptor_gets_its_answer_and_the_vault_keeps_n
     client = fleet.all[0].client()
     assert isinstance(client.ask(local.Connect, job=JOB, node="n2"), local.Connected)
     statistics = fleet.all[0].client()
-    until(lambda: statistics.ask(supervision.Statistics).levels["peer_connections"] == 0)
+    until(lambda: statistics.ask(supervision.Statistics).levels["peer_connections"] == 0, "nothing is open")
