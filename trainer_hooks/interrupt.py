@@ -5,6 +5,8 @@ ways to reach it. *Asking* raises ``Regroup`` where the thread calls a module ne
 training function may raise, with nothing half done. *Interrupting* raises it between two byte codes, wherever that
 is. It works in any Python code, but an exception that arrives just after a lock was taken in Python code
 (``threading.Condition``, ``queue.Queue``, ``logging``) leaves it taken; so it comes second, when asking did not help.
+A thread that waits in Python's own C code (for a lock, a future, a socket, in ``sleep``) runs none of that code until a
+signal wakes it, so one is sent along, with a handler that does nothing.
 
 For the same reason locks that this package's own threads share with the main thread are plain ``threading.Lock``
 objects in ``with`` statements, where no such gap exists.
@@ -13,6 +15,7 @@ objects in ``with`` statements, where no such gap exists.
 from __future__ import annotations
 
 import ctypes
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,11 +39,29 @@ def _set_async_exception(thread_id: int, kind: type[BaseException] | None) -> No
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), target)
 
 
+WAKE = signal.SIGURG
+"""Ignored where nobody handles it, so that one that comes late is no harm."""
+
+
+def _handle_wakes() -> bool:
+    """Whether this thread is one that signals wake, and the signal was free for it."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    if signal.getsignal(WAKE) is signal.SIG_DFL:
+        signal.signal(WAKE, _woken)
+    return signal.getsignal(WAKE) is _woken
+
+
+def _woken(number: int, frame: object) -> None:
+    """Regroup is raised as this begins, and leaves it for whatever waits."""
+
+
 class Interrupter:
     """Raises ``Regroup`` in the thread that makes it, at most once in each ``call``, and only inside one."""
 
     def __init__(self) -> None:
         self._thread_id = threading.get_ident()
+        self._wakes = _handle_wakes()
         self._lock = threading.Lock()
         self._open = False
         self._raised = False
@@ -64,6 +85,8 @@ class Interrupter:
                 return True
             self._raised = True
             _set_async_exception(self._thread_id, Regroup)
+            if self._wakes:
+                signal.pthread_kill(self._thread_id, WAKE)
             return True
 
     def _at_module_call(self, module: Any, arguments: Any) -> None:

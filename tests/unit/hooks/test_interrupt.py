@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import queue
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 import pytest
 import torch
 from torch.nn.modules import module as torch_modules
 
+from tests.support.vaults import until
 from trainer_hooks.interrupt import Interrupter, Regroup
 
 
@@ -47,6 +52,23 @@ def test_a_function_in_python_code_ends_with_regroup(interrupter, elsewhere):
         spin_until(lambda: False)
 
     elsewhere(lambda: started.wait(10) and interrupter.interrupt())
+    assert isinstance(interrupter.call(function), Regroup)
+
+
+@pytest.mark.parametrize("wait", [lambda: Future().result(), lambda: queue.Queue().get(), lambda: time.sleep(3600)])
+def test_a_function_that_waits_in_pythons_own_code_is_woken_for_it(interrupter, elsewhere, wait):
+    main, started = threading.get_ident(), threading.Event()
+
+    def function() -> None:
+        started.set()
+        wait()
+
+    def interrupt() -> None:
+        started.wait(10)
+        until(lambda: sys._current_frames()[main].f_code.co_name in ("wait", "<lambda>"), "it waits")
+        interrupter.interrupt()
+
+    elsewhere(interrupt)
     assert isinstance(interrupter.call(function), Regroup)
 
 
