@@ -392,6 +392,9 @@ class Run:
         return self._keeper.atomic()
 
     def close(self) -> None:
-        """The training function was left: ends the workers of its loaders. Whoever entered it calls this."""
+        """The training function was left: ends the workers of its loaders, and what threads of it still save. Whoever
+        entered it calls this."""
         for loader in self._loaders:
             loader.close()
+        if self._tier is not None:
+            self._tier.is_over = True

@@ -6,7 +6,9 @@ does not see them, and they are copied to other nodes as snapshots are.
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
+from typing import NoReturn
 
 from torch._C._distributed_c10d import Store
 
@@ -21,7 +23,11 @@ from trainer_hooks.vault_client import VaultClient
 FIRST_LOCAL_RANK = 32
 """Half of the local ranks for which a vault keeps segments."""
 SLOTS = 3
-"""The one being written and the two written last."""
+"""The one being written, the newest that is known to be whole, and the newest besides."""
+WHOLE = "dcp/whole"
+"""Where the generation's store has it."""
+_FILLING = threading.Lock()
+"""Held by whoever fills a slot: a thread that a generation left behind may be at it while the next one begins."""
 
 
 class Tier:
@@ -42,6 +48,16 @@ class Tier:
         self.store = store
         self.local = LocalSlots()
         self.loads = 0
+        self.is_over = False
+        """The generation was left: what a thread of it still wants to write is refused."""
+        self.filling = _FILLING
+        self._loaded: Version | None = None
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a VaultWriter writes in the process of its rank: torch.distributed.checkpoint.async_save takes "
+            "async_checkpointer_type=AsyncCheckpointerType.THREAD with it (docs/decisions/0048)"
+        )
 
     @property
     def rank(self) -> int:
@@ -68,14 +84,34 @@ class Tier:
         far = slot.node != own.node and not self.spec.is_near(own.node, slot.node)
         return slot.node != own.node, far, slot.replica, (slot.rank - self.rank) % FIRST_CHECKPOINT_RANK
 
+    def note_whole(self, version: Version) -> None:
+        """All ranks wrote this one; rank 0 says so."""
+        self.store.set(WHOLE, _text(version))
+
+    def note_loaded(self, version: Version) -> None:
+        """It was whole, and nothing newer is known to be."""
+        self._loaded = version
+
+    def newest_whole(self) -> Version | None:
+        """The newest checkpoint that is known to be whole: what must not be written over."""
+        return _version(self.store.get(WHOLE).decode()) if self.store.check([WHOLE]) else self._loaded
+
     def agree(self, chosen: Version | None) -> Version:
         """What rank 0 chose, on all ranks. Raises NotRestorable where it chose nothing."""
         key = f"dcp/load/{self.loads}"
         self.loads += 1
         if self.member.rank == 0:
-            self.store.set(key, "" if chosen is None else f"{chosen.generation}:{chosen.step}")
+            self.store.set(key, "" if chosen is None else _text(chosen))
         told = self.store.get(key).decode()
         if not told:
             raise NotRestorable("the job's vaults hold no whole checkpoint of the kind that is asked for")
-        generation, _, step = told.partition(":")
-        return Version(int(generation), int(step))
+        return _version(told)
+
+
+def _text(version: Version) -> str:
+    return f"{version.generation}:{version.step}"
+
+
+def _version(text: str) -> Version:
+    generation, _, step = text.partition(":")
+    return Version(int(generation), int(step))

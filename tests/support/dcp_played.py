@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,9 +21,19 @@ from trainer_hooks.regroup import Rendezvous
 from trainer_hooks.vault_client import VaultClient
 
 Order = tuple[str, int | None, Layout]
-"""("save" or "load", step, layout); "pickle" saves with torch's own planner, "unpickle" loads with it."""
+"""("save" or "load", step, layout); "pickle" saves with torch's own planner, "unpickle" loads with it, and of a "torn"
+save the last rank writes nothing."""
 
 NOTES = {"step": 7, "note": {"names": ["a", "b"], "pair": (1, 2.5)}}
+
+
+class Torn(VaultSavePlanner):
+    """Fails on the last rank."""
+
+    def resolve_data(self, write_item: Any) -> Any:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise ValueError("torn")
+        return super().resolve_data(write_item)
 
 
 def play(generations: Sequence[tuple[GenerationSpec, Sequence[Order]]], rank: int, vault_socket: str) -> list[Any]:
@@ -52,12 +63,16 @@ def play(generations: Sequence[tuple[GenerationSpec, Sequence[Order]]], rank: in
 def _carry_out(order: Order, tier: Tier) -> Any:
     what, step, layout = order
     trained = Trained(layout)
-    if what in ("save", "pickle"):
+    if what in ("save", "pickle", "torn"):
         assert step is not None
         for number in range(1, step + 1):
             trained.step(number)
     model, optimizer = get_state_dict(trained.module, trained.optimizer)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "notes": NOTES}
+    if what == "torn":
+        with contextlib.suppress(CheckpointException):
+            dcp.save(state, storage_writer=VaultWriter(tier, step), planner=Torn())
+        return None
     if what in ("save", "pickle"):
         planner = VaultSavePlanner() if what == "save" else DefaultSavePlanner()
         dcp.save(state, storage_writer=VaultWriter(tier, step or 0, allow_pickle=what == "pickle"), planner=planner)

@@ -22,6 +22,7 @@ from everstep.manifests import Manifest, decode_manifest
 from everstep.wire.v1.local import SlotInfo
 from trainer_hooks.dcp.metadata import Aside, Place, decode_aside, metadata_of
 from trainer_hooks.dcp.planner import PLAIN, VaultLoadPlanner
+from trainer_hooks.dcp.steps import step_of
 from trainer_hooks.restore.choose import FIRST_CHECKPOINT_RANK
 from trainer_hooks.restore.fetch import Loader, Supply
 from trainer_hooks.restore.local import BadSlot
@@ -46,13 +47,15 @@ class VaultReader(StorageReader):
 
     Args:
         tier: this rank's place, ``run.tier``.
-        step: which checkpoint; the newest whole one where it is None.
+        step: which checkpoint. None: the number at the end of the ``checkpoint_id`` that DCP is given, or the newest
+            whole one where it is given none.
         allow_pickle: whether values that are no tensors may be read that another planner stored as pickles. They come
             from other nodes' memory, and run what they say.
     """
 
     def __init__(self, tier: Tier, step: int | None = None, *, allow_pickle: bool = False) -> None:
         self._tier = tier
+        self._given = step
         self._step = step
         self._allow_pickle = allow_pickle
         self._supplies: list[list[Supply]] = []
@@ -60,7 +63,16 @@ class VaultReader(StorageReader):
         self._metadata: Metadata | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Raises ValueError for an id without a number."""
+        self._step = self._given if self._given is not None or checkpoint_id is None else step_of(checkpoint_id)
         self._metadata = None
+
+    def newest(self) -> int | None:
+        """The step of the newest whole checkpoint; None where there is none. All ranks ask together."""
+        try:
+            return self._agreed()[0].step
+        except NotRestorable:
+            return None
 
     def read_metadata(self, *args: Any, **_: Any) -> Metadata:
         """Raises NotRestorable where no whole checkpoint is there.
@@ -68,10 +80,7 @@ class VaultReader(StorageReader):
         A parameter by the name of ``kwargs`` would tell torch that each rank has metadata of its own to fall back on.
         """
         if self._metadata is None:
-            found = self._tier.checkpoints()
-            chosen = self._newest_whole(found) if self._tier.member.rank == 0 else None
-            version = self._tier.agree(chosen)
-            self._take(version, found.get(version, []))
+            self._take(*self._agreed())
         assert self._metadata is not None
         return self._metadata
 
@@ -104,6 +113,14 @@ class VaultReader(StorageReader):
         return False
 
     # --- which checkpoint
+
+    def _agreed(self) -> tuple[Version, list[SlotInfo]]:
+        """The version that rank 0 found, and its slots. Raises NotRestorable on all ranks where it found none."""
+        found = self._tier.checkpoints()
+        chosen = self._newest_whole(found) if self._tier.member.rank == 0 else None
+        version = self._tier.agree(chosen)
+        self._tier.note_loaded(version)
+        return version, found.get(version, [])
 
     def _newest_whole(self, found: dict[Version, list[SlotInfo]]) -> Version | None:
         for version in sorted(found, reverse=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+import threading
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from everstep.boxes import Box
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, StaleGeneration
 from everstep.ids import Version
 from everstep.manifests import LAYOUT_FORMAT, Manifest, Stored, Tensor, encode_manifest
 from everstep.slot_choice import slot_to_fill
@@ -21,6 +23,7 @@ from everstep.slots import SlotHeader, SlotState, slot_bytes_for
 from everstep.wire.v1.local import Replicated
 from trainer_hooks.dcp.metadata import Aside, encode_aside
 from trainer_hooks.dcp.planner import PLAIN
+from trainer_hooks.dcp.steps import step_of
 from trainer_hooks.mapped_segment import MappedSegment
 from trainer_hooks.snapshot.blob import dtype_name
 from trainer_hooks.snapshot.copy import slot_view, write_blob
@@ -31,26 +34,36 @@ log = logging.getLogger(__name__)
 
 
 class VaultWriter(StorageWriter):
-    """Writes one checkpoint into the memory tier; the two written last are kept.
+    """Writes checkpoints into the memory tier; the two written last are kept, and the newest that all ranks wrote.
 
     Use it with ``planner=VaultSavePlanner()``. DCP's own collectives make it one checkpoint of all ranks.
+    ``async_save`` takes it as well, with ``process_group=`` a group of its own that was made in this generation.
 
     Args:
         tier: this rank's place, ``run.tier``.
-        step: the checkpoint's number; of one generation a later one has a higher number.
+        step: the checkpoint's number; of one generation a later one has a higher number. None: the number at the end
+            of the ``checkpoint_id`` that DCP is given, such as ``outputs/step-40``.
         allow_pickle: whether values that are no tensors may be stored by another planner, that is, as pickles.
     """
 
-    def __init__(self, tier: Tier, step: int, *, allow_pickle: bool = False) -> None:
+    def __init__(self, tier: Tier, step: int | None = None, *, allow_pickle: bool = False) -> None:
         self._tier = tier
-        self._version = Version(tier.spec.number, step)
+        self._step = step
+        self._version = Version(tier.spec.number, step or 0)
         self._allow_pickle = allow_pickle
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: what is written is named by its step."""
+        """Raises ValueError where nothing says which step it is."""
+        step = self._step if self._step is not None else step_of(checkpoint_id)
+        self._version = Version(self._tier.spec.number, step)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing."""
+        """Raises ValueError in a thread that would use whatever process group is the default one by then."""
+        if threading.current_thread() is not threading.main_thread() and _is_over_default_group():
+            raise ValueError(
+                "a thread that saves by itself must have a process group of its own, or after a regroup it uses that "
+                "of the next generation: async_save(..., process_group=dist.new_group(backend='gloo'))"
+            )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -67,6 +80,15 @@ class VaultWriter(StorageWriter):
         values = {item.index.fqn: self._value(item, planner) for item in plan.items if item not in tensors}
         aside = encode_aside(Aside(values, plan.planner_data or {}))
         manifest = self._manifest(tensors, len(aside))
+        with self._tier.filling:
+            segment, slot = self._fill(tensors, planner, manifest, aside)
+        results = [WriteResult(item.index, nbytes_of(item), None) for item in plan.items]
+        return self._replicated(segment, slot, manifest.payload_bytes, results)
+
+    def _fill(
+        self, tensors: list[WriteItem], planner: SavePlanner, manifest: Manifest, aside: bytes
+    ) -> tuple[MappedSegment, int]:
+        self._require_generation()
         body = encode_manifest(manifest)
         segment = self._segment(len(body), manifest.payload_bytes)
         slot = self._slot(segment)
@@ -80,12 +102,17 @@ class VaultWriter(StorageWriter):
                     live: Any = planner.resolve_data(item)
                     slot_view(whole, at.at, manifest.catalog[at.tensor].dtype, at.box.size).copy_(live)
         write_blob(payload, manifest, aside)
+        self._require_generation()
         segment.view.seal(slot)
-        results = [WriteResult(item.index, nbytes_of(item), None) for item in plan.items]
-        return self._replicated(segment, slot, manifest.payload_bytes, results)
+        return segment, slot
+
+    def _require_generation(self) -> None:
+        if self._tier.is_over:
+            raise StaleGeneration(f"checkpoint {self._version} is given up: its generation was left")
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Nothing: a checkpoint is whole when the slots of all its ranks are there."""
+        """A checkpoint is whole when the slots of all its ranks are there; nothing is written last."""
+        self._tier.note_whole(self._version)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -125,14 +152,16 @@ class VaultWriter(StorageWriter):
         return self._tier.vault.open_segment(self._tier.spec.job, self._tier.local_rank, needed, slots=SLOTS)
 
     def _slot(self, segment: MappedSegment) -> int:
-        """Over the oldest; what was written before under this version is given up."""
+        """Over the oldest that nobody needs; what was written before under this version is given up."""
         view = segment.view
         for slot, header in list(view.sealed()):
             if header.version == self._version:
                 view.discard(slot)
         headers: list[SlotHeader | None] = [view.header(slot) for slot in range(view.slots)]
         sealed = sorted(h.version for h in headers if h is not None and h.state is SlotState.SEALED)
-        return slot_to_fill(headers, set(sealed[-2:]))
+        whole = self._tier.newest_whole()
+        others = [version for version in sealed if version != whole]
+        return slot_to_fill(headers, {*others[-1:], whole} if whole in sealed else set(sealed[-2:]))
 
     def _replicated(
         self, segment: MappedSegment, slot: int, nbytes: int, results: list[WriteResult]
@@ -165,6 +194,16 @@ class VaultWriter(StorageWriter):
 
         sealed.add_done_callback(told)
         return done
+
+
+def _is_over_default_group() -> bool:
+    """Whether DCP's save, above here, was given no process group. It tells a storage writer nothing of that."""
+    frame = sys._getframe()
+    while frame := frame.f_back:  # type: ignore[assignment]
+        wrapper = frame.f_locals.get("distW")
+        if wrapper is not None:
+            return bool(wrapper.use_dist and wrapper.group is None)
+    return False
 
 
 def box_of(item: WriteItem) -> Box:

@@ -108,6 +108,17 @@ def test_two_checkpoints_are_kept_and_one_that_is_not_there_is_said_to_be_missin
 
 
 @pytest.mark.slow
+def test_the_newest_that_all_ranks_wrote_is_kept_however_many_come_to_nothing_after_it(fleet: Fleet) -> None:
+    split, torn = Layout(shard=2), [("torn", step, Layout(shard=2)) for step in (2, 3, 4)]
+    saved, *_, loaded = fleet.run(1, FOUR[:2], ("save", 1, split), *torn, ("load", None, split))
+    assert equal(loaded, saved)
+    loaded, *_ = fleet.run(2, FOUR[:2], ("load", None, split), *torn)
+    assert equal(loaded, saved)
+    (loaded,) = fleet.run(3, FOUR[:2], ("load", None, split))
+    assert equal(loaded, saved)
+
+
+@pytest.mark.slow
 def test_pickles_are_neither_written_nor_read_unless_they_are_allowed(fleet: Fleet) -> None:
     saved, loaded = fleet.run(1, FOUR[:2], ("pickle", 1, Layout(tp=2)), ("unpickle", 1, Layout(tp=2)))
     assert equal(loaded, saved)
