@@ -10,6 +10,8 @@ STAMP := $(VENV)/.installed
 TORCH_INDEX ?=
 # Processes that share the tests, a file at a time: much of a test is waiting. 0: one alone.
 WORKERS ?= 2
+# Images of containers like to set it; then each process compiles everything anew, and tests start hundreds of them.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help
 help: ## list the targets

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import pytest
@@ -14,10 +18,35 @@ from tests.support.forked import ForkPool, fork_pool
 from trainer_hooks.launch.preload import MODULES
 
 
-def pytest_configure() -> None:
+LONGEST_TEMPORARY = 24
+"""Bytes of the path of the directory for temporary files: sockets are made some way below, and have 107 for theirs."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """What a shell starts in the background ignores Ctrl-C, and so does all that it starts; some tests send it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not hasattr(config, "workerinput"):  # xdist's workers are started later, and inherit it
+        own_temporary_directory(config)
+
+
+def own_temporary_directory(config: pytest.Config) -> None:
+    """Gives the session, its workers and all that they start a directory for temporary files, gone at the end: processes
+    that tests kill leave theirs behind. Where ``tmp_path`` lies stays as it is: that is kept for who looks at a failure.
+    """
+    usual = tempfile.gettempdir()
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", usual)
+    own = tempfile.mkdtemp(prefix="ev-", dir=usual if len(os.fsencode(usual)) <= LONGEST_TEMPORARY else "/tmp")
+    os.environ["TMPDIR"] = tempfile.tempdir = own
+    # At the interpreter's end, after multiprocessing has removed its own directory in there (at -100).
+    Finalize(None, shutil.rmtree, (own,), {"ignore_errors": True}, exitpriority=-200)
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Refuses two tests of one name: xdist would run one of them."""
+    twice = [name for name, times in Counter(item.nodeid for item in items).items() if times > 1]
+    if twice:
+        raise pytest.UsageError(f"tests must have names of their own: {', '.join(twice)}")
 
 
 @pytest.fixture(scope="session")

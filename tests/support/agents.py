@@ -107,7 +107,7 @@ class AgentProcess:
 @contextlib.contextmanager
 def agent_process(controller: str) -> Iterator[AgentProcess]:
     """An agent that is not started yet; everything of it is gone after the block."""
-    base = Path(tempfile.mkdtemp(prefix="ev-agent-", dir="/tmp"))
+    base = Path(tempfile.mkdtemp(prefix="ev-agent-"))
     agent = AgentProcess(base, controller)
     try:
         yield agent

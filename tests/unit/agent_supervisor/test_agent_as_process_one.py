@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(_cannot(), reason="this machine makes no process
 
 @pytest.fixture
 def base() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="ev-one-", dir="/tmp"))
+    path = Path(tempfile.mkdtemp(prefix="ev-one-"))
     yield path
     shutil.rmtree(path)
 

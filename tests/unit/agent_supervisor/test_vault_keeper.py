@@ -65,7 +65,7 @@ class Place:
 
 @pytest.fixture
 def place() -> Iterator[Place]:
-    made = Place(Path(tempfile.mkdtemp(prefix="ev-keeper-", dir="/tmp")))
+    made = Place(Path(tempfile.mkdtemp(prefix="ev-keeper-")))
     yield made
     for pid in made.pids:
         if is_running(pid):
