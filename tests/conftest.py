@@ -17,7 +17,6 @@ from tests.support import programs
 from tests.support.forked import ForkPool, fork_pool
 from trainer_hooks.launch.preload import MODULES
 
-
 LONGEST_TEMPORARY = 24
 """Bytes of the path of the directory for temporary files: sockets are made some way below, and have 107 for theirs."""
 
@@ -31,9 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def own_temporary_directory(config: pytest.Config) -> None:
-    """Gives the session, its workers and all that they start a directory for temporary files, gone at the end: processes
-    that tests kill leave theirs behind. Where ``tmp_path`` lies stays as it is: that is kept for who looks at a failure.
-    """
+    """Gives the session, its workers and all that they start a directory for temporary files that is gone at the end:
+    processes that tests kill leave theirs behind. ``tmp_path`` stays where it was, kept for who looks at a failure."""
     usual = tempfile.gettempdir()
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", usual)
     own = tempfile.mkdtemp(prefix="ev-", dir=usual if len(os.fsencode(usual)) <= LONGEST_TEMPORARY else "/tmp")
