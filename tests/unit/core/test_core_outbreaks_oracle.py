@@ -1,0 +1,151 @@
+"""Which findings are taken for an outbreak's, against everything that was ever shown, gone through from the start.
+
+The core keeps for each kind of finding a few nodes in the order in which they were seen, and looks at the oldest only.
+Here each question begins with the first thing that happened, and looks at every node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from unittest.mock import patch
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controller.core import outbreaks
+from controller.core.rules import Rule, SecondPass
+from controller.core.state import FleetState
+from controller.core.turn import Turn
+from everstep.vocabulary import Finding, FindingKind
+from tests.support.core_fleet import START, CoreFleet, audits, xid
+
+WINDOW_S = 20.0
+KINDS = 2
+"""That are followed at once, here."""
+XIDS = (1, 2, 3)
+BEGAN, OVER = "fleet.correlated_finding", "fleet.correlated_finding_over"
+numbers = st.integers(0, 8)
+acts = st.lists(
+    st.tuples(st.sampled_from(["show"] * 5 + ["clear", "wait", "wait"]), numbers, st.sampled_from((1, *XIDS))),
+    min_size=20,
+    max_size=60,
+)
+rules = st.builds(
+    lambda nodes, share, two: Rule(
+        kind=FindingKind.GPU_XID,
+        source="a test",
+        correlated_nodes=nodes,
+        correlated_share=share,
+        correlated_s=WINDOW_S,
+        second_pass=two,
+    ),
+    st.sampled_from([3, 5, 9]),
+    st.sampled_from([0.2, 0.5, 0.95]),
+    st.sampled_from([SecondPass.NONE, SecondPass.NONE, SecondPass.PAIR]),
+)
+
+
+@dataclass
+class _Kind:
+    """``shown``: when each node last showed it, as far as anybody looked; ``on``: an outbreak of it stands."""
+
+    shown: dict[str, float] = field(default_factory=dict)
+    on: bool = False
+
+
+@dataclass
+class _Oracle:
+    rule: Rule
+    drivers: dict[str, str]
+    past: list[tuple[float, str, str, str]] = field(default_factory=list)
+
+    def stands(self, upto: int, node: str, kind: str) -> bool:
+        words = [what for _, what, who, of in self.past[:upto] if (who, of) == (node, kind)]
+        return bool(words) and words[-1] == "show"
+
+    def cause(self, nodes: set[str], node: str) -> bool:
+        """Whether so many show it that it is no fault of ``node``'s own, as the rule's docstrings say it."""
+        count, known = len(nodes), len(self.drivers)
+        alike = {other for other, driver in self.drivers.items() if driver == self.drivers[node]}
+        return (
+            count >= self.rule.correlated_nodes
+            or (count >= 3 and count / known >= self.rule.correlated_share)
+            or (
+                count >= 2
+                and count / known >= max(0.5, self.rule.correlated_share)
+                and self.rule.second_pass is SecondPass.NONE
+            )
+            or (self.drivers[node] != "" and len(nodes & alike) >= 3 and len(nodes & alike) > len(alike - nodes))
+        )
+
+    def told(self) -> Iterator[tuple[dict[str, _Kind], bool]]:
+        """After each showing: what is known of the kinds that are followed, and whether it is an outbreak's."""
+        kinds: dict[str, _Kind] = {}
+        for place, (at, what, node, kind) in enumerate(self.past):
+            if what != "show":
+                continue
+            one = kinds[kind] = kinds.pop(kind, _Kind())  # what was shown last is forgotten last
+            kinds = dict(list(kinds.items())[-KINDS:])
+            for other in list(one.shown):
+                if at - one.shown[other] > WINDOW_S:
+                    if one.on and self.stands(place + 1, other, kind):
+                        one.shown[other] = at  # an outbreak is those on whom it stands
+                    else:
+                        del one.shown[other]
+            one.shown[node] = at
+            its = self.cause(set(one.shown), node)
+            one.on = its or (one.on and any(self.cause(set(one.shown), other) for other in one.shown))
+            yield kinds, its
+
+    def asked(self, kinds: dict[str, _Kind], node: str, kind: str, now: float) -> bool:
+        """Whether the finding on the node is an outbreak's now, when nobody shows anything."""
+        one = kinds.get(kind)
+        if one is None or not one.on:
+            return False
+        nodes = {
+            other for other, at in one.shown.items() if now - at <= WINDOW_S or self.stands(len(self.past), other, kind)
+        }
+        return self.cause(nodes, node)
+
+
+def _show(state: FleetState, rule: Rule, now: float, node: str, finding: Finding) -> tuple[bool, list[str]]:
+    turn = Turn(state, now, "t")
+    state.nodes[node].findings[finding.key] = finding
+    why = outbreaks.correlated(turn, rule, node, finding)
+    effects = turn.finish()
+    said = [kind for kind in (BEGAN, OVER) if audits(effects, kind)]
+    return bool(why), said
+
+
+@settings(deadline=None, max_examples=80)
+@given(rules, st.lists(st.sampled_from(["", "1", "1", "2"]), min_size=3, max_size=9), acts)
+def test_an_outbreak_is_what_everything_ever_shown_says(
+    rule: Rule, drivers: list[str], history: list[tuple[str, int, int]]
+) -> None:
+    fleet = CoreFleet()
+    named = {f"n{number}": driver for number, driver in enumerate(drivers)}
+    for node, driver in named.items():
+        fleet.register(node, driver_version=driver)
+    state, oracle, now = fleet.state, _Oracle(rule, named), START
+    with patch.object(outbreaks, "MOST_KINDS", KINDS):
+        for what, number, which in history:
+            node, finding = f"n{number % len(named)}", xid(which)
+            if what == "wait":
+                now += number * WINDOW_S / 8
+            else:
+                oracle.past.append((now, what, node, finding.key))
+            kinds, expected = [({}, False), *oracle.told()][-1]
+            if what == "clear":
+                state.nodes[node].findings.pop(finding.key, None)
+            elif what == "show":
+                before = outbreaks.signature(finding) in state.outbreaks
+                its, said = _show(state, rule, now, node, finding)
+                assert its == expected
+                after = kinds[finding.key].on
+                assert said == ([] if before == after else [BEGAN if after else OVER]), "each is said once"
+            assert state.outbreaks == {outbreaks.signature(xid(n)) for n in XIDS if kinds.get(xid(n).key, _Kind()).on}
+            for other in named:
+                for one in map(xid, XIDS):
+                    asked = outbreaks.is_of_outbreak(state, rule, other, one, now)
+                    assert asked == oracle.asked(kinds, other, one.key, now)
