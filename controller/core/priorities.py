@@ -8,10 +8,12 @@ by force: both grow from whatever comes free.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from controller.core.blocks import domain_of
 from controller.core.generations import Cause, boundary_step, regroup
 from controller.core.membership import (
     able_nodes,
@@ -31,6 +33,10 @@ from everstep.vocabulary import GenerationReason, JobState
 
 LOOK_AGAIN_S = 1.0
 """Least seconds between two looks of a job that waits."""
+
+
+Asked = tuple[JobRecord, str]
+"""A job, and a node of its roster that another one could use."""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -80,27 +86,76 @@ def _may_give(turn: Turn, job: JobRecord) -> bool:
 def choose_takings(state: FleetState, job: JobRecord, givers: Sequence[JobRecord]) -> Plan:
     """Which nodes of which of ``givers`` the job needs to reach its minimum; nothing where that is not enough.
 
-    ``givers`` are asked in their order; each keeps its own minimum. Nodes that leave another job at a boundary already
-    are counted on.
+    ``givers`` are asked in their order; each keeps its own minimum, without the free nodes that the job takes as well.
+    Nodes that leave another job at a boundary already are counted on. Where blocks stay within a domain, the one in
+    which the next block lacks least comes first.
     """
-    able = able_nodes(state, job)
-    coming = [node for node in job.launchers if _is_coming(state, job, node)]
     least = least_nodes(job)
-    if len(seats_among(state, job, able + coming, least)) >= least:
+    offered = [*able_nodes(state, job), *(node for node in job.launchers if _is_coming(state, job, node))]
+    seats = seats_among(state, job, offered, least)
+    if len(seats) >= least:
+        return Plan()
+    theirs, taken = _theirs(state, job, givers), dict[str, JobRecord]()
+    while theirs and len(seats) < least:
+        begun = _begun(state, job, offered, seats)
+        region = max(theirs, key=lambda name: len(begun[name]))
+        block = _next_block(state, job, theirs[region], begun[region], seats, taken)
+        if not block:
+            del theirs[region]
+        taken |= block
+        offered += block
+        seats = seats_among(state, job, offered, least)
+    if len(seats) < least:
         return Plan()
     takings: dict[str, list[str]] = {}
-    offered = able + coming
+    for node in seats:
+        if node in taken:
+            takings.setdefault(taken[node].job, []).append(node)
+    return Plan(tuple(seats), takings)
+
+
+def _theirs(state: FleetState, job: JobRecord, givers: Sequence[JobRecord]) -> dict[str, deque[Asked]]:
+    """What givers have that the job could use, by the domain that its blocks do not leave; their last seats first."""
+    found: dict[str, deque[Asked]] = {}
     for giver in givers:
         for node in reversed(seats_of(giver.generation)):
-            if unfit(state, job, node) or not _can_spare(state, giver, [*takings.get(giver.job, []), node]):
-                continue
-            takings.setdefault(giver.job, []).append(node)
-            offered.append(node)
-            seats = seats_among(state, job, offered, least)
-            needed = _needed(takings, set(seats))
-            if len(seats) >= least and all(_can_spare(state, state.jobs[name], seats) for name in needed):
-                return Plan(tuple(seats), needed)
-    return Plan()
+            if not unfit(state, job, node):
+                found.setdefault(_region(state, job, node), deque()).append((giver, node))
+    return found
+
+
+def _region(state: FleetState, job: JobRecord, node: str) -> str:
+    within = job.spec.block_within
+    return domain_of(state.nodes[node].domain, within) if within else ""
+
+
+def _begun(state: FleetState, job: JobRecord, offered: Sequence[str], seats: Sequence[str]) -> dict[str, list[str]]:
+    """By domain, of what is offered what makes no whole block yet."""
+    placed, begun = set(seats), defaultdict[str, list[str]](list)
+    for node in offered:
+        if node not in placed:
+            begun[_region(state, job, node)].append(node)
+    return begun
+
+
+def _next_block(
+    state: FleetState,
+    job: JobRecord,
+    asked: deque[Asked],
+    begun: Sequence[str],
+    seats: Sequence[str],
+    taken: Mapping[str, JobRecord],
+) -> dict[str, JobRecord]:
+    """What makes a whole block of what is ``begun``, of those ``asked``: nodes, and the jobs that can spare them. None
+    where there are not so many."""
+    found: dict[str, JobRecord] = {}
+    while asked and len(begun) + len(found) < job.spec.block_nodes:
+        giver, node = asked.popleft()
+        gone = [*seats, *begun, *found, node]
+        asked_of = {one.job: one for one in (*taken.values(), *found.values(), giver)}
+        if all(_can_spare(state, one, gone) for one in asked_of.values()):
+            found[node] = giver
+    return found if len(begun) + len(found) == job.spec.block_nodes else {}
 
 
 def _is_coming(state: FleetState, job: JobRecord, node: str) -> bool:
@@ -112,12 +167,6 @@ def _is_coming(state: FleetState, job: JobRecord, node: str) -> bool:
 
 def _can_spare(state: FleetState, giver: JobRecord, taken: Sequence[str]) -> bool:
     return len(next_seats(state, giver, frozenset(taken))) >= least_nodes(giver)
-
-
-def _needed(takings: dict[str, list[str]], seats: set[str]) -> dict[str, list[str]]:
-    """Of what was offered, only what got a seat."""
-    needed = {name: [node for node in taken if node in seats] for name, taken in takings.items()}
-    return {name: taken for name, taken in needed.items() if taken}
 
 
 def _take(turn: Turn, job: JobRecord, giver: JobRecord, taken: list[str], plan: Plan) -> None:

@@ -6,6 +6,7 @@ from controller.core.events import OperatorAction
 from controller.core.membership import next_seats, why_not
 from everstep.ids import Version
 from everstep.vocabulary import GenerationReason, JobState
+from everstep.wire.v1.agent import Domain
 from tests.support.core_fleet import CoreFleet, audits, generations
 
 
@@ -15,7 +16,7 @@ def _fleet(nodes: int) -> CoreFleet:
     return fleet
 
 
-def _start(fleet: CoreFleet, job: str, *nodes: str, **shape: int) -> None:
+def _start(fleet: CoreFleet, job: str, *nodes: str, **shape: object) -> None:
     fleet.join(*nodes, job=job, **{"min_nodes": 1, "max_nodes": len(nodes), **shape})
     if fleet.job_state(job) is JobState.RUNNING:
         fleet.resume(job)
@@ -157,6 +158,33 @@ def test_nothing_is_taken_where_it_would_not_be_enough() -> None:
     _wait(fleet, 20.0)
     assert fleet.seats("low") == ["n1", "n2", "n3", "n4"]
     assert _why(fleet, "high", "n4") == "it computes for job low"
+
+
+def test_where_one_job_needs_its_free_node_itself_another_is_asked() -> None:
+    """``low`` can go on without n1 only on n2, which ``high`` counts on as well; ``middle`` can spare n3."""
+    fleet = _fleet(4)
+    _start(fleet, "low", "n1", "n2", max_nodes=1)
+    _start(fleet, "middle", "n3", "n4", max_nodes=2, priority=1)
+    for job in ("low", "middle"):
+        fleet.seal(30, job=job)
+        fleet.progress(30, job=job)
+    _start(fleet, "high", "n1", "n2", "n3", min_nodes=2, max_nodes=2, join_wait_s=0, priority=5)
+    _wait(fleet, 2.1)
+    assert audits(fleet.effects, "job.takes")[0].endswith("takes n3 of job middle (priority 1), which can spare that")
+
+
+def test_a_block_is_taken_where_it_lacks_least_and_not_bit_by_bit_everywhere() -> None:
+    """``low`` can spare two nodes. One of rack b and one of rack a would make no block."""
+    fleet = CoreFleet()
+    for node, rack in (("n1", "a"), ("n2", "a"), ("n3", "b"), ("n4", "c")):
+        fleet.register(node, domain=Domain(rack=rack))
+    _start(fleet, "low", "n1", "n2", "n3", "n4", min_nodes=2)
+    fleet.seal(30, job="low")
+    fleet.progress(30, job="low")
+    shape = {"min_nodes": 2, "max_nodes": 2, "block_nodes": 2, "block_within": "rack"}
+    _start(fleet, "high", "n1", "n2", "n3", "n4", **shape, join_wait_s=0, priority=5)
+    _wait(fleet, 2.1)
+    assert fleet.seats("low") == ["n3", "n4"]
 
 
 def test_jobs_of_one_priority_take_nothing_from_each_other() -> None:
