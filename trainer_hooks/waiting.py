@@ -3,8 +3,11 @@
 gloo wakes whoever waits for an operation when its connection closes, with one exception: an operation whose transfer
 had begun (gloo/transport/tcp/pair.cc, ``signalException`` looks at neither ``rx_.ubuf`` nor ``tx_[i].ubuf``). Its
 waiter sleeps until the group's time-out, in C++, where nothing reaches it. So waits that begin in Python are cut into
-slices: between two of them the interpreter runs, and delivers what was raised in the thread. DistributedDataParallel
-without a communication hook waits in C++; there a process that cannot be freed is replaced (``Presence``).
+slices: between two of them the interpreter runs, and delivers what was raised in the thread. A message of one rank to
+another cannot be waited for in slices: when the time is up gloo closes the connection (gloo/transport/tcp/pair.cc,
+"Application timeout caused pair closure"). A thread waits for it, and the slices are those of waiting for the thread.
+DistributedDataParallel without a communication hook waits in C++; there a process that cannot be freed is replaced
+(``Presence``).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]  # torch's stubs leave it out
 
 from trainer_hooks.interrupt import Regroup
 
@@ -25,10 +29,15 @@ _over: Callable[[], bool] = bool
 """Whether the main thread's generation is over: whoever waits there leaves between two slices."""
 
 
+_MESSAGES = [int(kind) for kind in (OpType.SEND, OpType.RECV, OpType.RECVANYSOURCE)]
+
+
 def _wait_in_slices(work: dist.Work, timeout: timedelta | None = None) -> bool:
     """``Work.wait``: an explicit time-out is kept as it is."""
     if timeout is not None:
         return _wait(work, timeout)
+    if work._get_op_type() in _MESSAGES:  # type: ignore[attr-defined]
+        return _wait_for_message(work)
     while True:
         try:
             return _wait(work, SLICE)
@@ -37,6 +46,31 @@ def _wait_in_slices(work: dist.Work, timeout: timedelta | None = None) -> bool:
                 return _wait(work)  # at once; raises the work's own error, if that is what it was
         if threading.current_thread() is threading.main_thread() and _over():
             raise Regroup
+
+
+def _wait_for_message(work: dist.Work) -> bool:
+    """In the main thread one that is given up is left to its thread, which ends with the connection or the group."""
+    if threading.current_thread() is not threading.main_thread():
+        return _wait(work)
+    ended = threading.Lock()
+    outcome: list[bool | BaseException] = []
+
+    def wait() -> None:
+        try:
+            outcome.append(_wait(work))
+        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+            outcome.append(error)
+        ended.release()
+
+    ended.acquire()
+    threading.Thread(target=wait, name="everstep-message", daemon=True).start()
+    while not ended.acquire(timeout=SLICE.total_seconds()):
+        if _over():
+            raise Regroup
+    (result,) = outcome
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
 def leave_when(over: Callable[[], bool]) -> None:

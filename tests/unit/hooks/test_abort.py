@@ -23,7 +23,8 @@ WORLD = 3
 
 
 def wait_in_vain(port: int, rank: int, elements: int) -> dict[str, object]:
-    """Joins a group, then waits in an all-reduce that rank 0 never enters, until told to abort."""
+    """Joins a group, then waits in an all-reduce that rank 0 never enters, or for its message where there are no
+    ``elements``, until told to abort."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     backend = GlooBackend()
@@ -47,7 +48,7 @@ def wait_in_vain(port: int, rank: int, elements: int) -> dict[str, object]:
         thread.start()
         error = ""
         try:
-            dist.all_reduce(torch.ones(elements))
+            dist.all_reduce(torch.ones(elements)) if elements else dist.recv(torch.ones(1), 0)
         except RuntimeError as caught:
             error = str(caught)
         thread.join()
@@ -56,7 +57,7 @@ def wait_in_vain(port: int, rank: int, elements: int) -> dict[str, object]:
         return {"error": error, "aborted": aborted, "loops": len(gloo_loops())}
 
 
-@pytest.mark.parametrize("elements", [1, 3_000_000])
+@pytest.mark.parametrize("elements", [1, 3_000_000, 0])
 def test_whoever_waits_for_a_stopped_peer_is_freed(forks, elements):
     with tempfile.TemporaryDirectory(prefix="everstep-") as folder:
         port_file = Path(folder) / "port"

@@ -1,0 +1,52 @@
+"""Real ranks in torch's own pipeline schedule: who loses one goes on, to the last bit, as if it had not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from everstep.wire.v1.training import JobSpec, RankFinished, RestoreRule
+from tests.support.exact_training import Fault, read_diaries
+from tests.support.generations import JOB
+from tests.support.pipeline_training import BATCH, training
+from tests.support.stage import stage
+from tests.support.vaults import vaults
+
+STEPS, WORLD = 24, 4
+SPEC = JobSpec(job=JOB, replicas=1, nproc_per_node=WORLD)
+
+
+def numbers(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["samples"], row["loss"], row["state"]
+
+
+@pytest.mark.slow
+def test_two_pipelines_of_two_stages_go_on_to_the_bit_after_the_loss_of_a_stage(forks, tmp_path):
+    """One of the first stages dies between two micro-batches, one of the last before it updates."""
+    faults = (Fault(1, 8, "forward"), Fault(2, 16, "reduced"))
+    with vaults(forks) as fleet:
+        vault = fleet.start("n1")
+        fleet.configure(vault)
+        with stage(forks, training(tmp_path, STEPS, faults, last_steps={}), vault.run_dir) as scene:
+            scene.start(0, 1, 2, 3)
+            scene.form(1, 0, 1, 2, 3, spec=SPEC, restore=RestoreRule(scratch=True))
+            for number, fault in enumerate(faults, 2):
+                scene.ranks.pop(fault.rank).wait()
+                scene.start(fault.rank)
+                scene.form(number, 0, 1, 2, 3, spec=SPEC, restore=RestoreRule())
+            scene.heard(RankFinished, WORLD, where=lambda m: m.generation == 3)
+            assert scene.finish() == [0, 0, 0, 0]
+    rows = read_diaries(tmp_path)
+    calm = {(row["rank"], row["step"]): numbers(row) for row in rows if row["calm"]}
+    lived = [row for row in rows if not row["calm"]]
+    assert {row["generation"] for row in lived} == {1, 2, 3}
+    differ = [(row["step"], row["rank"]) for row in lived if numbers(row) != calm[row["rank"], row["step"]]]
+    assert not differ, "of all ranks, in every generation"
+    again = calm.keys() - {(row["rank"], row["step"]) for row in lived}
+    assert again <= {(fault.rank, fault.step - n) for fault in faults for n in (0, 1)}, "every step was made"
+    for step in range(1, STEPS + 1):
+        first, second = (set(calm[rank, step][0]) for rank in (0, 1))
+        assert len(first | second) == BATCH, "two replicas have different samples"
+        assert calm[2, step][0] == calm[0, step][0], "stages of one have the same"
+        assert len({calm[rank, step][1] for rank in range(WORLD)}) == 1, "and all ranks the mean of both losses"

@@ -1,0 +1,47 @@
+"""Messages between two ranks are waited for as long as they take, and given up when the generation is over."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from trainer_hooks import waiting
+from trainer_hooks.interrupt import Regroup
+
+LATE_S = 5 * waiting.SLICE.total_seconds()
+
+
+def exchange(port: int, rank: int) -> list[float | str]:
+    """Rank 0 sends one message that is late, and one that nobody takes until it is told; rank 1 gives up the third."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    waiting.install()
+    dist.init_process_group("gloo", store=dist.PrefixStore("g", store), rank=rank, world_size=2)
+    number, many = torch.ones(1), torch.ones(1 << 22)
+    if rank == 0:
+        time.sleep(LATE_S)
+        dist.send(number * 7, 1)
+        dist.send(many * 8, 1)
+        store.wait(["over"], timedelta(seconds=30))
+        return []
+    dist.recv(number, 0)
+    time.sleep(LATE_S)
+    dist.recv(many, 0)
+    said: list[float | str] = [number.item(), many.mean().item()]
+    waiting.leave_when(lambda: True)
+    try:
+        dist.recv(number, 0)
+    except Regroup:
+        said.append("left")
+    store.set("over", b"")
+    return said
+
+
+def test_a_message_may_be_late_and_one_that_never_comes_is_given_up(forks):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [forks.start(exchange, store.port, rank) for rank in range(2)]
+    assert [rank.result() for rank in ranks] == [[], [7.0, 8.0, "left"]]
