@@ -12,10 +12,14 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 import pytest
+from hypothesis import Phase, settings
 
 from tests.support import programs
-from tests.support.forked import ForkPool, fork_pool
-from trainer_hooks.launch.preload import MODULES
+from tests.support.forked import ForkPool, fork_pool, torch_forks
+
+# No bound on wall time; and no tracing of each line of what fails, with which shrinking takes minutes before Python 3.12
+settings.register_profile("everstep", deadline=None, phases=[phase for phase in Phase if phase is not Phase.explain])
+settings.load_profile("everstep")
 
 LONGEST_TEMPORARY = 24
 """Bytes of the path of the directory for temporary files: sockets are made some way below, and have 107 for theirs."""
@@ -48,10 +52,9 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def session_forks() -> Iterator[ForkPool]:
+def session_forks() -> ForkPool:
     """One fork server with torch and a vault imported for the whole session."""
-    with fork_pool((*MODULES, "agent.vault.main")) as pool:
-        yield pool
+    return torch_forks()
 
 
 @pytest.fixture

@@ -50,9 +50,9 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def start(agent: FakeAgent, script: Path, *flags: str) -> AbstractContextManager[Launched]:
+def start(agent: FakeAgent, script: Path, *flags: str, warm: bool = True) -> AbstractContextManager[Launched]:
     argv = ["--agent-socket", str(agent.path), "--job", "j", "--nproc-per-node", "2", "--standby-delay-s", "0.05"]
-    return launched(script.parent, *argv, *flags, str(script), str(script.parent))
+    return launched(script.parent, *argv, *flags, str(script), str(script.parent), warm=warm)
 
 
 def holder(launcher: Launched, directory: Path, local_rank: int, *, not_in: tuple[int, ...] = ()) -> int:
@@ -238,7 +238,7 @@ def test_a_lost_fork_server_is_started_anew_with_all_its_workers(agent: FakeAgen
 def test_a_fork_server_that_is_killed_again_while_it_starts_is_started_once_more(
     agent: FakeAgent, script: Path
 ) -> None:
-    with start(agent, script) as launcher:
+    with start(agent, script, warm=False) as launcher:
         before = tuple(holder(launcher, script.parent, n) for n in range(2))
         first = launcher.child_named("everstep-forks")
         os.kill(first, signal.SIGKILL)
@@ -272,7 +272,8 @@ def test_a_plain_script_finds_what_torchrun_would_give_it(agent: FakeAgent, tmp_
         "os.write(1, (line + chr(10)).encode())\n"  # whole, whatever the other rank writes meanwhile
         "dist.destroy_process_group()\n"
     )
-    with launched(tmp_path, "--agent-socket", str(agent.path), "--nproc-per-node", "2", str(script), "--x") as launcher:
+    argv = ["--agent-socket", str(agent.path), "--nproc-per-node", "2", str(script), "--x"]
+    with launched(tmp_path, *argv, warm=False) as launcher:
         assert launcher.wait() == 0, launcher.err
         assert sorted(launcher.out.splitlines()) == ["0 of 2: 3.0 ['--x'] __main__", "1 of 2: 3.0 ['--x'] __main__"]
         assert launcher.err.count("OMP_NUM_THREADS") == 1
@@ -302,7 +303,7 @@ def test_what_lies_in_the_current_directory_shadows_nothing_of_ours(agent: FakeA
     scripts.mkdir()
     (scripts / "beside.py").write_text("NAME = 'beside the script'")
     (scripts / "plain.py").write_text("import torch, beside; print(torch.ones(1).item(), beside.NAME)")
-    with launched(tmp_path, "--agent-socket", str(agent.path), "scripts/plain.py") as launcher:
+    with launched(tmp_path, "--agent-socket", str(agent.path), "scripts/plain.py", warm=False) as launcher:
         assert launcher.wait() == 0, launcher.err
         assert launcher.out == "1.0 beside the script\n"
 
@@ -310,7 +311,7 @@ def test_what_lies_in_the_current_directory_shadows_nothing_of_ours(agent: FakeA
 def test_a_launcher_under_nohup_survives_its_terminal(agent: FakeAgent, script: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited by the launcher
     try:
-        with start(agent, script) as launcher:
+        with start(agent, script, warm=False) as launcher:
             worker = holder(launcher, script.parent, 0)
             os.killpg(launcher.pid, signal.SIGHUP)
             os.kill(worker, signal.SIGKILL)
@@ -321,7 +322,7 @@ def test_a_launcher_under_nohup_survives_its_terminal(agent: FakeAgent, script: 
 
 
 def test_a_wrong_command_line_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    with launched(tmp_path, "--no-python", "x") as launcher:
+    with launched(tmp_path, "--no-python", "x", warm=False) as launcher:
         assert launcher.wait() == 2
         assert "--no-python cannot be" in launcher.err
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib
 import os
 import pickle
@@ -31,6 +32,7 @@ from typing import Any, NoReturn
 
 from trainer_hooks.launch.channel import Channel, pair
 from trainer_hooks.launch.messages import Exited, Fork, Forked, FromForkServer, Ready, Signal
+from trainer_hooks.launch.preload import MODULES
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60.0
@@ -143,10 +145,10 @@ class ForkPool:
         self._children.append(child)
         return child
 
-    def changed_environment(self) -> dict[str, str | None]:
-        """For ``start``: what makes the child's environment that of the test as it is now."""
-        names = self._inherited.keys() | os.environ.keys()
-        return {name: os.environ.get(name) for name in names if os.environ.get(name) != self._inherited.get(name)}
+    def changed_environment(self, wanted: Mapping[str, str] = os.environ) -> dict[str, str | None]:
+        """For ``start``: what makes the child's environment the wanted one; by default the test's as it is now."""
+        names = self._inherited.keys() | wanted.keys()
+        return {name: wanted.get(name) for name in names if wanted.get(name) != self._inherited.get(name)}
 
     def order(self, message: Signal) -> None:
         self._channel.send(message)
@@ -230,6 +232,14 @@ def leave(code: object) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+@functools.cache
+def torch_forks() -> ForkPool:
+    """The session's one fork server with torch, a vault and the launcher imported; it ends with this process."""
+    pool = ForkPool((*MODULES, "agent.vault.main", "trainer_hooks.launch.main"))
+    atexit.register(pool.close)
+    return pool
 
 
 @contextlib.contextmanager

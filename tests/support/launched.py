@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tests.support.warm_launcher import WarmLauncher
+
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60.0
 
@@ -18,17 +20,20 @@ DEADLINE_S = 60.0
 class Launched:
     """A running launcher; its output goes to files, so that nobody has to read it."""
 
-    def __init__(self, directory: Path, argv: list[str], environment: dict[str, str]) -> None:
+    def __init__(self, directory: Path, argv: list[str], environment: dict[str, str], *, warm: bool) -> None:
         self._out, self._err = directory / "launcher.out", directory / "launcher.err"
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("EVERSTEP_", "PET_"))}
-        with self._out.open("wb") as out, self._err.open("wb") as err:
+        inherited |= {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(directory / "state")} | environment
+        self._out.write_bytes(b"")
+        self._err.write_bytes(b"")
+        self.process: subprocess.Popen[bytes] | WarmLauncher
+        if warm:
+            self.process = WarmLauncher(argv, directory, inherited, self._out, self._err)
+            return
+        with self._out.open("ab") as out, self._err.open("ab") as err:
+            command = [sys.executable, "-m", "trainer_hooks.launch", *argv]
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "trainer_hooks.launch", *argv],
-                env=inherited | {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(directory / "state")} | environment,
-                stdout=out,
-                stderr=err,
-                cwd=directory,
-                start_new_session=True,
+                command, env=inherited, stdout=out, stderr=err, cwd=directory, start_new_session=True
             )
 
     @property
@@ -77,9 +82,12 @@ class Launched:
 
 
 @contextlib.contextmanager
-def launched(directory: Path, *argv: str, **environment: str) -> Iterator[Launched]:
-    """Starts ``everstep-launch`` with these arguments in ``directory``; kills it and its children at the end."""
-    launcher = Launched(directory, list(argv), environment)
+def launched(directory: Path, *argv: str, warm: bool = True, **environment: str) -> Iterator[Launched]:
+    """Starts ``everstep-launch`` with these arguments in ``directory``; kills it and its children at the end.
+
+    ``warm``: forked with what it and its fork server import (tests/support/warm_launcher.py), else by its command.
+    """
+    launcher = Launched(directory, list(argv), environment, warm=warm)
     try:
         yield launcher
     finally:

@@ -6,6 +6,7 @@ arguments, environment and working directory; that the command lines work as wel
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import signal
@@ -76,6 +77,7 @@ class Forked:
 def run(module: str, arguments: Sequence[str], folder: str, output: str) -> None:
     """In a forked process: what ``python -m module`` does."""
     os.chdir(folder)
+    show_command(sys.executable, "-m", module, *arguments)
     if output:
         descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.dup2(descriptor, 1)
@@ -83,3 +85,10 @@ def run(module: str, arguments: Sequence[str], folder: str, output: str) -> None
         os.close(descriptor)
     sys.argv[1:] = arguments
     importlib.import_module(module).main()
+
+
+def show_command(*words: str) -> None:
+    """Makes ``/proc/PID/cmdline`` of this process what it would be had it been started so, as far as there is room."""
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    said = b"\0".join(map(os.fsencode, words))[: end - begin - 1]
+    ctypes.memmove(begin, said.ljust(end - begin, b"\0"), end - begin)
