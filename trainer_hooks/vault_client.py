@@ -122,15 +122,23 @@ class VaultClient:
 
     # --- requests
 
-    def open_segment(self, job: str, local_rank: int, slot_bytes: int, slots: int = SLOTS) -> MappedSegment:
+    def open_segment(
+        self,
+        job: str,
+        local_rank: int,
+        slot_bytes: int,
+        slots: int = SLOTS,
+        keep: tuple[Version, ...] | None = None,
+    ) -> MappedSegment:
         """The rank's segment, mapped writable, with slots of at least ``slot_bytes``.
 
+        With ``keep`` it has just so many slots; where they were more, these versions are the first that stay.
         Raises OutOfSlotMemory where the node has no room, Unavailable where the vault does not answer.
         """
         near = numa_node()
         answer: Segment = self._ask(
             lambda n: OpenSegment(
-                request=n, job=job, local_rank=local_rank, slot_bytes=slot_bytes, slots=slots, numa_node=near
+                request=n, job=job, local_rank=local_rank, slot_bytes=slot_bytes, slots=slots, numa_node=near, keep=keep
             ),
             OPEN_TIMEOUT_S,
         ).result()
@@ -139,12 +147,13 @@ class VaultClient:
             known = self._segments[answer.path] = MappedSegment(answer.path)
         return known
 
-    def check_room(self, job: str, needs: tuple[SegmentNeed, ...]) -> None:
-        """Whether the node has all of these segments, or could make them.
+    def check_room(self, job: str, needs: tuple[SegmentNeed, ...], *, tentative: bool = False) -> None:
+        """Whether the node has all of these segments, or could make them. ``tentative``: and leave enough to the
+        training, since the job can do with less.
 
         Raises OutOfSlotMemory, with the arithmetic, where it could not; Unavailable.
         """
-        self._ask(lambda n: CheckRoom(request=n, job=job, needs=needs)).result()
+        self._ask(lambda n: CheckRoom(request=n, job=job, needs=needs, tentative=tentative)).result()
 
     def mapped(self, path: str) -> MappedSegment:
         """The rank's segment at ``path`` in the mapping that is there already, or in a new one that is kept as well.

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from everstep.errors import ConfigurationError, OutOfSlotMemory
 from everstep.vault_note import LOCK_FILE
@@ -18,11 +19,26 @@ MADV_POPULATE_WRITE = 23
 """Linux 5.14 and later: makes writable pages without changing what is in them. Python 3.11 has no name for it."""
 
 POPULATE_BYTES = 64 << 20
+KEEP_SIZE, PUNCH_HOLE = 1, 2
+"""linux/falloc.h"""
+
+_SEGMENTS = ("own-", "replica-", "parity-")
+"""How segments' names begin. They have all their pages when they are made, and then may give some back."""
 
 _FEWER_SLOTS = "keep fewer slots: run.track(slots=2)"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+class Wanted(NamedTuple):
+    """A file to be made: under which name first, the one it gets, its bytes, and those that go before it is made."""
+
+    draft: Path
+    path: Path
+    size: int
+    freed: int = 0
 
 
 class Budget:
@@ -39,13 +55,13 @@ class Budget:
         self._growing: dict[Path, list[int]] = {}
 
     @contextmanager
-    def admit(self, path: Path, size: int, what: str) -> Iterator[None]:
-        """Inside, the file ``path`` may be made, or grow, to ``size`` bytes.
+    def admit(self, path: Path, size: int, what: str, freed: int = 0) -> Iterator[None]:
+        """Inside, the file ``path`` may be made, or grow, to ``size`` bytes, once ``freed`` bytes of others are free.
 
         Raises OutOfSlotMemory, with the arithmetic, for want of room.
         """
         with self._lock:
-            self._check(path, size, what)
+            self._check(path, size, what, freed)
             self._growing.setdefault(path, []).append(size)
         try:
             yield
@@ -66,35 +82,39 @@ class Budget:
         if not sizes:
             self._growing.pop(path, None)
 
-    def _check(self, path: Path, size: int, what: str) -> None:
+    def _check(self, path: Path, size: int, what: str, freed: int) -> None:
         counted = self._counted()
-        used, need = sum(counted.values()), size - counted.get(path, 0)
+        need = size - counted.get(path, 0)
         if need > 0:
-            self._require(need, used, what, _FEWER_SLOTS)
+            self._require(need, freed, sum(counted.values()), what, _FEWER_SLOTS)
 
-    def foresee(self, wanted: Sequence[tuple[Path, Path, int]], what: str) -> None:
-        """Whether files could be made beside all that is here: each one's draft, its name, and how large it will be.
+    def foresee(self, wanted: Sequence[Wanted], what: str, margin: float = 0.0) -> None:
+        """Whether files could be made beside all that is here. Those that are being made already are needed no more.
 
-        What is there in that size, or is being made, is needed no more. Raises OutOfSlotMemory.
+        ``margin``: the part of the machine's free memory that shall be left to others. Raises OutOfSlotMemory.
         """
         with self._lock:
             counted = self._counted()
-            there = (max(counted.get(draft, 0), counted.get(path, 0)) for draft, path, _ in wanted)
-            need = sum(size for (_, _, size), has in zip(wanted, there, strict=True) if size > has)
+            missing = [file for file in wanted if file.size > counted.get(file.draft, 0)]
+            need, freed = sum(file.size for file in missing), sum(file.freed for file in missing)
             if need:
-                self._require(need, sum(counted.values()), what, f"{_FEWER_SLOTS}; or fewer --replicas")
+                otherwise = f"{_FEWER_SLOTS}; or fewer --replicas"
+                self._require(need, freed, sum(counted.values()), what, otherwise, margin)
 
-    def _require(self, need: int, used: int, what: str, otherwise: str) -> None:
+    def _require(self, need: int, freed: int, used: int, what: str, otherwise: str, margin: float = 0.0) -> None:
+        used -= freed
         if self._limit is not None and used + need > self._limit:
             raise OutOfSlotMemory(
                 f"{what} needs {need} bytes; {used} of --memory-limit {self._limit} are in use, "
                 f"{max(0, self._limit - used)} are free: raise it (the agent's --vault-memory-limit-bytes), "
                 f"or {otherwise}"
             )
-        free = self._unpromised()
-        if need > free:
+        free = self._unpromised() + freed
+        left = int(margin * free)
+        if need > free - left:
+            kept = f", of which {left} are left to the training," if left else ""
             raise OutOfSlotMemory(
-                f"{what} needs {need} bytes; {self._directory} has {free} free and {used} in use by slots: "
+                f"{what} needs {need} bytes; {self._directory} has {free} free{kept} and {used} in use by slots: "
                 f"enlarge that file system, or {otherwise}"
             )
 
@@ -111,7 +131,7 @@ class Budget:
 
         Their pages are counted before what is left: one that is made in between counts as still to come.
         """
-        to_come = sum(max(0, max(sizes) - _taken(path)) for path, sizes in self._growing.items())
+        to_come = sum(max(0, max(sizes) - taken_bytes(path)) for path, sizes in self._growing.items())
         return self._left_bytes() - to_come
 
     def used_bytes(self) -> int:
@@ -135,12 +155,13 @@ class Budget:
 
 def _size(path: Path) -> int:
     try:
-        return path.lstat().st_size
+        found = path.lstat()
     except FileNotFoundError:
         return 0
+    return min(found.st_size, found.st_blocks * 512) if path.name.startswith(_SEGMENTS) else found.st_size
 
 
-def _taken(path: Path) -> int:
+def taken_bytes(path: Path) -> int:
     """Bytes of the file that have their blocks; ``st_size`` says nothing of those (``pages.make_huge``, holes)."""
     try:
         return path.lstat().st_blocks * 512
@@ -154,6 +175,12 @@ def _available_memory() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
     raise ConfigurationError("/proc/meminfo does not say MemAvailable; the vault needs Linux 3.14 or later")
+
+
+def give_back(descriptor: int, start: int, length: int) -> None:
+    """Frees the pages of a part of a file, which reads as zeroes from then on. Whole pages. Raises OSError."""
+    if _libc.fallocate(descriptor, PUNCH_HOLE | KEEP_SIZE, start, length) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def allocate(descriptor: int, length: int, what: str, start: int = 0) -> None:

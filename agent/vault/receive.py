@@ -84,7 +84,7 @@ class Receiver:
         key = SegmentKey(job, "replica", put.rank)
         with self._lane(key):
             need = slot_bytes_for(put.manifest_bytes, put.payload_bytes)
-            segment = self._store.open(key, max(put.slot_bytes, need), put.slots)
+            segment = self._store.open(key, max(put.slot_bytes, need), put.slots, put.keep)
             self._still_wanted(job)
             if _holds(segment, put):
                 return None

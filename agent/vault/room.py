@@ -7,30 +7,36 @@ from collections.abc import Sequence
 from agent.vault.findings import Findings
 from agent.vault.segments import SegmentKey, SegmentStore
 from everstep.errors import OutOfSlotMemory
-from everstep.wire.v1.local import SegmentNeed
+from everstep.segment_header import PAGE, segment_bytes
+from everstep.wire.v1.local import CheckRoom, SegmentNeed
+
+LEFT_TO_TRAINING = 0.25
+"""Of the memory that is free when slots are planned, where a job could do with fewer of them: the training may not have
+taken all of its own yet (activations, gradients, the loader's workers), and what it lacks the kernel kills for."""
 
 
-def check_room(store: SegmentStore, findings: Findings, job: str, needs: Sequence[SegmentNeed]) -> None:
-    """Raises OutOfSlotMemory, with the arithmetic, for want of room, and tells the supervisor."""
-    wanted = []
-    for need in needs:
-        draft, path = store.paths(SegmentKey(job, "replica" if need.replica else "own", need.number))
-        wanted.append((draft, path, need.bytes))
+def check_room(store: SegmentStore, findings: Findings, asked: CheckRoom) -> None:
+    """Raises OutOfSlotMemory, with the arithmetic, for want of room; a lack that nothing helps is a finding."""
+    keyed = [(SegmentKey(asked.job, "replica" if need.replica else "own", need.number), need) for need in asked.needs]
+    wanted = [store.foresee(key, need.slot_bytes, need.slots + need.pinned) for key, need in keyed]
+    missing = [file for file in wanted if file is not None]
     try:
-        store.budget.foresee(wanted, _words(job, needs))
+        store.budget.foresee(missing, _words(asked.job, asked.needs), LEFT_TO_TRAINING if asked.tentative else 0.0)
     except OutOfSlotMemory as error:
-        findings.memory_short(job, str(error))
+        if not asked.tentative:
+            findings.memory_short(asked.job, str(error))
         raise
 
 
 def _words(job: str, needs: Sequence[SegmentNeed]) -> str:
     own, copies = ([need for need in needs if need.replica is replica] for replica in (False, True))
-    pinned = sum(need.pinned for need in needs)
-    said = f"slots of {len(own)} ranks here: {_bytes(own)} bytes"
+    pinned = sum(need.pinned * (need.slot_bytes + PAGE) for need in needs)
+    slots = "/".join(str(count) for count in sorted({need.slots for need in needs}))
+    said = f"{slots} slots of {len(own)} ranks here: {_bytes(own)} bytes"
     said += f", copies of {len(copies)} ranks of other nodes: {_bytes(copies)} bytes" if copies else ""
     said += f", {pinned} of these for versions on their way to storage or parity" if pinned else ""
     return f"job {job} ({said}; what is made already apart)"
 
 
 def _bytes(needs: Sequence[SegmentNeed]) -> int:
-    return sum(need.bytes for need in needs)
+    return sum(segment_bytes(need.slots + need.pinned, need.slot_bytes) for need in needs)

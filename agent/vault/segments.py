@@ -14,15 +14,16 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from agent.vault.memory import Budget, allocate, populate
+from agent.vault.memory import Budget, Wanted, allocate, give_back, populate
 from agent.vault.pages import has_huge_pages, make_huge
+from agent.vault.succession import Carried, carried, carry_over, freed_bytes, serves, sizes
 from everstep.errors import ConfigurationError, DigestMismatch
 from everstep.ids import Version
 from everstep.segment_header import MOST_SLOTS, NONCE_BYTES, PAGE, is_intact, segment_bytes, write_header
@@ -109,6 +110,17 @@ class Segment:
             if header is not None and header.state is SlotState.COPIED:
                 digests = self.view.digests_anew(slot, header)
                 self._mend(partial(SegmentView.seal_for, slot=slot, header=header, digests=digests))
+
+    def give_back(self, slot: int) -> None:
+        """Frees the memory of a slot, whatever it holds: for a segment that is about to be replaced."""
+        header = self.view.header(slot)
+        self.discard(slot, header)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if os.path.samestat(os.fstat(descriptor), self._file):
+                give_back(descriptor, self._header.base(slot) + PAGE, self.view.slot_bytes)
+        finally:
+            os.close(descriptor)
 
     def _mend(self, work: Callable[[SegmentView], bool]) -> bool:
         """One at a time, and only in the file that still is the segment, and one that can be made out."""
@@ -239,21 +251,32 @@ class SegmentStore:
 
     # --- making ---------------------------------------------------------------------------------------------------
 
-    def open(self, key: SegmentKey, slot_bytes: int, slots: int) -> Segment:
-        """The segment, with room for ``slots`` slots of ``slot_bytes``: the one that is there, or a larger one.
+    def open(self, key: SegmentKey, slot_bytes: int, slots: int, keep: Sequence[Version] | None = None) -> Segment:
+        """The segment, with room for ``slots`` slots of ``slot_bytes``: the one that is there, or another one.
 
-        A larger one takes over the sealed slots that hash right. Raises ConfigurationError for absurd sizes and
-        OutOfSlotMemory for want of room. An own segment's pages are there when this returns; a replica's come while
-        it is filled, since a sender waits.
+        The other one takes over the sealed slots that hash right. Without ``keep`` there may be more slots, and there
+        are no fewer than before; with it there are just so many, and of what was sealed ``keep`` comes first.
+
+        Raises ConfigurationError for absurd sizes and OutOfSlotMemory for want of room. An own segment's pages are
+        there when this returns; a replica's come while it is filled, since a sender waits.
         """
         _check_sizes(key, slot_bytes, slots)
         with self._making_lock(key):
-            old = self.get(key)
-            if old is not None and old.view.slot_bytes >= slot_bytes and old.view.slots >= slots and old.path.exists():
+            old, exact = self.get(key), keep is not None
+            if old is not None and serves(old.view, old.path, slot_bytes, slots, exact):
                 self.mend_header(old)
                 return old
-            wanted_bytes = max(slot_bytes, old.view.slot_bytes if old else 0)
-            return self._make(key, old, -(-wanted_bytes // PAGE) * PAGE, max(slots, old.view.slots if old else 0))
+            before = None if old is None else old.view
+            return self._make(key, old, *sizes(before, slot_bytes, slots, exact), keep or ())
+
+    def foresee(self, key: SegmentKey, slot_bytes: int, slots: int) -> Wanted | None:
+        """What ``open`` would have to make for just so many slots; None where what is there serves."""
+        old = self.get(key)
+        if old is not None and serves(old.view, old.path, slot_bytes, slots, True):
+            return None
+        size, _ = sizes(None if old is None else old.view, slot_bytes, slots, True)
+        freed = 0 if old is None else freed_bytes(old.view, old.path, slots)
+        return Wanted(*self.paths(key), segment_bytes(slots, size), freed)
 
     def mend_header(self, segment: Segment) -> None:
         """Before a rank maps the file, and now and then: it should find what the vault has known all the time."""
@@ -270,17 +293,20 @@ class SegmentStore:
         with self._lock:
             return self._making.setdefault(key, threading.Lock())
 
-    def _make(self, key: SegmentKey, old: Segment | None, slot_bytes: int, slots: int) -> Segment:
+    def _make(
+        self, key: SegmentKey, old: Segment | None, slot_bytes: int, slots: int, keep: Sequence[Version]
+    ) -> Segment:
         draft, path = self.paths(key)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         what = f"{slots} slots of {slot_bytes} bytes for {key.job}/{key.filename}"
         length = segment_bytes(slots, slot_bytes)
-        with self.budget.admit(draft, length, what):
+        freed = 0 if old is None else freed_bytes(old.view, old.path, slots)
+        with self.budget.admit(draft, length, what, freed):
             try:
+                stay = [] if old is None else _make_place(old, slots, keep)
                 self._draft(key, draft, length, slot_bytes, slots, what)
                 if old is not None:
-                    old.seal_copied()
-                    _carry_over(old.view, SegmentView(memoryview(_map(draft, True))))
+                    carry_over(old.view, SegmentView(memoryview(_map(draft, True))), stay)
                 self.budget.rename(draft, path)
             except BaseException:
                 draft.unlink(missing_ok=True)
@@ -349,15 +375,11 @@ def _check_sizes(key: SegmentKey, slot_bytes: int, slots: int) -> None:
         raise ConfigurationError(f"a local rank is 0 to {MOST_LOCAL_RANKS - 1}, not {key.number}")
 
 
-def _carry_over(old: SegmentView, new: SegmentView) -> None:
-    for slot, header in old.sealed():
-        try:
-            old.check(slot)
-            payload = new.begin(slot, header.rank, header.version, old.manifest(slot), header.payload_bytes)
-            payload[:] = old.payload(slot)
-            if old.header(slot) == header:
-                new.seal(slot, old.digests(slot))
-            else:
-                new.discard(slot)
-        except (DigestMismatch, ValueError):
-            new.discard(slot)  # it was bad, or its rank began to fill it anew
+def _make_place(old: Segment, slots: int, keep: Sequence[Version]) -> Carried:
+    """What one of ``slots`` slots takes over; where that is fewer, the memory of the others goes first."""
+    old.seal_copied()
+    stay = carried(old.view, slots, keep)
+    if slots < old.view.slots:
+        for slot in set(range(old.view.slots)) - {slot for slot, _, _ in stay}:
+            old.give_back(slot)
+    return stay

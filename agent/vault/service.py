@@ -155,7 +155,7 @@ class Vault:
             case OpenSegment():
                 return await self._open(message)
             case CheckRoom():
-                await self._in_thread(lambda: check_room(self._store, self._findings, message.job, message.needs))
+                await self._in_thread(lambda: check_room(self._store, self._findings, message))
                 return Done(request=message.request)
             case SlotSealed():
                 return await self._sealed(message)
@@ -206,7 +206,7 @@ class Vault:
 
         def make() -> OwnedSegment:
             with near(message.numa_node):
-                return self._store.open(key, message.slot_bytes, message.slots)
+                return self._store.open(key, message.slot_bytes, message.slots, message.keep)
 
         segment = await self._in_thread(make)
         view = segment.view

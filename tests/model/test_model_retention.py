@@ -2,22 +2,27 @@
 
 Ranks go on in lock step, one step apart at most, fill and seal in pieces, and hear of each notice late, each by itself
 but in order. At every moment between two of these everything may end, and the next generation begins with what was
-committed and with the newest version that all have.
+committed and with the newest version that all have. Where all have planned anew, after a step, there may be fewer slots
+from then on, or more.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from agent.vault.succession import carried
 from everstep.ids import Version
-from everstep.slots import SlotHeader, SlotState
+from everstep.slots import SLOTS, SegmentView, SlotHeader, SlotState
 from everstep.wire.v1.training import RestoreRule
-from trainer_hooks.snapshot.choices import Choices
+from trainer_hooks.snapshot.choices import LEAN_SLOTS
 from trainer_hooks.snapshot.retention import Retention
 
 RANKS = 3
@@ -37,15 +42,28 @@ class RankSlots:
     def sealed(self) -> set[Version]:
         return {h.version for h in self.headers if h is not None and h.state is SlotState.SEALED}
 
+    def replace(self, slots: int, keep: list[Version]) -> None:
+        """What the vault does for another number of slots."""
+        old = SimpleNamespace(slots=len(self.headers), sealed=self._sealed_slots)
+        made: list[SlotHeader | None] = [None] * slots
+        for _, place, header in carried(cast(SegmentView, old), slots, keep):
+            made[place] = header
+        self.headers = made
+
+    def _sealed_slots(self) -> Iterator[tuple[int, SlotHeader]]:
+        for slot, header in enumerate(self.headers):
+            if header is not None and header.state is SlotState.SEALED:
+                yield slot, header
+
 
 class Slots(RuleBasedStateMachine):
-    """``every``: how many steps apart snapshots are that nobody announced."""
+    """``every``: how many steps apart snapshots are that nobody announced; ``changing``: how many slots there are."""
 
-    slots, every = 5, 1
+    slots, every, changing = 5, 1, False
 
     @initialize()
     def begin(self) -> None:
-        self.choices = Choices(slots=self.slots)
+        self.now = self.slots
         self.ranks = [RankSlots(self.slots) for _ in range(RANKS)]
         self.number = 0
         self.committed: Version | None = None
@@ -55,9 +73,9 @@ class Slots(RuleBasedStateMachine):
         self.number += 1
         self.candidate = 1 if restored is None else restored.step + 1
         self.said: set[int] = set()
-        self.first = restored.step if restored is not None else 0
+        self.first = self.since = restored.step if restored is not None else 0
         for rank in self.ranks:
-            rank.retention = Retention(self.number, RestoreRule(floor=self.committed), self.choices, restored)
+            rank.retention = Retention(self.number, RestoreRule(floor=self.committed), restored, self.now)
             rank.finished, rank.filling = self.first, None
             rank.notices.clear()
 
@@ -75,12 +93,24 @@ class Slots(RuleBasedStateMachine):
         self.seal(number)
         rank.finished += 1
         announced = rank.retention.is_candidate(rank.finished)
-        if not announced and (self.choices.lean or not self.is_regular(rank.finished)):
+        if not announced and (self.now == LEAN_SLOTS or not self.is_regular(rank.finished)):
             return
         slot = rank.retention.slot_to_fill(rank.headers, self.is_regular)
         version = Version(self.number, rank.finished)
         rank.headers[slot] = SlotHeader(SlotState.FILLING, number, version, 0, 0)
         rank.filling, rank.kept = slot, announced
+
+    @rule()
+    def plan_anew(self) -> None:
+        """All ranks have finished the same step, and the layouts of then take fewer slots, or leave room for more."""
+        if not self.changing or len({rank.finished for rank in self.ranks}) > 1:
+            return
+        self.now = LEAN_SLOTS if self.now == SLOTS else SLOTS
+        self.since = self.ranks[0].finished
+        for number, rank in enumerate(self.ranks):
+            self.seal(number)
+            rank.replace(self.now, rank.retention.indispensable())
+            rank.retention.provide(self.now)
 
     @rule(order=st.permutations(range(RANKS)), deaf=st.none() | rank_number)
     def step_together(self, order: list[int], deaf: int | None) -> None:
@@ -152,19 +182,21 @@ class Slots(RuleBasedStateMachine):
         """The last but one of the steps that were to be stored is whole: of the last one some still are sealing."""
         regular = [
             step
-            for step in range(self.first + 1, min(rank.finished for rank in self.ranks) + 1)
+            for step in range(self.since + 1, min(rank.finished for rank in self.ranks) + 1)
             if self.is_regular(step)
         ]
-        if self.slots == 5 and len(regular) > 1:
+        if self.now == SLOTS and len(regular) > 1:
             assert max(self.whole()) >= Version(self.number, regular[-2])
 
 
-@pytest.mark.parametrize(("slots", "every"), [(5, 1), (5, 3), (2, 1)])
-def test_what_was_committed_is_whole_at_every_moment_in_five_slots_and_in_two(slots: int, every: int) -> None:
+@pytest.mark.parametrize(("slots", "every", "changing"), [(5, 1, False), (5, 3, False), (2, 1, False), (5, 1, True)])
+def test_what_was_committed_is_whole_at_every_moment_in_five_slots_and_in_two(
+    slots: int, every: int, changing: bool
+) -> None:
     class These(Slots):
         pass
 
-    These.slots, These.every = slots, every
+    These.slots, These.every, These.changing = slots, every, changing
     run_state_machine_as_test(
         These,
         settings=settings(

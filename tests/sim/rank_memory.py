@@ -11,7 +11,6 @@ from everstep.wire.v1.directives import VersionNotice
 from everstep.wire.v1.training import GenerationSpec, Member, Sealed
 from tests.sim.training_state import TrainingState
 from tests.sim.vault_memory import Slot
-from trainer_hooks.snapshot.choices import Choices
 from trainer_hooks.snapshot.retention import Retention
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ class RankMemory:
     def enter(self, spec: GenerationSpec, member: Member, restored: Version | None) -> None:
         """The process takes part in a generation, and has ``restored``."""
         self._spec, self._member = spec, member
-        self._retention = Retention(spec.number, spec.restore, Choices(), restored)
+        self._retention = Retention(spec.number, spec.restore, restored)
 
     def note(self, notice: VersionNotice) -> None:
         """The controller's word on what is committed, what may be next, and what is to stay besides."""

@@ -168,7 +168,7 @@ class PretendedCuda:
     # --- cudart
 
     def cudaHostRegister(self, address: int, length: int, flags: int) -> int:
-        assert flags == 0
+        assert flags == 1
         if self.code == 0:
             assert address not in self.registered, "cudaErrorHostMemoryAlreadyRegistered"
             self.registered[address] = self.current_device()

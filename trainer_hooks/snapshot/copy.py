@@ -1,19 +1,21 @@
 """Live tensors to slot bytes: views made once in a plan, then nothing but copies.
 
 On the CPU one call copies all pieces with Python's lock released. On a GPU they go to page-locked slot memory on a
-stream of their own, behind an event of the training stream and before an event that the next optimizer step waits on.
+stream of their own, behind an event of the training stream and before an event that the next optimizer step waits on;
+on several GPUs of one process so on each of them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 
 from trainer_hooks.sdc.digest import WeightedDigest
 from trainer_hooks.snapshot.blob import dtype_of
-from trainer_hooks.snapshot.device import gpu_of
+from trainer_hooks.snapshot.device import gpus_of
 from trainer_hooks.snapshot.gather import Gather, Targets
 from trainer_hooks.snapshot.layout import BLOB_PREFIX, Box, Manifest
 from trainer_hooks.snapshot.plan import Share
@@ -48,8 +50,8 @@ class Sources:
         self._volatile = [(i, t) for i, t in enumerate(tensors) if t.volatile and (wanted is None or i in wanted)]
         self._staged = {i: torch.empty_like(t.local) for i, t in self._volatile}
         self._tensors = tensors
-        gpu = gpu_of(tensors)
-        self.mover = HostMover() if gpu is None else DeviceMover(gpu)
+        gpus = gpus_of(tensors)
+        self.mover = DeviceMover(gpus) if gpus else HostMover()
         self._views: list[torch.Tensor] | None = None
         self._digests: tuple[Share, dict[str, WeightedDigest]] | None = None
 
@@ -135,33 +137,47 @@ class HostMover:
         """Waits, in the copier thread, until the bytes are there."""
 
 
-class DeviceMover(HostMover):
-    """Copies from a GPU on a stream of its own into page-locked slots."""
+class Lane:
+    """One GPU's part: a stream of its own between two events."""
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+class DeviceMover(HostMover):
+    """Copies from GPUs, each on a stream of its own, into page-locked slots."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
         super().__init__()
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.lanes = [Lane(device) for device in devices]
 
     def begin(self) -> None:
-        self._ready.record(torch.cuda.current_stream(self._device))
+        for lane in self.lanes:
+            lane.ready.record(torch.cuda.current_stream(lane.device))
 
     def run(
         self, targets: Targets, sources: list[torch.Tensor], digests: dict[str, WeightedDigest]
     ) -> dict[str, torch.Tensor]:
-        with torch.no_grad(), torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._ready)
+        with torch.no_grad(), ExitStack() as current:
+            # all at once: each copy goes by the stream that is current on its GPU, and a digest may want several GPUs
+            for lane in reversed(self.lanes):  # the thread acts on the first of them
+                current.enter_context(torch.cuda.stream(lane.stream))
+                lane.stream.wait_event(lane.ready)
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
             # to the host on this stream: read on another one they would wait for all that training has enqueued there
             made = {group: digest.start().to("cpu", non_blocking=True) for group, digest in digests.items()}
-            self._copied.record(self._stream)
+            for lane in self.lanes:
+                lane.copied.record(lane.stream)
         return made
 
     def order_before_step(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._copied)
+        for lane in self.lanes:
+            torch.cuda.current_stream(lane.device).wait_event(lane.copied)
 
     def finish(self) -> None:
-        self._copied.synchronize()
+        for lane in self.lanes:
+            lane.copied.synchronize()

@@ -1,4 +1,4 @@
-"""Which GPU a rank's state lies on, and which one a thread acts on."""
+"""Which GPUs a rank's state lies on, and which one a thread acts on."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from trainer_hooks.state import TrackedTensor
 
 
-def gpu_of(tensors: Iterable[TrackedTensor]) -> torch.device | None:
-    """The GPU that tracked tensors lie on; of several the first, None where all are on the host."""
+def gpus_of(tensors: Iterable[TrackedTensor]) -> tuple[torch.device, ...]:
+    """The GPUs that tracked tensors lie on, lowest first: mostly one. None of them where all are on the host."""
     found = {tensor.local.device for tensor in tensors if tensor.local.is_cuda}
-    return min(found, key=lambda device: device.index or 0, default=None)
+    return tuple(sorted(found, key=lambda device: device.index or 0))
 
 
 def current_gpu() -> torch.device | None:

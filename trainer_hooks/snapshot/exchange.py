@@ -59,12 +59,20 @@ class Exchange:
             return [mine]
         self._put_body(tag, digest, body)
         self._store.set(f"snapshot/{tag}/rank/{self._rank}", digest)
-        get = partial(poll, self._store, stop=self._stop, clock=self._clock, timeout_s=timeout_s)
+        get = partial(self.get, timeout_s=timeout_s)
         digests = [digest.decode() for digest in get([f"snapshot/{tag}/rank/{r}" for r in range(self._world)])]
         missing = sorted(set(digests) - known.keys())
         bodies = get([f"snapshot/{tag}/body/{d}" for d in missing])
         known.update({d: decode_layout(b) for d, b in zip(missing, bodies, strict=True)})
         return [known[d] for d in digests]
+
+    def put(self, key: str, body: bytes) -> None:
+        """Publishes something else that ranks plan by."""
+        self._store.set(key, body)  # type: ignore[arg-type]  # takes bytes
+
+    def get(self, keys: list[str], timeout_s: float) -> list[bytes]:
+        """The values of ``keys``, once all are there. Raises as ``layouts`` does."""
+        return poll(self._store, keys, stop=self._stop, clock=self._clock, timeout_s=timeout_s)
 
     def _put_body(self, tag: str, digest: str, body: bytes) -> None:
         key = f"snapshot/{tag}/body/{digest}"

@@ -11,7 +11,7 @@ import torch
 from everstep.ids import Version
 from trainer_hooks.snapshot.blob import Blob
 from trainer_hooks.snapshot.copy import Sources
-from trainer_hooks.snapshot.device import gpu_of
+from trainer_hooks.snapshot.device import gpus_of
 from trainer_hooks.snapshot.layout import Layout, whole
 from trainer_hooks.snapshot.planned import Planned
 from trainer_hooks.state import TrackedTensor
@@ -26,14 +26,14 @@ class Phase(enum.Enum):
 
 class Look:
     """The tensors as they were found, and the name under which the ranks exchange this layout. ``change``: what is not
-    as it was before, in words. ``gpu``: where they lie, None for the host."""
+    as it was before, in words. ``gpus``: where they lie; none for the host."""
 
     def __init__(self, tensors: list[TrackedTensor], layout: Layout, tag: str, change: str = "") -> None:
         self.tensors = tensors
         self.layout = layout
         self.tag = tag
         self.change = change
-        self.gpu = gpu_of(tensors)
+        self.gpus = gpus_of(tensors)
         self.sharded = any(part.box != whole(part.shape) for part in layout.parts)
 
 

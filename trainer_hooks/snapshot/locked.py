@@ -12,6 +12,9 @@ from trainer_hooks.mapped_segment import MappedSegment
 
 log = logging.getLogger(__name__)
 
+PORTABLE = 1
+"""cudaHostRegisterPortable: for all GPUs of the process, not only the one that the thread acts on."""
+
 
 def page_lock(segment: MappedSegment) -> None:
     """Page-locks a segment's mapping for the GPU, until nobody holds the segment or the process ends in order.
@@ -24,7 +27,7 @@ def page_lock(segment: MappedSegment) -> None:
     mapped = torch.frombuffer(segment.buffer, dtype=torch.uint8)
     address, length = mapped.data_ptr(), mapped.numel()
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    code = int(cudart.cudaHostRegister(address, length, 0))
+    code = int(cudart.cudaHostRegister(address, length, PORTABLE))
     if code != 0:
         raise RuntimeError(
             f"cannot page-lock {length} bytes of slot memory for the GPU: CUDA error {code}; "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from everstep.segment_header import PAGE, segment_bytes
+from everstep.segment_header import PAGE
 from everstep.wire.v1.local import SegmentNeed
 from everstep.wire.v1.training import GenerationSpec
 from trainer_hooks.snapshot.plan import Share
@@ -24,8 +24,7 @@ def needs_of(
 
     def need(rank: int, number: int, replica: bool) -> SegmentNeed:
         each = -(-slot_bytes(rank) // PAGE) * PAGE
-        whole = segment_bytes(slots + pinned, each)
-        return SegmentNeed(replica=replica, number=number, bytes=whole, pinned=whole - segment_bytes(slots, each))
+        return SegmentNeed(replica=replica, number=number, slot_bytes=each, slots=slots, pinned=pinned)
 
     for member in spec.on(node):
         yield need(member.rank, member.local_rank, False)

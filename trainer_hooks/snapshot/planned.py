@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from everstep.errors import OutOfSlotMemory
+from everstep.ids import Version
 from everstep.manifests import encode_manifest
 from everstep.slots import PAGE, slot_bytes_for
 from everstep.wire.v1.training import GenerationSpec, Member
@@ -19,6 +22,7 @@ from trainer_hooks.snapshot.gather import Targets
 from trainer_hooks.snapshot.layout import ALIGN, Layout, Manifest
 from trainer_hooks.snapshot.needs import needs_of
 from trainer_hooks.snapshot.plan import Share, divide, manifest_for, payload_bytes
+from trainer_hooks.snapshot.provision import Agreed, Provision, Quartermaster, provisions
 from trainer_hooks.vault_client import VaultClient
 
 log = logging.getLogger(__name__)
@@ -73,7 +77,11 @@ class Planned:
 
 
 class Planner:
-    """Makes plans, in the copier thread: exchange of layouts, division, manifest, segment."""
+    """Makes plans, in the copier thread: exchange of layouts, division, provision, manifest, segment.
+
+    Args:
+        keep: what goes along into a segment of fewer slots, the most important first.
+    """
 
     def __init__(
         self,
@@ -83,14 +91,20 @@ class Planner:
         exchange: Exchange,
         timeout_s: float,
         choices: Choices = DEFAULT,
+        keep: Callable[[], Sequence[Version]] = tuple,
     ) -> None:
         self._vault = vault
         self._spec = spec
         self._member = member
         self._exchange = exchange
         self._timeout_s = timeout_s
-        self._choices = choices
+        self._require = choices.require
+        self._keep = keep
+        self._quartermaster = Quartermaster(
+            spec, member, choices, exchange.put, partial(exchange.get, timeout_s=timeout_s)
+        )
         self._shared: tuple[Layout, list[Layout], Share] | None = None
+        self.agreed = Agreed(provisions(choices)[0])
 
     def plan(self, tag: str, layout: Layout, blob_bytes: int) -> Planned:
         """A plan for ``layout`` with room for ``blob_bytes`` of Python state.
@@ -98,56 +112,62 @@ class Planner:
         The exchange under ``tag`` takes place only where ``layout`` is not the last one planned. Raises Unavailable,
         OutOfSlotMemory, and ValueError where ranks hold different tensors under one name.
         """
-        foresees = None
         if self._shared is None or self._shared[0] is not layout:
             layouts = self._exchange.layouts(tag, layout, self._timeout_s)
             shares = divide(layouts, self._nodes(), self._spec.spec.replicas, self._spec.replica_nodes)
-            self._shared = layout, layouts, shares[self._member.rank]
-            foresees = shares if self._member.local_rank == 0 else None  # once for the node
+            manifest = manifest_for(self._member.rank, layouts, shares[self._member.rank], _capacity(blob_bytes))
+            agreed = self._quartermaster.agree(tag, partial(self._ask_for_room, layouts, shares, manifest))
+            self._shared, self.agreed = (layout, layouts, shares[self._member.rank]), agreed
+            self._tell_lack()
         _, layouts, share = self._shared
-        capacity = max(SMALLEST_BLOB_BYTES, 2 * blob_bytes)
-        manifest = manifest_for(self._member.rank, layouts, share, capacity)
-        if foresees is not None:
-            self._foresee(layouts, foresees, manifest)
-        if not share.covers or self._choices.lean:
+        manifest = manifest_for(self._member.rank, layouts, share, _capacity(blob_bytes))
+        if not share.covers or self.agreed.provision.lean:
             return Planned(layout, share, manifest, self._open(manifest))
         wide = share.with_covers()
-        wide_manifest = manifest_for(self._member.rank, layouts, wide, capacity)
+        wide_manifest = manifest_for(self._member.rank, layouts, wide, _capacity(blob_bytes))
         segment = self._open(wide_manifest)
         return Planned(layout, share, manifest, segment, Planned(layout, wide, wide_manifest, segment))
 
     def _nodes(self) -> list[str]:
         return [self._spec.node_of(rank) for rank in range(self._spec.world_size)]
 
-    def _foresee(self, layouts: list[Layout], shares: list[Share], manifest: Manifest) -> None:
-        """Tells where the node has no room for all that its ranks and its vault will need, before they need it.
+    def _ask_for_room(
+        self, layouts: list[Layout], shares: list[Share], manifest: Manifest, provision: Provision, tentative: bool
+    ) -> None:
+        """Whether the node has room for all that its ranks and its vault will need. Raises OutOfSlotMemory.
 
         What ranks differ in besides their tensors is taken to be as this rank has it: Python state, and the manifest.
         """
         encoded, whole = len(encode_manifest(manifest)), _whole_bytes(manifest)
 
         def slot_bytes(rank: int) -> int:
-            share = shares[rank] if self._choices.lean or not shares[rank].covers else shares[rank].with_covers()
-            return self._slot_bytes(encoded, payload_bytes(layouts[rank], share, manifest.blob_capacity), whole)
+            share = shares[rank] if provision.lean or not shares[rank].covers else shares[rank].with_covers()
+            payload = payload_bytes(layouts[rank], share, manifest.blob_capacity)
+            return self._slot_bytes(provision, encoded, payload, whole)
 
-        spec, node = self._spec, self._member.node
-        needs = tuple(needs_of(node, spec, shares, self._choices.slots, slot_bytes))
-        try:
-            self._vault.check_room(spec.job, needs)
-        except OutOfSlotMemory as error:
-            if self._choices.require:
-                raise
-            where = {"node": node, "job": spec.job, "generation": spec.number}
-            log.error("this node has no memory for all of the job's checkpoints: %s", error, extra=where)
+        needs = needs_of(self._member.node, self._spec, shares, provision.slots, slot_bytes)
+        self._vault.check_room(self._spec.job, tuple(needs), tentative=tentative)
+
+    def _tell_lack(self) -> None:
+        """Before anybody needs what there is no room for. Raises OutOfSlotMemory where the job requires checkpoints."""
+        lacking, why = self.agreed.lacking, self.agreed.why
+        if not lacking:
+            return
+        if self._require:
+            raise OutOfSlotMemory(why)
+        if lacking == self._member.node and self._member.local_rank == 0:
+            where = {"node": lacking, "job": self._spec.job, "generation": self._spec.number}
+            log.error("this node has no memory for all of the job's checkpoints: %s", why, extra=where)
 
     def _open(self, manifest: Manifest) -> MappedSegment:
         """The rank's segment, with room for ``manifest``; for more than that where the job has memory to spare."""
-        encoded = len(encode_manifest(manifest))
-        return self._open_slots(self._slot_bytes(encoded, manifest.payload_bytes, _whole_bytes(manifest)))
+        encoded, provision = len(encode_manifest(manifest)), self.agreed.provision
+        whole = _whole_bytes(manifest)
+        return self._open_slots(provision.slots, self._slot_bytes(provision, encoded, manifest.payload_bytes, whole))
 
-    def _slot_bytes(self, encoded: int, payload: int, whole: int) -> int:
+    def _slot_bytes(self, provision: Provision, encoded: int, payload: int, whole: int) -> int:
         """Of a slot for a manifest and a payload of so many bytes. ``whole``: no share can be larger."""
-        if self._choices.lean:
+        if not provision.spare:
             return slot_bytes_for(encoded, payload)
         return slot_bytes_for(2 * encoded, self._larger_payload(payload, whole)) + PAGE
 
@@ -161,15 +181,19 @@ class Planner:
         more = -(-payload * world // fewer) if world > node else 0
         return max(payload, min(more, whole))
 
-    def _open_slots(self, slot_bytes: int) -> MappedSegment:
+    def _open_slots(self, slots: int, slot_bytes: int) -> MappedSegment:
         """With slots for pinned versions, where the node has the memory: without them these are let go too early."""
-        job, slots, more = self._spec.job, self._choices.slots, self._spec.spec.pinned_slots
+        job, more, keep = self._spec.job, self._spec.spec.pinned_slots, tuple(self._keep())
         if more:
             try:
-                return self._vault.open_segment(job, self._member.local_rank, slot_bytes, slots + more)
+                return self._vault.open_segment(job, self._member.local_rank, slot_bytes, slots + more, keep)
             except OutOfSlotMemory as error:
                 log.warning("no memory to keep versions for parity or storage: %s", error, extra={"job": job})
-        return self._vault.open_segment(job, self._member.local_rank, slot_bytes, slots)
+        return self._vault.open_segment(job, self._member.local_rank, slot_bytes, slots, keep)
+
+
+def _capacity(blob_bytes: int) -> int:
+    return max(SMALLEST_BLOB_BYTES, 2 * blob_bytes)
 
 
 def _whole_bytes(manifest: Manifest) -> int:

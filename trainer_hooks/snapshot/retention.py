@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
 from everstep.slot_choice import slot_to_fill
-from everstep.slots import SlotHeader, SlotState
+from everstep.slots import SLOTS, SlotHeader, SlotState
 from everstep.wire.v1.training import RestoreRule
-from trainer_hooks.snapshot.choices import Choices
+from trainer_hooks.snapshot.choices import LEAN_SLOTS
 
 
 class Retention:
@@ -21,13 +21,13 @@ class Retention:
 
     Args:
         rule: what the generation could start from.
-        choices: of slots.
         restored: what it started from; its next step is the first that may be committed.
+        slots: that there are, besides those for pinned versions.
     """
 
-    def __init__(self, generation: int, rule: RestoreRule, choices: Choices, restored: Version | None) -> None:
+    def __init__(self, generation: int, rule: RestoreRule, restored: Version | None, slots: int = SLOTS) -> None:
         self._generation = generation
-        self._choices = choices
+        self._slots = slots
         self._restored = restored
         self._lock = threading.Lock()
         self._committed = rule.floor
@@ -53,6 +53,20 @@ class Retention:
         with self._lock:
             return step == self._candidate
 
+    def provide(self, slots: int) -> None:
+        """So many slots there are from now on, on all ranks from the same step on. Where they are fewer than before,
+        they hold what ``indispensable`` said."""
+        self._slots = slots
+
+    def indispensable(self) -> list[Version]:
+        """What goes along into fewer slots, as far as there are some: the committed version; the candidate sealed last,
+        which may be committed without our knowing, or as long as there is none what the generation started from; and
+        what is pinned."""
+        with self._lock:
+            last = self._kept if self._kept is not None else self._restored
+            first = [version for version in (self._committed, last) if version is not None]
+            return list(dict.fromkeys([*first, *sorted(self._pinned)]))
+
     def keeps(self, version: Version) -> None:
         """A candidate was sealed."""
         self._kept = version
@@ -75,7 +89,7 @@ class Retention:
     def _pins(self, headers: Sequence[SlotHeader | None]) -> frozenset[Version]:
         """What is pinned, where there are slots for that."""
         with self._lock:
-            return self._pinned if len(headers) > self._choices.slots else frozenset()
+            return self._pinned if len(headers) > self._slots else frozenset()
 
     def needed(self, sealed: Iterable[Version], regular: Callable[[int], bool]) -> set[Version]:
         """Of these, what must not be overwritten now: the committed version, the candidate sealed last, and the two
@@ -90,7 +104,7 @@ class Retention:
         """
         with self._lock:
             committed = {self._committed} if self._committed is not None else set()
-        if self._choices.lean:
+        if self._slots == LEAN_SLOTS:
             return committed
         own = sorted(v for v in sealed if self._is_own(v) and (regular(v.step) or v == self._restored))
         return {*own[-2:], *committed, *({self._kept} if self._kept is not None else ())}

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 
-import torch
 from torch._C._distributed_c10d import Store
 
 from everstep.clock import Clock
@@ -22,19 +21,17 @@ from everstep.errors import EverstepError
 from everstep.ids import Version
 from everstep.slots import SegmentView, SlotHeader
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep.wire.v1.training import GenerationSpec, Member, Sealed
+from everstep.wire.v1.training import FindingRaised, GenerationSpec, Member, Sealed
 from trainer_hooks.sdc.digest import unsigned
 from trainer_hooks.snapshot.changes import difference
 from trainer_hooks.snapshot.choices import DEFAULT, Choices
 from trainer_hooks.snapshot.copy import Sources, write_blob
 from trainer_hooks.snapshot.cover import all_stored, store_with_covers
-from trainer_hooks.snapshot.device import current_gpu
 from trainer_hooks.snapshot.exchange import Exchange
-from trainer_hooks.snapshot.first_plan import FirstPlan
 from trainer_hooks.snapshot.job import Filled, Job, Look, Phase
-from trainer_hooks.snapshot.locked import page_lock
 from trainer_hooks.snapshot.pace import Pace
 from trainer_hooks.snapshot.planned import Planned, Planner
+from trainer_hooks.snapshot.plans import Plans
 from trainer_hooks.snapshot.reports import Reports, SealedShare
 from trainer_hooks.snapshot.retention import Retention
 from trainer_hooks.snapshot.stopwatch import Stopwatch
@@ -64,7 +61,7 @@ class Snapshotter:
 
     Args:
         store: the generation's store, already under the generation's prefix.
-        on_sealed: takes each report, from a thread of ours; must not block.
+        tell: takes each report, from a thread of ours; must not block.
         restored: the version this generation started from; it is kept until two newer ones are sealed.
         choices: the job's; the same on all ranks.
     """
@@ -76,7 +73,7 @@ class Snapshotter:
         spec: GenerationSpec,
         member: Member,
         store: Store,
-        on_sealed: Callable[[Sealed], None],
+        tell: Callable[[Sealed | FindingRaised], None],
         *,
         restored: Version | None = None,
         choices: Choices = DEFAULT,
@@ -86,9 +83,8 @@ class Snapshotter:
         self._state = state
         self._spec = spec
         self._member = member
-        self._reports = Reports(vault, spec, member, on_sealed, clock)
+        self._reports = Reports(vault, spec, member, tell, clock)
         self._choices = choices
-        self.first_plan = FirstPlan(choices.require)
         self._clock = clock
         self._where = {"node": member.node, "job": spec.job, "generation": spec.number}
         self._stop = threading.Event()
@@ -98,17 +94,16 @@ class Snapshotter:
         self._last: Job | None = None
         self._standing: Job | None = None
         self._closing = False
-        self._retention = Retention(spec.number, spec.restore, choices, restored)
+        self._retention = Retention(spec.number, spec.restore, restored)
         self._pace = Pace(store, member.rank, 1 if choices.lean else choices.every)
         self._watch = Stopwatch(None if self._pace.fixed else self._pace.took, clock)
         self._retry_at = self._warn_at = float("-inf")
-        self._planner = Planner(
-            vault, spec, member, Exchange(store, member.rank, spec.world_size, clock, self._stop), PATIENCE_S, choices
-        )
-        self._planned: Planned | None = None
+        exchange = Exchange(store, member.rank, spec.world_size, clock, self._stop)
+        planner = Planner(vault, spec, member, exchange, PATIENCE_S, choices, self._retention.indispensable)
+        self._plans = Plans(planner, spec, member, self._retention, tell, choices, clock)
+        self.first_plan = self._plans.first
         self._sources: Sources | None = None
         self._look: Look | None = None
-        self._gpu = current_gpu()
         if state.complete():
             self._look = self._look_again(START)
         self._thread = threading.Thread(target=self._run, name="everstep-copier", daemon=True)
@@ -126,17 +121,17 @@ class Snapshotter:
         Raises TypeError for tracked state that cannot be stored: that is for the user to mend.
         """
         self._pace.step_ends(step)
-        self._watch.step_ends(None if self._look is None else self._look.gpu)
+        self._watch.step_ends(() if self._look is None else self._look.gpus)
         if self._is_stored(step):
             with self._watch.held_up(stored=True):
                 self._begin(step)
 
     def every(self, step: int) -> int:
         """How many steps apart snapshots are at ``step``; 0 where only what is to be committed is stored."""
-        return 0 if self._choices.lean else self._pace.every(step)
+        return 0 if self._plans.lean else self._pace.every(step)
 
     def _is_stored(self, step: int) -> bool:
-        return self._retention.is_candidate(step) or (not self._choices.lean and self._pace.due(step))
+        return self._retention.is_candidate(step) or (not self._plans.lean and self._pace.due(step))
 
     def _begin(self, step: int) -> None:
         if self._last is not None:
@@ -169,8 +164,8 @@ class Snapshotter:
     def _small(self, job: Job) -> Planned | None:
         """The plan under which the training thread copies this itself; None where it is for the copier, which alone may
         wait for others and does the digests, or where the job wants all copies under the next step."""
-        planned = self._planned
-        if planned is None or planned.layout is not job.look.layout or not planned.fits(job.blob.room):
+        planned = self._plans.of(job.look)
+        if planned is None or not planned.fits(job.blob.room):
             return None
         digested = planned.share.groups and (self._retention.is_candidate(job.version.step) or self._digest_due(job))
         others = job.sources.on_gpu or digested or self._choices.overlap or self._reports.copying
@@ -250,8 +245,8 @@ class Snapshotter:
 
     def _fitting_sources(self, look: Look) -> Sources:
         """Views for what is planned; before it is planned, of everything that must be staged."""
-        planned = self._planned
-        share = planned.share if planned is not None and planned.layout is look.layout else None
+        planned = self._plans.of(look)
+        share = None if planned is None else planned.share
         if self._sources is None or self._sources.share is not share:
             self._sources = Sources(look.tensors, share)
         return self._sources
@@ -277,7 +272,8 @@ class Snapshotter:
         self.first_plan.tried()
         while (job := self._next()) is not None:
             self._attempt(partial(self._snapshot, job), f"snapshot step {job.version.step}")
-            self._attempt(partial(self._pace.agree, job.version.step), "agree on how often to snapshot")
+            if not self._plans.lean:
+                self._attempt(partial(self._pace.agree, job.version.step), "agree on how often to snapshot")
             with self._changed:
                 self._end(job)
 
@@ -294,8 +290,8 @@ class Snapshotter:
     def _next(self) -> Job | None:
         with self._changed:
             while self._queue is None and not self._closing:
-                small = self._planned is not None and self._planned.is_small
-                self._changed.wait(LOOK_S if small else None)
+                planned = self._plans.current
+                self._changed.wait(LOOK_S if planned is not None and planned.is_small else None)
             job, self._queue = self._queue, None
             return job
 
@@ -313,27 +309,19 @@ class Snapshotter:
             return True
 
     def _plan(self, look: Look, blob_bytes: int) -> Planned:
-        """The plan there is where it fits, else a new one; its slots are page-locked where state lies on a GPU."""
-        gpu = look.gpu or self._gpu
-        if gpu is not None:
-            torch.cuda.set_device(gpu)  # each thread has its own; a new one begins with the first GPU
-        planned = self._planned
         try:
-            if planned is None or planned.layout is not look.layout or not planned.fits(blob_bytes):
-                planned = self._planned = self._planner.plan(look.tag, look.layout, blob_bytes)
-                self._retry_at = float("-inf")
-                self.first_plan.made()
-            if look.gpu is not None:
-                page_lock(planned.segment)
-        except Exception as error:
+            planned = self._plans.make(look, blob_bytes)
+        except Exception:
             self._retry_at = self._clock.monotonic() + RETRY_S
-            self.first_plan.failed(error)
             raise
+        self._retry_at = float("-inf")
         return planned
 
     def _snapshot(self, job: Job) -> None:
         if job.phase is Phase.QUEUED:
-            self._fill(job, self._plan(job.look, job.blob.room))
+            planned = self._plan(job.look, job.blob.room)
+            if not self._plans.lean or self._retention.is_candidate(job.version.step):  # it may have just become lean
+                self._fill(job, planned)
         if job.filled is not None:
             self._seal(job, job.filled)
 
@@ -377,8 +365,8 @@ class Snapshotter:
 
     def _cover(self, job: Job) -> None:
         """Stores what ranks of this node died over, of the last finished step: no optimizer has touched it since."""
-        planned, version = self._planned, job.version
-        if planned is None or planned.with_covers is None or planned.layout is not job.look.layout:
+        planned, version = self._plans.of(job.look), job.version
+        if planned is None or planned.with_covers is None:
             return
         others = [self._spec.roster[rank] for rank in (self._member.rank, *planned.share.covered)]
         if not all_stored(planned.segment.directory, others, version):

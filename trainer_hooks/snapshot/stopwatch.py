@@ -9,7 +9,7 @@ Nothing waits for the events: what they say is told a step or more later.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ import torch
 from everstep.clock import Clock
 
 Moment = Any
-"""Seconds, or a torch.cuda.Event, whose methods carry no types."""
+"""Seconds, or a torch.cuda.Event of each GPU; their methods carry no types."""
 Tell = Callable[[float, float | None], None]
 
 
@@ -53,20 +53,23 @@ class ThreadTime:
 
 
 class StreamTime:
-    """That of the stream on which the calling thread's work for ``gpu`` is done."""
+    """That of the streams on which the calling thread's work for ``gpus`` is done; of several, of the slowest."""
 
-    def __init__(self, gpu: torch.device) -> None:
-        self._gpu = gpu
+    def __init__(self, gpus: Sequence[torch.device]) -> None:
+        self._gpus = gpus
 
     def now(self) -> Moment:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        return torch.cuda.current_stream(self._gpu).record_event(event)
+        return [torch.cuda.current_stream(gpu).record_event(_timed_event()) for gpu in self._gpus]
 
     def has_come(self, moment: Moment) -> bool:
-        return bool(moment.query())
+        return all(event.query() for event in moment)
 
     def between(self, first: Moment, last: Moment) -> float:
-        return float(first.elapsed_time(last)) / 1000.0
+        return max(float(before.elapsed_time(after)) for before, after in zip(first, last, strict=True)) / 1000.0
+
+
+def _timed_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 class _Step(msgspec.Struct):
@@ -89,18 +92,18 @@ class Stopwatch:
     def __init__(self, tell: Tell | None, clock: Clock) -> None:
         self._tell = tell
         self._clock = clock
-        self._gpu: torch.device | None = None
+        self._gpus: Sequence[torch.device] = ()
         self._time: Time = ThreadTime(clock)
         self._step: _Step | None = None
         self._over: deque[_Step] = deque()
 
-    def step_ends(self, gpu: torch.device | None) -> None:
-        """A step is finished, by the GPU when it gets there. ``gpu``: where the state lies; None for the host."""
+    def step_ends(self, gpus: Sequence[torch.device]) -> None:
+        """A step is finished, by a GPU when it gets there. ``gpus``: where the state lies; none for the host."""
         if self._tell is None:
             return
-        if gpu != self._gpu:
-            self._gpu, self._step = gpu, None
-            self._time = ThreadTime(self._clock) if gpu is None else StreamTime(gpu)
+        if gpus != self._gpus:
+            self._gpus, self._step = gpus, None
+            self._time = StreamTime(gpus) if gpus else ThreadTime(self._clock)
             self._over.clear()
         now = self._time.now()
         if self._step is not None:

@@ -133,7 +133,9 @@ FromAgent = Welcome | NewGeneration | KillRank | StopJob | VersionNotice | Launc
 class OpenSegment(Message, frozen=True, kw_only=True, tag=True):
     """Make (or find) the segment of one rank's slots, large enough for ``slot_bytes`` each. Answer: Segment.
 
-    ``numa_node``: the one whose memory it should be made of.
+    ``keep``: where it is given, the segment has just so many slots, and where they are fewer than before these versions
+    are taken along first, in this order; else one with more slots serves as well. ``numa_node``: the one whose memory
+    it should be made of.
     """
 
     request: int
@@ -142,6 +144,7 @@ class OpenSegment(Message, frozen=True, kw_only=True, tag=True):
     slot_bytes: int
     slots: int
     numa_node: int | None = None
+    keep: tuple[Version, ...] | None = None
 
 
 class Segment(Message, frozen=True, kw_only=True, tag=True):
@@ -154,25 +157,29 @@ class Segment(Message, frozen=True, kw_only=True, tag=True):
 
 
 class SegmentNeed(Message, frozen=True, kw_only=True, array_like=True):
-    """A segment of ``bytes`` that a node will be asked for, ``pinned`` of them for versions on their way to storage or
-    parity. ``replica``: for copies of what rank ``number`` of another node has; else the local rank ``number``'s own.
+    """A segment that a node will be asked for: ``slots`` of ``slot_bytes``, and ``pinned`` slots more for versions on
+    their way to storage or parity. ``replica``: for copies of what rank ``number`` of another node has; else the local
+    rank ``number``'s own.
     """
 
     replica: bool
     number: int
-    bytes: int
+    slot_bytes: int
+    slots: int
     pinned: int = 0
 
 
 class CheckRoom(Message, frozen=True, kw_only=True, tag=True):
     """From one rank of a node, when the job's layout is known: is there room for all of these? Nothing is made.
 
-    Answer: Done; or ``Failed`` with OutOfSlotMemory, which the supervisor hears of as a finding.
+    Answer: Done; or ``Failed`` with OutOfSlotMemory, which the supervisor hears of as a finding. ``tentative``: there
+    is a choice that takes less, so a part of the free memory must be left to the training, and a lack is only answered.
     """
 
     request: int
     job: JobId
     needs: tuple[SegmentNeed, ...]
+    tentative: bool = False
 
 
 class SlotSealed(Message, frozen=True, kw_only=True, tag=True):

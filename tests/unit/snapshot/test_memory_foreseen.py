@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,15 @@ import torch.distributed as dist
 from torch import nn
 
 from everstep.errors import OutOfSlotMemory
-from everstep.segment_header import segment_bytes
+from everstep.ids import Version
+from everstep.segment_header import PAGE, segment_bytes
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import FindingKind, Mode
 from everstep.wire.v1 import local
+from everstep.wire.v1.training import FindingRaised, Sealed
 from tests.support.forked import ForkPool
 from tests.support.generations import generation
-from tests.support.vaults import JOB, RankMemory, Vaults, until, vaults
+from tests.support.vaults import JOB, RankMemory, Vaults, map_segment, until, vaults
 from trainer_hooks.keeper import GenerationKeeper
 from trainer_hooks.run import Place, Run
 from trainer_hooks.snapshot.choices import Choices
@@ -42,16 +45,18 @@ class Ranks:
     def __init__(self, fleet: Vaults, limit: int, choices: Choices, optimizer: bool = False) -> None:
         vault = fleet.start("n1", "--scrub-interval", "0", "--memory-limit", str(limit))
         self.supervisor = fleet.configure()["n1"]
+        self.folder = vault.segment_dir / JOB
         self._stack, store = ExitStack(), dist.HashStore()
         spec = generation(1, ranks=[("n1", 0), ("n1", 1)])
         self.models = [nn.Linear(512, STATE // 4 // 512, bias=False) for _ in range(2)]
         self.optimizers = [torch.optim.Adam(model.parameters()) for model in self.models]
-        self.snapshotters = []
+        self.told: list[Sealed | FindingRaised] = []
+        self.snapshotters: list[Snapshotter] = []
         for member, model, adam in zip(spec.roster, self.models, self.optimizers, strict=True):
             client = VaultClient(str(vault.run_dir / "vault.sock"))
             self._stack.callback(client.close)
             state = TrackedState({"model": model} | ({"adam": adam} if optimizer else {}))
-            self.snapshotters.append(Snapshotter(client, state, spec, member, store, lambda _: None, choices=choices))
+            self.snapshotters.append(Snapshotter(client, state, spec, member, store, self.told.append, choices=choices))
 
     def planned(self) -> None:
         for snapshots in self.snapshotters:
@@ -78,7 +83,7 @@ Make = Callable[..., Ranks]
 def ranks(fleet: Vaults) -> Iterator[Make]:
     with ExitStack() as stack:
 
-        def make(limit: int, *, optimizer: bool = False, **choices: bool) -> Ranks:
+        def make(limit: int, *, optimizer: bool = False, **choices: Any) -> Ranks:
             made = Ranks(fleet, limit, Choices(**choices), optimizer)
             stack.callback(made.close)
             return made
@@ -91,10 +96,10 @@ def test_a_node_with_room_for_some_of_its_ranks_says_so_at_once_with_the_sum(
 ) -> None:
     """Five slots of a megabyte and a bit for each of two ranks, under a limit of eight."""
     with caplog.at_level(logging.ERROR):
-        two = ranks(8 * STATE)
+        two = ranks(8 * STATE, slots=5)
         two.planned()
     (said,) = (record.message for record in caplog.records)
-    assert "this node has no memory for all of the job's checkpoints: job job (slots of 2 ranks here: " in said
+    assert "this node has no memory for all of the job's checkpoints: n1: job job (5 slots of 2 ranks here: " in said
     assert f"of --memory-limit {8 * STATE} are in use" in said
     assert "run.track(slots=2)" in said
     finding = two.supervisor.finding().finding.finding
@@ -102,6 +107,33 @@ def test_a_node_with_room_for_some_of_its_ranks_says_so_at_once_with_the_sum(
     assert finding.message in said
     two.step(1)
     two.step(2)
+
+
+def test_a_job_that_finds_no_room_for_five_slots_takes_two_and_says_what_that_costs_and_why(
+    ranks: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once the optimizers have their state, half of three megabytes for each rank: five slots of that were too many."""
+    with caplog.at_level(logging.INFO):
+        two = ranks(9 * STATE, optimizer=True)
+        for number in range(1, 6):
+            two.step(number)
+    (said,) = (record.message for record in caplog.records if "slots a rank" in record.message)
+    assert "checkpoints of job are in 2 slots a rank instead of 5: only what is to be committed is stored" in said
+    assert "n1: job job (5 slots of 2 ranks here: " in said
+    assert f"of --memory-limit {9 * STATE} are in use" in said
+    (finding,) = (told.finding for told in two.told if isinstance(told, FindingRaised))
+    assert (finding.kind, finding.subject, finding.message) == (FindingKind.MEMORY_SHORT, "slots/job", said)
+    assert two.supervisor.findings == [], "it is an answer, and no lack"
+    assert [snapshots.every(5) for snapshots in two.snapshotters] == [0, 0]
+    for snapshots in two.snapshotters:
+        snapshots.note(Version(1, 1), 7)
+    two.step(6)
+    two.step(7)
+    views = [map_segment(two.folder / f"own-{number}") for number in range(2)]
+    for view in views:
+        until(lambda view=view: {h.version.step for _, h in view.sealed()} == {1, 7}, "what is announced is stored")  # type: ignore[misc]
+    assert [view.slots for view in views] == [2, 2]
+    assert sum(path.stat().st_size for path in two.folder.glob("own-*")) < 9 * STATE
 
 
 def test_a_node_with_room_for_all_says_nothing(ranks: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -114,15 +146,16 @@ def test_a_node_with_room_for_all_says_nothing(ranks: Make, caplog: pytest.LogCa
 
 
 def test_whoever_requires_checkpoints_hears_of_it_before_the_first_step(ranks: Make) -> None:
-    two = ranks(8 * STATE, require=True)
-    with pytest.raises(OutOfSlotMemory, match="slots of 2 ranks here"):
-        two.snapshotters[0].first_plan.wait()
+    two = ranks(STATE, require=True)
+    for snapshots in two.snapshotters:
+        with pytest.raises(OutOfSlotMemory, match=r"n1: job job \(2 slots of 2 ranks here"):
+            snapshots.first_plan.wait()
 
 
 def test_where_optimizers_have_no_state_yet_whoever_requires_checkpoints_hears_of_it_after_the_first_step(
     ranks: Make,
 ) -> None:
-    two = ranks(8 * STATE, optimizer=True, require=True)
+    two = ranks(STATE, optimizer=True, require=True)
     for snapshots in two.snapshotters:
         snapshots.first_plan.wait()
     two.step(1)
@@ -162,17 +195,18 @@ def test_what_is_there_already_is_needed_no_more_and_copies_count(fleet: Vaults)
     RankMemory(client, rank=0, slot_bytes=STATE)
 
     def asked(ranks: int, copies: int) -> local.FromVault:
-        needs = [local.SegmentNeed(replica=False, number=number, bytes=one) for number in range(ranks)]
-        needs += [local.SegmentNeed(replica=True, number=number, bytes=one, pinned=7) for number in range(copies)]
+        needs = [local.SegmentNeed(replica=False, number=n, slot_bytes=STATE, slots=5) for n in range(ranks)]
+        needs += [local.SegmentNeed(replica=True, number=n, slot_bytes=STATE, slots=4, pinned=1) for n in range(copies)]
         return client.ask(local.CheckRoom, job=JOB, needs=tuple(needs))
 
     assert isinstance(asked(2, 1), local.Done)
     refused = asked(2, 2)
     assert isinstance(refused, local.Failed)
     assert refused.code == OutOfSlotMemory.code
-    assert f"slots of 2 ranks here: {2 * one} bytes, copies of 2 ranks of other nodes: {2 * one} bytes, 14 of" in (
-        refused.message
+    copies = (
+        f"copies of 2 ranks of other nodes: {2 * one} bytes, {2 * (STATE + PAGE)} of these for versions on their way"
     )
+    assert f"slots of 2 ranks here: {2 * one} bytes, {copies}" in refused.message
     assert f"needs {3 * one} bytes; {one} of --memory-limit {3 * one} are in use, {2 * one} are free" in refused.message
     assert refused.message == client.finding().finding.finding.message
     assert not (vault.segment_dir / JOB / "own-1").exists()

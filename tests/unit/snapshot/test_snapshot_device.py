@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,14 @@ from everstep.ids import Version
 from everstep.wire.v1.training import RestoreRule
 from tests.support.forked import ForkPool
 from tests.support.generations import generation
-from tests.support.pretended_gpu import PretendedCuda, move, on_gpu, on_host, pretend
+from tests.support.pretended_gpu import PretendedCuda, Stream, move, on_gpu, on_host, pretend
 from tests.support.vaults import until, vaults
 from trainer_hooks import vault_client
 from trainer_hooks.python_state import decode, state_of
 from trainer_hooks.restore import Restoration
+from trainer_hooks.snapshot.copy import DeviceMover
+from trainer_hooks.snapshot.device import gpus_of
+from trainer_hooks.snapshot.gather import Targets
 from trainer_hooks.snapshot.snapshotter import Snapshotter
 from trainer_hooks.state import TrackedState
 from trainer_hooks.vault_client import VaultClient
@@ -120,6 +124,30 @@ def test_the_copier_acts_on_the_gpu_of_its_rank_and_not_on_the_first(
     snapshots.close(finish=True)
     assert near == [1]
     assert list(cuda.registered.values()) == ([1] if lies_on_gpu else [])
+
+
+def test_each_gpu_that_holds_state_has_a_stream_of_its_own_between_its_own_events(
+    cuda: PretendedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process with tensors on two GPUs: a copy waits for the training of both, and both wait for their copies."""
+    gpus = torch.device("cuda", 0), torch.device("cuda", 1)
+    held = [SimpleNamespace(local=SimpleNamespace(device=gpu, is_cuda=True)) for gpu in (*reversed(gpus), gpus[0])]
+    assert gpus_of(held) == gpus  # type: ignore[arg-type]
+    training = {gpu: Stream(cuda) for gpu in gpus}
+    monkeypatch.setattr(torch.cuda, "current_stream", training.__getitem__)
+    mover, done = DeviceMover(gpus), []
+    for gpu, stream in training.items():
+        stream.enqueue(lambda gpu=gpu: done.append(gpu.index))  # type: ignore[misc]
+    mover.begin()
+    mover.run(Targets([], None), [], {})  # type: ignore[arg-type]
+    for lane in mover.lanes:
+        lane.stream.enqueue(lambda lane=lane: done.append("copied"))  # type: ignore[misc]
+        lane.copied.record(lane.stream)
+    mover.order_before_step()
+    assert done == []
+    for index, gpu in enumerate(gpus):
+        training[gpu].drain()
+        assert done == [0, "copied", 1, "copied"][: 2 * index + 2]
 
 
 def test_slots_that_cannot_be_page_locked_are_told_of_and_training_goes_on(

@@ -68,6 +68,40 @@ def test_a_snapshot_of_gpu_state_is_of_its_step_and_comes_back_to_the_bit() -> N
         assert all(torch.equal(a, b) for a, b in zip(expected, model.parameters(), strict=True))
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+def test_state_on_two_gpus_of_one_process_is_of_its_step_on_both() -> None:
+    """The second GPU is behind the first at every step, and neither's update reaches into the copy."""
+    with vaults() as fleet:
+        vault = fleet.start("n1")
+        fleet.configure()
+        client = VaultClient(str(vault.run_dir / "vault.sock"))
+        model = nn.ModuleList([nn.Linear(2048, 2048).to(f"cuda:{index}") for index in range(2)])
+        spec = generation(1)
+        state = TrackedState({"model": model})
+        snapshots = Snapshotter(client, state, spec, spec.roster[0], dist.HashStore(), lambda _: None)
+        try:
+            for step in range(1, 6):
+                snapshots.wait()
+                with torch.no_grad():
+                    busy = torch.randn(4096, 4096, device="cuda:1")
+                    for _ in range(20):
+                        busy = busy @ busy
+                    for parameter in model.parameters():
+                        parameter.fill_(step)
+                snapshots.begin(step)
+            snapshots.wait()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            snapshots.close(finish=True)
+            again = generation(2, restore=RestoreRule())
+            result = Restoration(client, again, again.roster[0], dist.HashStore()).fill(state)
+        finally:
+            client.close()
+        assert result.version == Version(1, 5)
+        assert [parameter.unique().tolist() for parameter in model.parameters()] == [[5.0]] * 4
+
+
 def test_the_digest_of_a_tensor_is_the_same_on_the_gpu_and_on_the_host() -> None:
     tensors = [torch.randn(n) for n in (5, 40_000, 3_000_000)]
     on_gpu = [t.cuda() for t in tensors]

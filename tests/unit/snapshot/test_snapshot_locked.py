@@ -24,7 +24,7 @@ class Runtime:
         self.refused: list[int] = []
 
     def cudaHostRegister(self, address: int, length: int, flags: int) -> int:
-        assert flags == 0
+        assert flags == 1
         if self.code == 0:
             assert address not in self.registered, "cudaErrorHostMemoryAlreadyRegistered"
             self.registered[address] = length

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.segment_header import segment_bytes
 from everstep.slots import PAGE, slot_bytes_for
 from everstep.wire.v1.local import SegmentNeed
 from everstep.wire.v1.training import JobSpec
@@ -214,20 +213,33 @@ def test_ranks_that_give_one_name_to_different_tensors_are_told_so() -> None:
         manifest_for(0, layouts, shares[0], 0)
 
 
+class AloneInTheStore:
+    """An exchange in which every node says what this one does."""
+
+    def __init__(self) -> None:
+        self._said = b""
+
+    def put(self, _key: str, body: bytes) -> None:
+        self._said = body
+
+    def get(self, keys: list[str], timeout_s: float) -> list[bytes]:
+        return [self._said] * len(keys)
+
+
 class Asked(Exception):
     """How many bytes a slot was asked for."""
 
 
 def test_a_slot_has_room_for_the_share_after_a_loss_and_never_for_more_than_everything() -> None:
-    class Layouts:
+    class Layouts(AloneInTheStore):
         def layouts(self, _tag: str, mine: Layout, _timeout_s: float) -> list[Layout]:
             return [mine] * 2
 
     class Vault:
-        def check_room(self, _job: str, needs: tuple[SegmentNeed, ...]) -> None:
+        def check_room(self, _job: str, needs: tuple[SegmentNeed, ...], *, tentative: bool) -> None:
             foreseen.extend(needs)
 
-        def open_segment(self, _job: str, _local_rank: int, slot_bytes: int, slots: int) -> None:
+        def open_segment(self, _job: str, _local_rank: int, slot_bytes: int, slots: int, _keep: object) -> None:
             raise Asked(slot_bytes, slots)
 
     foreseen: list[SegmentNeed] = []
@@ -239,20 +251,20 @@ def test_a_slot_has_room_for_the_share_after_a_loss_and_never_for_more_than_ever
         planner.plan("start", layout, 0)
     assert whole < asked.value.args[0] < 1.05 * whole
     assert [(need.replica, need.number) for need in foreseen] == [(False, 0)]
-    assert foreseen[0].bytes == segment_bytes(5, -(-asked.value.args[0] // PAGE) * PAGE)
+    assert (foreseen[0].slots, foreseen[0].slot_bytes) == (5, -(-asked.value.args[0] // PAGE) * PAGE)
 
 
 @pytest.mark.parametrize("nodes", [["n1", "n2"], ["n1", "n1"]])
 def test_a_job_that_is_short_of_memory_gets_two_slots_of_the_size_of_its_share(nodes: list[str]) -> None:
-    class Layouts:
+    class Layouts(AloneInTheStore):
         def layouts(self, _tag: str, mine: Layout, _timeout_s: float) -> list[Layout]:
             return [mine] * 2
 
     class Vault:
-        def check_room(self, _job: str, needs: tuple[SegmentNeed, ...]) -> None:
+        def check_room(self, _job: str, needs: tuple[SegmentNeed, ...], *, tentative: bool) -> None:
             foreseen.extend(needs)
 
-        def open_segment(self, _job: str, _local_rank: int, slot_bytes: int, slots: int) -> None:
+        def open_segment(self, _job: str, _local_rank: int, slot_bytes: int, slots: int, _keep: object) -> None:
             raise Asked(slot_bytes, slots)
 
     foreseen: list[SegmentNeed] = []
@@ -268,19 +280,19 @@ def test_a_job_that_is_short_of_memory_gets_two_slots_of_the_size_of_its_share(n
     assert slots == 2
     assert slot_bytes == slot_bytes_for(len(encode(manifest)), manifest.payload_bytes)
     assert stored < slot_bytes < stored + SMALLEST_BLOB_BYTES + 2 * PAGE
-    assert foreseen[0].bytes == segment_bytes(2, -(-slot_bytes // PAGE) * PAGE)
+    assert (foreseen[0].slots, foreseen[0].slot_bytes) == (2, -(-slot_bytes // PAGE) * PAGE)
     assert [need.number for need in foreseen] == list(range(nodes.count("n1")))
 
 
 def test_a_nodes_vault_is_foreseen_to_keep_its_ranks_slots_and_the_copies_that_are_sent_there() -> None:
     """Shards on two nodes of two ranks each, each node the home of the other's copies; two slots more for parity."""
 
-    class Layouts:
+    class Layouts(AloneInTheStore):
         def layouts(self, _tag: str, _mine: Layout, _timeout_s: float) -> list[Layout]:
             return layouts
 
     class Vault:
-        def check_room(self, _job: str, needs: tuple[SegmentNeed, ...]) -> None:
+        def check_room(self, _job: str, needs: tuple[SegmentNeed, ...], *, tentative: bool) -> None:
             raise Asked(needs)
 
     layouts = sharded(1 << 16, 4)
@@ -294,8 +306,8 @@ def test_a_nodes_vault_is_foreseen_to_keep_its_ranks_slots_and_the_copies_that_a
     assert [(need.replica, need.number) for need in needs] == [(False, 0), (False, 1), (True, 0), (True, 1)]
     shard = layouts[0].parts[0].nbytes
     for need in needs:
-        assert 7 * 2 * shard < need.bytes < 7 * (2 * shard + 2 * SMALLEST_BLOB_BYTES + 6 * PAGE)  # as after a loss
-        assert need.pinned * 7 == pytest.approx(need.bytes * 2, abs=16 * PAGE)
+        assert 2 * shard < need.slot_bytes < 2 * shard + 2 * SMALLEST_BLOB_BYTES + 6 * PAGE  # as after a loss
+        assert (need.slots, need.pinned) == (5, 2)
 
 
 @pytest.mark.parametrize("nodes", [["n1", "n2"], ["n1", "n1"]])

@@ -36,14 +36,14 @@ def test_a_thread_without_a_gpu_is_held_up_for_as_long_as_it_waits() -> None:
     clock, told = ManualClock(), Told()
     watch = Stopwatch(lambda *step: told.append(step), clock)
     for stored in (True, True, False, True):
-        watch.step_ends(None)
+        watch.step_ends(())
         if stored:
             with watch.held_up(stored=True):
                 clock.advance(0.25)
         clock.advance(STEP_S)
         with watch.held_up():
             clock.advance(0.5)
-    watch.step_ends(None)
+    watch.step_ends(())
     assert told == [(STEP_S, 0.75), (STEP_S, 0.75), (STEP_S, None), (STEP_S, 0.75)]
 
 
@@ -53,14 +53,14 @@ def test_a_wait_under_which_the_gpu_goes_on_holds_up_nothing(cuda: PretendedCuda
     watch = Stopwatch(lambda *step: told.append(step), clock)
     for _ in range(6):
         work(cuda, STEP_S)  # enqueued in no time
-        watch.step_ends(GPU)
+        watch.step_ends((GPU,))
         with watch.held_up(stored=True):
             clock.advance(WAIT_S)
         with watch.held_up():
             clock.advance(0.05)
     cuda.training.drain()
     work(cuda, STEP_S)
-    watch.step_ends(GPU)
+    watch.step_ends((GPU,))
     assert told == [(STEP_S, 0.0)] * 5
     assert wanted(0.0, STEP_S, 1) == 1
     assert wanted(WAIT_S, 0.0, 1) > 1, "what the thread's own time would have said"
@@ -72,7 +72,7 @@ def test_a_wait_that_leaves_the_gpu_without_work_is_counted_whole(cuda: Pretende
     watch = Stopwatch(lambda *step: told.append(step), ManualClock())
     for _ in range(5):
         work(cuda, STEP_S)
-        watch.step_ends(GPU)
+        watch.step_ends((GPU,))
         cuda.training.drain()
         with watch.held_up(stored=True):
             cuda.training.drain()
@@ -86,7 +86,7 @@ def test_an_update_that_the_stream_holds_back_for_a_copy_is_counted(cuda: Preten
     watch = Stopwatch(lambda *step: told.append(step), ManualClock())
     for _ in range(4):
         work(cuda, STEP_S)
-        watch.step_ends(GPU)
+        watch.step_ends((GPU,))
         with watch.held_up(stored=True), cuda.on_stream(copies):
             work(cuda, 0.125)  # nobody waits for it but the training stream
             copied = Event()
@@ -100,21 +100,21 @@ def test_an_update_that_the_stream_holds_back_for_a_copy_is_counted(cuda: Preten
 def test_state_that_moves_to_another_device_is_measured_anew(cuda: PretendedCuda) -> None:
     clock, told = ManualClock(), Told()
     watch = Stopwatch(lambda *step: told.append(step), clock)
-    watch.step_ends(None)
+    watch.step_ends(())
     clock.advance(1.0)
-    watch.step_ends(GPU)
+    watch.step_ends((GPU,))
     with watch.held_up(stored=True):
         pass
-    watch.step_ends(None)
+    watch.step_ends(())
     clock.advance(2.0)
-    watch.step_ends(None)
+    watch.step_ends(())
     assert told == [(2.0, None)]
 
 
 def test_nothing_is_measured_where_the_user_chose_how_often(cuda: PretendedCuda) -> None:
     watch = Stopwatch(None, ManualClock())
     for _ in range(2):
-        watch.step_ends(GPU)
+        watch.step_ends((GPU,))
         with watch.held_up(stored=True):
             pass
     marks: list[str] = []
@@ -131,7 +131,7 @@ def test_digests_come_to_the_host_with_the_copy_and_wait_for_nothing_else(cuda: 
         def start(self) -> torch.Tensor:
             return on_gpu(torch.tensor(5))
 
-    mover = DeviceMover(GPU)
+    mover = DeviceMover((GPU,))
     mover.begin()
     digests = mover.run([], [], {"replicated": Digest()})  # type: ignore[arg-type]
     work(cuda, STEP_S)  # the next step, already enqueued

@@ -1,0 +1,110 @@
+"""A segment makes place for one of fewer slots: what must stay goes along, and the rest is memory again before that."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agent.vault.segments import Segment, SegmentKey, SegmentStore
+from everstep.errors import OutOfSlotMemory
+from everstep.ids import Version
+from everstep.segment_header import PAGE, segment_bytes
+from tests.support.vaults import JOB
+
+SLOT = 64 * PAGE
+OLD = segment_bytes(5, SLOT)
+KEY = SegmentKey(JOB, "replica", 0)
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    made = Path(tempfile.mkdtemp(prefix="everstep-test-", dir="/dev/shm"))
+    yield made
+    shutil.rmtree(made)
+
+
+def five(directory: Path, limit: int | None = None) -> tuple[SegmentStore, Segment]:
+    """A segment of five slots with the versions 1 to 5, which a vault of ``limit`` finds."""
+    store = SegmentStore(directory, "n1", limit)
+    segment = store.open(KEY, SLOT, 5)
+    for step in range(1, 6):
+        segment.view.begin(step - 1, 0, Version(1, step), b"manifest", 1000)[:] = bytes([step]) * 1000
+        segment.view.seal(step - 1)
+    return store, segment
+
+
+def steps(segment: Segment) -> list[int]:
+    for slot, _ in segment.sealed():
+        segment.view.check(slot)
+    return sorted(header.version.step for _, header in segment.sealed())
+
+
+@pytest.mark.parametrize(("keep", "stay"), [((), [4, 5]), ((2,), [2, 5]), ((2, 3), [2, 3]), ((2, 3, 1), [2, 3])])
+def test_what_is_to_be_kept_goes_along_first_and_then_the_newest(
+    shared: Path, keep: tuple[int, ...], stay: list[int]
+) -> None:
+    store, _ = five(shared)
+    fewer = store.open(KEY, SLOT + PAGE, 2, [Version(1, step) for step in keep])
+    assert (fewer.view.slots, fewer.view.slot_bytes) == (2, SLOT + PAGE)
+    assert steps(fewer) == stay
+    assert store.budget.used_bytes() == segment_bytes(2, SLOT + PAGE)
+
+
+def test_more_slots_than_asked_for_serve_where_nobody_counts_them(shared: Path) -> None:
+    store, segment = five(shared)
+    assert store.open(KEY, PAGE, 1) is segment
+    assert store.foresee(KEY, SLOT, 5) is None
+    assert store.open(KEY, PAGE, 5, ()) is segment
+
+
+def test_two_slots_need_not_fit_beside_all_five_and_what_is_foreseen_is_what_is_made(shared: Path) -> None:
+    """As after a loss that leaves a rank a share twice as large, on a node that five slots fill."""
+    larger = 2 * SLOT
+    need = segment_bytes(2, SLOT) + segment_bytes(2, larger)
+    for limit, fits in ((need, True), (need - 1, False)):
+        store, segment = five(shared, limit=max(limit, OLD))
+        store.budget._limit = limit
+        wanted = store.foresee(KEY, larger, 2)
+        assert wanted is not None
+        if fits:
+            store.budget.foresee([wanted], "two slots")
+            assert steps(store.open(KEY, larger, 2, [Version(1, 1)])) == [1, 5]
+        else:
+            with pytest.raises(OutOfSlotMemory):
+                store.budget.foresee([wanted], "two slots")
+            with pytest.raises(OutOfSlotMemory, match="keep fewer slots"):
+                store.open(KEY, larger, 2, [Version(1, 1)])
+            assert steps(segment) == [1, 2, 3, 4, 5], "nothing was given up for what could not be made"
+        assert [path.name for path in (shared / JOB).iterdir()] == ["replica-0"]
+        store.forget(JOB)
+
+
+def test_a_segment_that_gave_memory_back_for_nothing_is_not_filled_again(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its holes may be somebody else's memory by now: whoever wrote there would be killed by the kernel."""
+    store, segment = five(shared)
+
+    def fails(*_: object) -> None:
+        raise OutOfSlotMemory("somebody was faster")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "_draft", fails)
+        with pytest.raises(OutOfSlotMemory):
+            store.open(KEY, 2 * SLOT, 2, [Version(1, 1)])
+    assert steps(segment) == [1, 5]
+    assert store.budget.used_bytes() == OLD - 3 * SLOT
+    whole = store.open(KEY, SLOT, 5, ())
+    assert whole is not segment
+    assert (steps(whole), store.budget.used_bytes()) == ([1, 5], OLD)
+
+
+def test_five_slots_come_back_with_what_two_held(shared: Path) -> None:
+    store, _ = five(shared)
+    store.open(KEY, 2 * SLOT, 2, [Version(1, 3)])
+    again = store.open(KEY, SLOT, 5, [Version(1, 3)])
+    assert (again.view.slots, steps(again)) == (5, [3, 5])
