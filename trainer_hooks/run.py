@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -12,11 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from everstep.slots import SLOTS
 from trainer_hooks.data import ElasticSampler, Part, Sampler
 from trainer_hooks.data_parallel import DataParallel, Replica
-from trainer_hooks.exact.replicas import VirtualReplicas
-from trainer_hooks.exact.sums import VirtualMean
 from trainer_hooks.guard import Guard, Loss, Policy
 from trainer_hooks.keeper import Keeper
 from trainer_hooks.loading.loader import Loader, is_stream
@@ -24,12 +20,11 @@ from trainer_hooks.loading.stateful import OfOneRank, is_stateful_loader
 from trainer_hooks.loading.stream import StreamSampler
 from trainer_hooks.model_parallel import warn_of_model_parallelism
 from trainer_hooks.place import Place
-from trainer_hooks.replicate import replicate
-from trainer_hooks.rng import EVERYBODY, seed_step
+from trainer_hooks.replication import Replication
+from trainer_hooks.rng import seed_step
 from trainer_hooks.snapshot.choices import Choices
 from trainer_hooks.spikes import SpikeRule
 from trainer_hooks.tier import Tier
-from trainer_hooks.waits import Waits
 
 
 class Run:
@@ -44,9 +39,7 @@ class Run:
         self._finished = 0
         self._seed = 0
         self._parallel = DataParallel(place.rank, place.world_size, place.device if self.distributed else None)
-        self._virtual: VirtualMean | None = None
-        self._replicas: list[VirtualReplicas] = []
-        self._unfinished_parts = False
+        self._replication = Replication(place, self._parallel, keeper.waited)
         self._loaders: list[Loader] = []
         self._tier: Tier | None = None
         self._guard: Guard | None = None
@@ -159,16 +152,9 @@ class Run:
             sampler = StreamSampler(global_batch=global_batch, rank=replica.index, world_size=replica.count)
         else:
             sampler = self.sampler(len(dataset), global_batch=global_batch, seed=seed, drop_last=drop_last)
-        made = Loader(dataset, sampler, self._played, seed, options)
+        made = Loader(dataset, sampler, self._replication.played, seed, options)
         self._loaders.append(made)
         return made
-
-    def _played(self) -> list[tuple[int, int]]:
-        """The replicas whose parts this rank computes, and of how many."""
-        if self._virtual is None:
-            replica = self._parallel.replica_for("run.loader")
-            return [(replica.index, replica.count)]
-        return [(rank, self._virtual.virtual_ranks) for rank in self._virtual.mine]
 
     def replicate(
         self, model: nn.Module, *, exact: bool = True, virtual_ranks: int | None = None, **options: Any
@@ -182,29 +168,7 @@ class Run:
         mode: docs/guarantees.md). It must not change in the life of a run. The model itself is returned, and its
         gradients are made by ``parts``. Raises ValueError or TypeError for what cannot be exact, by its name.
         """
-        if virtual_ranks is not None:
-            return self._replicate_virtually(model, virtual_ranks, exact, options)
-        if self._virtual is not None:
-            raise ValueError("another model of this run has virtual_ranks: give them to all, or to none")
-        if not self.distributed:
-            return model
-        if self._parallel.replica_for("run.replicate").count == 1:
-            return model
-        self._parallel.add_gradients_over_replicas(options)
-        return replicate(model, exact=exact, equal_already=self._place.restores, waited=self._keeper.waited, **options)
-
-    def _replicate_virtually(self, model: nn.Module, count: int, exact: bool, options: dict[str, Any]) -> nn.Module:
-        if options or not exact:
-            raise TypeError(f"with virtual_ranks there is no DistributedDataParallel: leave out {sorted(options)}")
-        self._parallel.replica_for("run.replicate")
-        if not self._parallel.one_a_rank:
-            raise ValueError("exact mode (virtual_ranks) takes whole replicas, one a rank: go on without virtual_ranks")
-        if self._virtual is None:
-            self._virtual = VirtualMean(count, self.rank, self.world_size, Waits(self._keeper.waited))
-        elif self._virtual.virtual_ranks != count:
-            raise ValueError(f"another model of this run has {self._virtual.virtual_ranks} virtual ranks, not {count}")
-        self._replicas.append(VirtualReplicas(model, self._virtual, equal_already=self._place.restores))
-        return model
+        return self._replication.replicate(model, exact, virtual_ranks, options)
 
     def parts(self, sampler: Sampler, step: int) -> Iterator[Part]:
         """What this rank computes of ``step``: of each part do a forward and a backward pass. Takes a loader, too.
@@ -213,25 +177,7 @@ class Run:
         (seed, step, virtual rank); when the loop ends the gradients are there, those of an earlier step are dropped at
         its beginning, and streams are the same on all ranks from there on.
         """
-        batches = sampler.batches(step) if isinstance(sampler, Loader) else repeat(None)
-        if self._virtual is None:
-            replica = self._parallel.replica_for("run.parts")
-            yield Part(replica.index, sampler.indices(step), sampler.weight(step), next(batches))
-            return
-        self._unfinished_parts = True
-        for replicas in self._replicas:
-            replicas.begin()
-        for rank in self._virtual.mine:
-            share = sampler.of(rank, self._virtual.virtual_ranks)
-            batch = next(batches)
-            seed_step(self._seed, step, rank)
-            yield Part(rank, share.indices(step), share.weight(step), batch)
-            for replicas in self._replicas:
-                replicas.take()
-        for replicas in self._replicas:
-            replicas.give()
-        seed_step(self._seed, step, EVERYBODY)
-        self._unfinished_parts = False
+        yield from self._replication.parts(sampler, step, self._seed)
 
     def guard(
         self,
@@ -293,7 +239,7 @@ class Run:
         *,
         exclude: Sequence[str] = (),
         overlap: bool | None = None,
-        slots: int = SLOTS,
+        slots: int | None = None,
         every: int | None = None,
         require_checkpoints: bool = False,
         **objects: object,
@@ -309,8 +255,9 @@ class Run:
 
         ``overlap``: state that no other rank holds (shards) on a CPU is copied before the next step begins, so that a
         lost rank costs no finished step; True copies it under the next step, as is done on a GPU where False is not
-        said. ``slots``: 5, or 2 for a job that is short of memory. ``every``: a snapshot of so many steps one;
-        not said, of each, or of fewer where training would be blocked for over a tenth of its time. See
+        said. ``slots``: 5 stores each step, 2 what is to be committed alone, in less memory; not said, 5 where every
+        node of the job has the memory, else 2. ``every``: with 5, a snapshot of so many steps one; not said, of each,
+        or of fewer where training would be blocked for over a tenth of its time. See
         trainer_hooks.snapshot.choices. ``require_checkpoints``: raise OutOfSlotMemory where a node has no memory for
         checkpoints, instead of training on without: here, or, where an optimizer has no state yet, before the second
         step changes anything. All five must be the same on all ranks.
@@ -349,8 +296,7 @@ class Run:
         same on all ranks. Leaving the loop by ``break`` leaves its step unfinished.
         """
         self._seed = seed
-        replica = self._parallel.replica_for("run.steps")
-        stream = (replica.index, replica.stage) if self._virtual is None else (EVERYBODY, 0)
+        stream = self._replication.stream()
         for step in range(self._finished + 1, until + 1):
             seed_step(seed, step, *stream)
             yield step
@@ -361,7 +307,7 @@ class Run:
 
         Raises RuntimeError where a loop over ``parts`` was left before its end: the gradients were not there.
         """
-        if self._unfinished_parts:
+        if self._replication.unfinished:
             raise RuntimeError("the loop over run.parts was left before its end, so this step had no gradients")
         if self._guard is not None:
             self._guard.step_finished()
@@ -381,11 +327,7 @@ class Run:
 
         Raises ValueError where a replica has no loss, or on more of its ranks than another.
         """
-        if value is not None and not isinstance(value, torch.Tensor):
-            if self._virtual is not None:
-                return self._virtual.mean_of([each * weight for each in value])
-            (value,) = value
-        return self._parallel.mean(value, weight)
+        return self._replication.mean(value, weight)
 
     def atomic(self) -> AbstractContextManager[None]:
         """A section that no regrouping interrupts, such as the writing of a file. Keep it short."""

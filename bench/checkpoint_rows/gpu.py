@@ -22,6 +22,7 @@ from bench.checkpoint_rows.single import MIB, NODE, marks
 from bench.checkpoint_rows.state import Model, Size
 from bench.table import Row
 from everstep.ids import Version
+from everstep.slots import SLOTS
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.training import GenerationSpec
 from trainer_hooks.restore import Restoration
@@ -83,7 +84,7 @@ def measured(spec: GenerationSpec, socket: str, size: Size, repeats: int) -> Fig
         gpu = torch.device("cuda", GPU)
         torch.cuda.set_device(gpu)
         one, model, heard = Rank(spec, 0, socket, stack), Model(size, gpu), Heard()
-        snapshotter, step = warm(one, model, heard, stack, Choices(every=1))
+        snapshotter, step = warm(one, model, heard, stack, Choices(every=1, slots=SLOTS))
         figures = Figures(torch.cuda.get_device_name(gpu))
         on_gpu = torch.ones(size.nbytes, dtype=torch.uint8, device=gpu)
         pinned = torch.empty(size.nbytes, dtype=torch.uint8, pin_memory=True)

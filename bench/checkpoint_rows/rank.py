@@ -18,7 +18,7 @@ from bench.checkpoint_rows.limits import WarmMemory
 from bench.checkpoint_rows.state import Model, Size
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
-from everstep.slots import CHUNK_BYTES
+from everstep.slots import CHUNK_BYTES, SLOTS
 from everstep.wire.v1.training import GenerationSpec, Sealed
 from trainer_hooks.restore import Restoration
 from trainer_hooks.snapshot.choices import Choices
@@ -126,7 +126,7 @@ def snapshots(
     with ExitStack() as stack:
         one = Rank(spec, rank, socket, stack)
         model, heard = Model(size), Heard()
-        snapshotter, step = warm(one, model, heard, stack, Choices(overlap=overlap))
+        snapshotter, step = warm(one, model, heard, stack, Choices(overlap=overlap, slots=SLOTS))
         assert heard.last is not None
         payload = sum(part.numel() * part.element_size() for part in model.parts)
         nbytes = min(payload, heard.last.bytes)
