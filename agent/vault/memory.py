@@ -25,7 +25,7 @@ KEEP_SIZE, PUNCH_HOLE = 1, 2
 _SEGMENTS = ("own-", "replica-", "parity-")
 """How segments' names begin. They have all their pages when they are made, and then may give some back."""
 
-_FEWER_SLOTS = "keep fewer slots: run.track(slots=2)"
+FEWER_SLOTS = "keep fewer slots: run.track(slots=2)"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -86,19 +86,19 @@ class Budget:
         counted = self._counted()
         need = size - counted.get(path, 0)
         if need > 0:
-            self._require(need, freed, sum(counted.values()), what, _FEWER_SLOTS)
+            self._require(need, freed, sum(counted.values()), what, FEWER_SLOTS)
 
-    def foresee(self, wanted: Sequence[Wanted], what: str, margin: float = 0.0) -> None:
+    def foresee(self, wanted: Sequence[Wanted], what: str, otherwise: str, margin: float = 0.0) -> None:
         """Whether files could be made beside all that is here. Those that are being made already are needed no more.
 
-        ``margin``: the part of the machine's free memory that shall be left to others. Raises OutOfSlotMemory.
+        ``otherwise``: what to do where there is no more memory to be had. ``margin``: the part of the machine's free
+        memory that shall be left to others. Raises OutOfSlotMemory.
         """
         with self._lock:
             counted = self._counted()
             missing = [file for file in wanted if file.size > counted.get(file.draft, 0)]
             need, freed = sum(file.size for file in missing), sum(file.freed for file in missing)
             if need:
-                otherwise = f"{_FEWER_SLOTS}; or fewer --replicas"
                 self._require(need, freed, sum(counted.values()), what, otherwise, margin)
 
     def _require(self, need: int, freed: int, used: int, what: str, otherwise: str, margin: float = 0.0) -> None:
@@ -196,7 +196,7 @@ def allocate(descriptor: int, length: int, what: str, start: int = 0) -> None:
         found = os.fstatvfs(descriptor)
         raise OutOfSlotMemory(
             f"{what} needs {length} bytes; its file system has {found.f_bavail * found.f_frsize} free: "
-            f"enlarge it, or {_FEWER_SLOTS}"
+            f"enlarge it, or {FEWER_SLOTS}"
         ) from error
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agent.vault.findings import Findings
+from agent.vault.memory import FEWER_SLOTS
 from agent.vault.segments import SegmentKey, SegmentStore
 from everstep.errors import OutOfSlotMemory
 from everstep.segment_header import PAGE, segment_bytes
+from everstep.slots import SLOTS
 from everstep.wire.v1.local import CheckRoom, SegmentNeed
 
 LEFT_TO_TRAINING = 0.25
@@ -21,11 +23,18 @@ def check_room(store: SegmentStore, findings: Findings, asked: CheckRoom) -> Non
     wanted = [store.foresee(key, need.slot_bytes, need.slots + need.pinned) for key, need in keyed]
     missing = [file for file in wanted if file is not None]
     try:
-        store.budget.foresee(missing, _words(asked.job, asked.needs), LEFT_TO_TRAINING if asked.tentative else 0.0)
+        margin = LEFT_TO_TRAINING if asked.tentative else 0.0
+        store.budget.foresee(missing, _words(asked.job, asked.needs), _otherwise(asked), margin)
     except OutOfSlotMemory as error:
         if not asked.tentative:
             findings.memory_short(asked.job, str(error))
         raise
+
+
+def _otherwise(asked: CheckRoom) -> str:
+    """Fewer slots are no advice where they are what is asked for next, or there are no fewer."""
+    fewer = not asked.tentative and any(need.slots >= SLOTS for need in asked.needs)
+    return f"{FEWER_SLOTS}; or fewer --replicas" if fewer else "fewer --replicas"
 
 
 def _words(job: str, needs: Sequence[SegmentNeed]) -> str:

@@ -32,7 +32,7 @@ def test_a_full_memory_file_system_is_told_with_its_arithmetic_and_training_goes
                 rank.steps(1, 3)
         finally:
             client.close()
-    assert ", training goes on without: 5 slots of" in caplog.text
+    assert ", training goes on without: 2 slots of" in caplog.text
     assert "--memory-limit 20000" in caplog.text
 
 

@@ -71,11 +71,11 @@ def test_two_slots_need_not_fit_beside_all_five_and_what_is_foreseen_is_what_is_
         wanted = store.foresee(KEY, larger, 2)
         assert wanted is not None
         if fits:
-            store.budget.foresee([wanted], "two slots")
+            store.budget.foresee([wanted], "two slots", "less")
             assert steps(store.open(KEY, larger, 2, [Version(1, 1)])) == [1, 5]
         else:
             with pytest.raises(OutOfSlotMemory):
-                store.budget.foresee([wanted], "two slots")
+                store.budget.foresee([wanted], "two slots", "less")
             with pytest.raises(OutOfSlotMemory, match="keep fewer slots"):
                 store.open(KEY, larger, 2, [Version(1, 1)])
             assert steps(segment) == [1, 2, 3, 4, 5], "nothing was given up for what could not be made"
