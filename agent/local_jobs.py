@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Collection
 from typing import Protocol
 
 from agent.local_losses import Losses, LossOutside
@@ -108,12 +109,13 @@ class LocalJobs:
                 found[seat.job.name] = max(seat.tick.snapshot_every, found.get(seat.job.name, 0))
         return found
 
-    def offers(self) -> list[LauncherJoined]:
-        """The live launchers' offers, as they are said to a controller that has just met this node."""
+    def offers(self, known: Collection[str] = ()) -> list[LauncherJoined]:
+        """The live launchers' offers, as they are said to a controller that has just met this node, and knows those of
+        these jobs."""
         return [
             seat.offer_now(self._clock.wall())
             for seat in self._launchers.values()
-            if seat.offer is not None and not seat.job.stopped
+            if seat.offer is not None and not seat.job.stopped and seat.job.name not in known
         ]
 
     # --- connections ---------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -304,8 +304,8 @@ class Supervisor:
     def is_busy(self) -> bool:
         return self._jobs.is_busy()
 
-    def on_registered(self) -> None:
-        for offer in self._jobs.offers():
+    def on_known(self, shown: Collection[str]) -> None:
+        for offer in self._jobs.offers(shown):
             self.report(offer)
 
     def on_clock(self, server_at: float, received_at: float, round_trip_s: float) -> None:

@@ -35,7 +35,7 @@ class Urgency(StrEnum):
     URGENT = "urgent"
     """Registrations, disconnections, operators, most reports: something happened, or somebody waits for it."""
     ROUTINE = "routine"
-    """What ``core.fleet.can_wait`` holds for: mild findings, and those that stand already."""
+    """What ``core.fleet`` lets wait: pictures and reports of mild findings, and of those that stand already."""
 
 
 class Waiting(Generic[T]):
@@ -76,13 +76,14 @@ class Intake(Generic[T]):
         self._group = group
         self._shed = shed
         self._urgent: deque[Waiting[T]] = deque()
-        self._routine: deque[Waiting[T]] = deque()
-        self._resting: Counter[str] = Counter()
+        self._routine: deque[Waiting[T]] = deque()  # with what was hurried meanwhile, which is passed over
+        self._resting: dict[str, deque[Waiting[T]]] = {}
+        self._rest = 0
         self._hurried: Counter[str] = Counter()
         self._rests_until = 0.0
 
     def __len__(self) -> int:
-        return len(self._urgent) + len(self._routine)
+        return len(self._urgent) + self._rest
 
     def put(self, waiting: Waiting[T]) -> None:
         """Queues ``waiting``. Raises Unavailable where there is no room for it.
@@ -92,7 +93,7 @@ class Intake(Generic[T]):
         """
         if len(self) >= self._limit:
             full = Unavailable(f"{len(self)} requests wait already: send this again in a second")
-            if waiting.urgency is Urgency.ROUTINE or not self._routine:
+            if waiting.urgency is Urgency.ROUTINE or not self._rest:
                 self._shed(waiting.urgency)
                 raise full
             self._shed(Urgency.ROUTINE)
@@ -103,17 +104,20 @@ class Intake(Generic[T]):
         else:
             waiting.arrived_at = max(waiting.arrived_at, self._rests_until)  # a rest is no lag
             self._routine.append(waiting)
-            self._resting[waiting.source] += 1
+            self._resting.setdefault(waiting.source, deque()).append(waiting)
+            self._rest += 1
 
     def hurry(self, source: str) -> None:
-        """Something urgent of ``source`` has come, or is behind what rests: that is urgent too, and goes before it."""
-        if source not in self._resting:
-            return
-        del self._resting[source]
-        for waiting in self._routine:
-            if waiting.source == source:
-                self._push_urgent(waiting)
-        self._routine = deque(waiting for waiting in self._routine if waiting.source != source)
+        """Something urgent of ``source`` has come, or is behind what rests: that is urgent too, and goes before it.
+
+        O(1) for each that it hurries: a whole fleet may do so in a second.
+        """
+        hurried = self._resting.pop(source, ())
+        self._rest -= len(hurried)
+        for waiting in hurried:
+            self._push_urgent(waiting)
+        while self._routine and self._routine[0].urgency is Urgency.URGENT:
+            self._routine.popleft()
 
     def rest_after(self, taken: list[Waiting[T]], worked_s: float) -> None:
         """A transaction is done, and took so long."""
@@ -122,13 +126,13 @@ class Intake(Generic[T]):
 
     def due_in_s(self) -> float | None:
         """Seconds until something is to be taken, 0.0 where something is; None while nothing waits."""
-        if self._urgent or len(self._routine) >= self._group:
+        if self._urgent or self._rest >= self._group:
             return 0.0
-        return max(0.0, self._rests_until - time.perf_counter()) if self._routine else None
+        return max(0.0, self._rests_until - time.perf_counter()) if self._rest else None
 
     def take(self) -> list[Waiting[T]]:
         """The next group: urgent ones first, but a share of the places is kept for routine ones that do not rest."""
-        ready = len(self._routine)
+        ready = self._rest
         if ready < self._group and time.perf_counter() < self._rests_until:
             ready = 0
         routine = min(ready, max(self._group // ROUTINE_SHARE, self._group - len(self._urgent)))
@@ -143,11 +147,10 @@ class Intake(Generic[T]):
 
     def refuse_all(self, error: Exception) -> None:
         """Empties the queue: everybody in it is answered with ``error``."""
-        self._resting.clear()
-        self._hurried.clear()
-        for queue in (self._urgent, self._routine):
-            while queue:
-                queue.popleft().refuse(error)
+        while self._urgent:
+            self._pop_urgent().refuse(error)
+        while self._rest:
+            self._pop_routine().refuse(error)
 
     def _push_urgent(self, waiting: Waiting[T]) -> None:
         waiting.urgency = Urgency.URGENT
@@ -155,15 +158,19 @@ class Intake(Generic[T]):
         self._hurried[waiting.source] += 1
 
     def _pop_urgent(self) -> Waiting[T]:
-        return _pop(self._urgent, self._hurried)
+        waiting = self._urgent.popleft()
+        self._hurried[waiting.source] -= 1
+        if not self._hurried[waiting.source]:
+            del self._hurried[waiting.source]
+        return waiting
 
     def _pop_routine(self) -> Waiting[T]:
-        return _pop(self._routine, self._resting)
-
-
-def _pop(queue: deque[Waiting[T]], of_source: Counter[str]) -> Waiting[T]:
-    waiting = queue.popleft()
-    of_source[waiting.source] -= 1
-    if not of_source[waiting.source]:
-        del of_source[waiting.source]
-    return waiting
+        waiting = self._routine.popleft()
+        of_source = self._resting[waiting.source]
+        of_source.popleft()
+        if not of_source:
+            del self._resting[waiting.source]
+        self._rest -= 1
+        while self._routine and self._routine[0].urgency is Urgency.URGENT:
+            self._routine.popleft()
+        return waiting

@@ -169,9 +169,9 @@ class Conversation:
         self._told = sent.findings
 
     def beat_answered(self, sent: Heartbeat, answer: HeartbeatAnswer) -> None:
-        """Notes what the controller has heard; ``resend`` makes the next word a registration."""
+        """Notes what the controller has heard; after ``resend`` the next beat tells all findings."""
         if answer.resend:
-            self.forget_registration()
+            self._told = None
         elif sent.findings is not None:
             self._told = sent.findings
 

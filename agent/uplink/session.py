@@ -11,7 +11,7 @@ import logging
 import math
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import msgspec
@@ -72,8 +72,9 @@ class Node(Protocol):
     def is_busy(self) -> bool:
         """Whether a job is on the node, so that an absent controller is worth asking often."""
 
-    def on_registered(self) -> None:
-        """The controller knows this life now: offers of live launchers are to be said again."""
+    def on_known(self, shown: Collection[str]) -> None:
+        """The controller has come to know this life: offers of live launchers are to be said again, but for those of
+        jobs ``shown`` to it, by their ranks' progress."""
 
     def on_directives(self, directives: list[Directive]) -> None: ...
     def on_clock(self, server_at: float, received_at: float, round_trip_s: float) -> None: ...
@@ -266,10 +267,12 @@ class Session:
         self._node.on_clock(answer.server_at, self._clock.wall(), self._clock.monotonic() - sent.at)
         self.hold = answer.hold
         self._take(answer.directives)
-        if sent.registrations == self._words.conversation.registrations and not self._registering:
-            self._words.conversation.beat_answered(sent.message, answer)
-        if answer.resend and not self._words.conversation.registered:
+        if sent.registrations != self._words.conversation.registrations or self._registering:
+            return
+        self._words.conversation.beat_answered(sent.message, answer)
+        if answer.resend:
             self.beat_at = self._clock.monotonic()
+            self._node.on_known({progress.job for progress in sent.message.ranks})
 
     def _registered(self, sent: _Sent, answer: Registered) -> None:
         words = self._words
@@ -278,7 +281,7 @@ class Session:
         self.hold = answer.hold
         self.beat_at = self._clock.monotonic() + words.conversation.interval_s * self._uniform()
         log.info("registered with controller %s at %s", answer.controller, self._url, extra={"node": sent.message.node})
-        self._node.on_registered()
+        self._node.on_known(())
 
     def _reports_answered(self, sent: _Sent, answer: ReportsAnswer) -> None:
         first = sent.message[0].number

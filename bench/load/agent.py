@@ -201,10 +201,10 @@ class Agent:
         self.send(messages.register(self.index))
 
     def show(self) -> None:
-        """The first beat, with the whole picture."""
-        self.seq = 1
+        """A beat with the whole picture."""
+        self.seq = max(self.seq, 1)
         self.beat_sent_at = time.time()
-        self.send(messages.first_beat())
+        self.send(messages.picture())
 
     def beat(self, interval_s: float) -> None:
         """The next one. As the real agent it asks for an answer every few seconds, where it waits for one, and where it

@@ -109,7 +109,7 @@ class Crowd:
         agent.beat_sent_at = 0.0
         if agent.home and "to send its picture again" in refusal:
             agent.away = "unknown"
-            agent.introduce()
+            agent.show()
             return
         self.refusals[refusal] += 1
         if not agent.seq:

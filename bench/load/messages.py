@@ -63,8 +63,8 @@ def register(index: int) -> bytes:
     return encode_frame(Frame.REGISTER, msgspec.json.encode(message))
 
 
-def first_beat() -> bytes:
-    """The one with the picture: all is well."""
+def picture() -> bytes:
+    """A beat with the whole picture: all is well."""
     beat = Heartbeat(incarnation=INCARNATION, seq=1, sent_at=0.0, findings=())
     return encode_frame(Frame.HEARTBEAT, msgspec.json.encode(beat))
 

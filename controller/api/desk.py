@@ -93,6 +93,7 @@ class AgentDesk:
         self._heartbeat_interval_s = heartbeat_interval_s
         self._marks = {node: (incarnation, through) for (node, incarnation), through in sorted(marks.items())}
         self._poisoned = poisoned
+        self._met: dict[str, int] = {}
 
     def check_life(self, node: str, incarnation: int) -> None:
         """Raises NotFound where the node (or this life of it) must register first, StaleGeneration where it is over."""
@@ -167,14 +168,34 @@ class AgentDesk:
         if beat.directives_through:
             self.outbox.acknowledge(node, beat.directives_through)
         if heard is not fleet.Heard.NEWS:
+            if self._state.unmet and node in self._state.unmet:
+                self._meet(node, beat.incarnation)
+            if heard is fleet.Heard.UNKNOWN and (job := fleet.lacks(self._state, node, beat.ranks)):
+                raise NotFound(f"the launcher of job {job} on node {node} is not known here: register and join again")
             return heard is fleet.Heard.UNKNOWN
-        picture = beat.findings is not None
-        urgency = Urgency.ROUTINE if picture and fleet.can_wait(self._state, node, beat.ranks) else Urgency.URGENT
+        picture, state = beat.findings, self._state
+        waits = picture is not None and fleet.picture_can_wait(state, node, picture, beat.ranks)
+        urgency = Urgency.ROUTINE if waits else Urgency.URGENT
         try:
             return self._loop.enqueue(lambda tx, now: self._changed(node, beat, tx, now), node, urgency)
         except Unavailable:
             fleet.touch(self._state, node, beat.incarnation, self._now())  # it was heard all the same
             raise
+
+    def _meet(self, node: str, incarnation: int) -> None:
+        """The first word of a node since this controller began. A whole fleet says it in the same second: they come
+        before the core together, and ahead of their registrations."""
+        self._met[node] = incarnation
+        if len(self._met) > 1:
+            return
+        try:
+            self._loop.enqueue(self._meet_all).add_done_callback(_heed)
+        except Unavailable:  # the node says it again in a second
+            self._met.clear()
+
+    def _meet_all(self, tx: Transaction, now: float) -> None:
+        met, self._met = self._met, {}
+        tx.hear(ev.NodesHeard(nodes=tuple(met.items()), trace=new_trace()), now)
 
     @staticmethod
     def _changed(node: str, beat: Heartbeat, tx: Transaction, now: float) -> bool:
@@ -190,7 +211,7 @@ class AgentDesk:
         """Takes reports; the number of the newest that is durable."""
         self._charge_reports(node, len(reports.reports))
         bodies = [report.body for report in reports.reports]
-        urgency = Urgency.ROUTINE if fleet.can_wait(self._state, node, reports=bodies) else Urgency.URGENT
+        urgency = Urgency.ROUTINE if fleet.reports_can_wait(self._state, node, bodies) else Urgency.URGENT
         return self._loop.enqueue(lambda tx, now: self._take_reports(node, reports, tx, now), node, urgency)
 
     def hurry(self, node: str) -> None:

@@ -76,11 +76,11 @@ class NodeDisconnected(EventBase, frozen=True, kw_only=True, tag=True):
     incarnation: Incarnation
 
 
-class NodeHeard(EventBase, frozen=True, kw_only=True, tag=True):
-    """Any authenticated request of a node that was disconnected, suspect or lost."""
+class NodesHeard(EventBase, frozen=True, kw_only=True, tag=True):
+    """Nodes, each in the life that it spoke for, of which something hangs on any word at all: those that this
+    controller had not heard since it began, that were disconnected, suspect or lost."""
 
-    node: NodeId
-    incarnation: Incarnation
+    nodes: tuple[tuple[NodeId, Incarnation], ...]
 
 
 class StoreChanged(EventBase, frozen=True, kw_only=True, tag=True):
@@ -181,7 +181,7 @@ Event = (
     | HeartbeatChanged
     | ReportArrived
     | NodeDisconnected
-    | NodeHeard
+    | NodesHeard
     | StoreChanged
     | ActionReported
     | NodeObserved

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -34,8 +34,8 @@ from controller.core.events import (
     Event,
     HeartbeatChanged,
     NodeDisconnected,
-    NodeHeard,
     NodeObserved,
+    NodesHeard,
     OperatorCommand,
     ProbeRequested,
     ReportArrived,
@@ -57,7 +57,7 @@ from controller.core.spilling import check_spill, version_spilled
 from controller.core.state import FleetState, NodeLive
 from controller.core.suspicion import deaf_after_s, take_word
 from controller.core.turn import Looked, Read, Turn, pop_due
-from everstep.vocabulary import JobState, NodeState, Severity
+from everstep.vocabulary import Finding, JobState, NodeState, Severity
 from everstep.wire.v1.training import (
     AnyReport,
     CollectiveFailed,
@@ -78,7 +78,18 @@ from everstep.wire.v1.training import (
 )
 from everstep.wire.v1.vault_reports import VersionProtected, VersionSpilled
 
-__all__ = ["Heard", "can_wait", "check_invariants", "handle", "next_deadline", "restore", "take", "touch"]
+__all__ = [
+    "Heard",
+    "check_invariants",
+    "handle",
+    "lacks",
+    "next_deadline",
+    "picture_can_wait",
+    "reports_can_wait",
+    "restore",
+    "take",
+    "touch",
+]
 
 
 _OF_NO_ONE = ("probe", "case", "correlation", "reunion", "held", "retention", "maintenance")
@@ -139,26 +150,40 @@ def touch(state: FleetState, node: str, incarnation: int, now: float, ranks: tup
     return Heard.QUIET if live.picture else Heard.UNKNOWN
 
 
-def can_wait(
-    state: FleetState, node: str, ranks: tuple[RankProgress, ...] = (), reports: Sequence[AnyReport] = ()
+def picture_can_wait(
+    state: FleetState, node: str, findings: Sequence[Finding], ranks: tuple[RankProgress, ...] = ()
 ) -> bool:
-    """Whether a picture with ``ranks``, or ``reports``, may rest for a moment: nobody's recovery and no suspicion hangs
-    on it, and it tells of mild findings, or of those that stand already. Changes nothing."""
+    """Whether a picture may rest for a moment: nobody's recovery and no suspicion hangs on it, and it tells of mild
+    findings, or of those that stand already. Changes nothing."""
     record, live = state.nodes.get(node), state.live_nodes.get(node)
-    if record is None or live is None or not live.picture:
+    if record is None or live is None or _beat_matters(state, record, live) or left_in_order(state, ranks):
         return False
-    if _beat_matters(state, record, live) or left_in_order(state, ranks):
-        return False
-    return all(_is_mild(record, body) for body in reports)
+    return all(_is_mild(record, finding) for finding in findings)
 
 
-def _is_mild(record: NodeRecord, body: AnyReport) -> bool:
-    if not isinstance(body, FindingRaised):
-        return isinstance(body, FindingCleared)
-    finding, standing = body.finding, record.findings.get(body.finding.key)
+def reports_can_wait(state: FleetState, node: str, reports: Sequence[AnyReport]) -> bool:
+    """The same of reports."""
+    findings = [body.finding for body in reports if isinstance(body, FindingRaised)]
+    if not all(isinstance(body, FindingRaised | FindingCleared) for body in reports):
+        return False
+    return picture_can_wait(state, node, findings)
+
+
+def _is_mild(record: NodeRecord, finding: Finding) -> bool:
+    standing = record.findings.get(finding.key)
     return finding.severity is not Severity.CRITICAL or (
         standing is not None and standing.severity is Severity.CRITICAL
     )
+
+
+def lacks(state: FleetState, node: str, ranks: Iterable[RankProgress]) -> str:
+    """A job among those of ``ranks`` of which the node's launcher must say again what it offers, since more has
+    happened than is known here; empty for none."""
+    for progress in ranks:
+        job = state.jobs.get(progress.job)
+        if job is None or node not in job.launchers or progress.generation > job.last_number:
+            return progress.job
+    return ""
 
 
 def next_deadline(state: FleetState) -> float | None:
@@ -291,12 +316,13 @@ def _disconnected(turn: Turn, event: NodeDisconnected) -> None:
     liveness.disconnected(turn, event.node)
 
 
-def _node_heard(turn: Turn, event: NodeHeard) -> None:
-    record = turn.state.nodes.get(event.node)
-    if record is None or record.incarnation != event.incarnation:
-        turn.ignore("heard.stale")
-        return
-    liveness.heard(turn, event.node)
+def _nodes_heard(turn: Turn, event: NodesHeard) -> None:
+    for node, incarnation in event.nodes:
+        record = turn.state.nodes.get(node)
+        if record is None or record.incarnation != incarnation:
+            turn.ignore("heard.stale")
+        else:
+            liveness.heard(turn, node)
 
 
 def _report(turn: Turn, event: ReportArrived) -> None:
@@ -346,7 +372,7 @@ _EVENTS: dict[type[Any], Callable[[Turn, Any], None]] = {
     HeartbeatChanged: _heartbeat,
     ReportArrived: _report,
     NodeDisconnected: _disconnected,
-    NodeHeard: _node_heard,
+    NodesHeard: _nodes_heard,
     StoreChanged: store_changed,
     ActionReported: ladder.reported,
     NodeObserved: holds.observed,

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from controller.core.generations import Cause, heard_beyond_boundary, regroup
-from controller.core.losses import lose_doubtful, note_replaced, regroup_blind, replace_rank, running_spec, spoken_of
+from controller.core.generations import Cause, heard_beyond_boundary
+from controller.core.losses import (
+    lose_doubtful,
+    note_replaced,
+    regroup_blind,
+    regroup_heard,
+    replace_rank,
+    running_spec,
+    spoken_of,
+)
 from controller.core.records import JobRecord
 from controller.core.signals import send_kill
 from controller.core.state import Pending
@@ -88,7 +96,8 @@ def settle(turn: Turn, job: JobRecord) -> None:
     if lose_doubtful(turn, job, pending.sentence):
         return
     if pending.reason is not None:
-        regroup(turn, job, Cause(reason=pending.reason, sentence=pending.sentence, trace=pending.trace))
+        live.pending = None
+        regroup_heard(turn, job, Cause(reason=pending.reason, sentence=pending.sentence, trace=pending.trace))
         return
     if not live.stalls:
         regroup_blind(turn, job, pending, GenerationReason.COLLECTIVE_FAILED)

@@ -85,6 +85,8 @@ def _met(turn: Turn, node: str) -> None:
     """The first word that this controller hears of a node: jobs may wait for nothing else."""
     state = turn.state
     state.unmet.discard(node)
+    if turn.now < state.reunion_at:  # others are on their way as well
+        state.reunion_at = max(state.reunion_at, min(turn.now + turn.policy.reunion_pause_s, state.reunion_by))
     for name in state.live_nodes[node].jobs:
         job, pending = state.jobs[name], state.live_jobs[name].pending
         if (
@@ -106,6 +108,9 @@ def _lacks_nodes(job: JobRecord) -> bool:
 
 def reunion_over(turn: Turn) -> None:
     """Nodes that have not come back to us by now are doubtful to jobs that have a witness."""
+    if turn.now < turn.state.reunion_at:  # others came meanwhile
+        turn.wake(turn.state.reunion_at, "reunion", correlation.FLEET)
+        return
     for node in sorted(turn.state.unmet):
         _ask_witnesses(turn, node)
 

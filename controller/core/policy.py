@@ -36,8 +36,12 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     rejoin_grace_s: float = 10.0
     """Seconds a launcher may take to join again after its agent began a new life, before it is taken for gone."""
     reunion_s: float = 3.0
-    """Seconds after this controller's start that a regrouping waits for members that it has not heard yet. Shorter
-    leaves out nodes that are only on their way back to us, longer lets a job wait for one that is dead."""
+    """Seconds after this controller's start that a regrouping waits for members that it has not heard yet, at least.
+    Shorter leaves out nodes that are only on their way back to us, longer lets a job wait for one that is dead."""
+    reunion_pause_s: float = 1.0
+    """It goes on waiting until none has come for so long: a large fleet takes a while. Agents beat every second."""
+    reunion_at_most_s: float = 30.0
+    """Seconds after the start that end it in any case."""
     correlated_share: float = 0.3
     """Share of the fleet that, silent at once, is taken for a fault of the network or of this controller: no node is
     declared lost on silence alone until it is over. Smaller protects more and reacts later to real mass failures."""
@@ -240,6 +244,7 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             suspect_at_most_s=10.0,
             accused_after_s=0.8,
             reunion_s=1.0,
+            reunion_pause_s=0.5,
             dead_after_s=6.0,
             disconnect_grace_s=1.0,
             rejoin_grace_s=5.0,
@@ -338,6 +343,7 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 self.collective_settle_s > self.collective_settle_max_s,
                 "collective_settle_s must not exceed collective_settle_max_s",
             ),
+            (self.reunion_s > self.reunion_at_most_s, "reunion_s must not exceed reunion_at_most_s"),
             (self.stall_settle_s > self.stall_settle_max_s, "stall_settle_s must not exceed stall_settle_max_s"),
             (
                 self.resume_deadline_s > self.resume_deadline_max_s,

@@ -74,6 +74,7 @@ def started(turn: Turn, event: ControllerStarted) -> None:
     state.epoch = event.epoch or state.epoch
     state.hearing.since = state.hearing.last_at = turn.now
     state.reunion_at = turn.now + turn.policy.reunion_s
+    state.reunion_by = turn.now + turn.policy.reunion_at_most_s
     if state.unmet:
         turn.wake(state.reunion_at, "reunion", FLEET)
     recall(state, turn.now)

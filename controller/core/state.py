@@ -216,7 +216,8 @@ class FleetState(msgspec.Struct, kw_only=True):
     ``deadlines``: a heap of (due, order, kind, subject); an entry is a hint to look, never a decision. ``silent``:
     reachable nodes over their first deadline or with a closed connection. ``tallies`` count both by what nodes have in
     common, ``crossed`` names those of them that are silent at once, in an ``episode``; ``calm_since``: when the last
-    one ended. ``unmet``: reachable nodes that this controller has not heard; until ``reunion_at`` they are waited for.
+    one ended. ``unmet``: reachable nodes that this controller has not heard; until ``reunion_at`` they are waited for,
+    which moves on while they come, up to ``reunion_by``.
     ``held``: nodes whose eviction is held, by what holds it; ``short``: jobs that can spare no node: until when that is
     taken as known, and why. ``slack_s``: the observer's own lag. ``cases``: second passes under way.
     ``partnerless_until``: until then no node is free to be a partner in a probe. ``sightings``: where and when each
@@ -248,6 +249,7 @@ class FleetState(msgspec.Struct, kw_only=True):
     calm_since: float = 0.0
     unmet: set[NodeId] = set()
     reunion_at: float = 0.0
+    reunion_by: float = 0.0
     held: dict[str, dict[NodeId, None]] = {}
     short: dict[JobId, tuple[float, str]] = {}
     hearing: Hearing = msgspec.field(default_factory=Hearing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -183,8 +183,8 @@ class AgentProcess:
     def is_busy(self) -> bool:
         return self.jobs.is_busy()
 
-    def on_registered(self) -> None:
-        for offer in self.jobs.offers():
+    def on_known(self, shown: Collection[str]) -> None:
+        for offer in self.jobs.offers(shown):
             self.report(offer)
 
     def on_clock(self, server_at: float, received_at: float, round_trip_s: float) -> None: ...

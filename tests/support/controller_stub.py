@@ -231,6 +231,7 @@ class ControllerStub:
         beat = msgspec.json.decode(body, type=Heartbeat)
         self.beats.append(beat)
         self._acknowledged(beat.directives_through)
+        self.resend &= beat.findings is None
         return HeartbeatAnswer(server_at=SYSTEM_CLOCK.wall(), resend=self.resend, hold=self.hold)
 
     def _quiet_beat(self, body: bytes) -> None:

@@ -13,7 +13,7 @@ from controller.core.events import (
     Event,
     HeartbeatChanged,
     NodeDisconnected,
-    NodeHeard,
+    NodesHeard,
     OperatorAction,
     OperatorCommand,
     ReportArrived,
@@ -107,6 +107,8 @@ class CoreFleet:
         heard = touch(self.state, node, incarnation, self.now, ranks)
         if heard is Heard.NEWS:
             self.feed(HeartbeatChanged(node=node, incarnation=incarnation, ranks=ranks, trace=self.trace()))
+        elif node in self.state.unmet:
+            self.hear(node)
         return heard
 
     def advance(self, seconds: float, *beating: str) -> list[Effect]:
@@ -176,8 +178,8 @@ class CoreFleet:
     def disconnect(self, node: str) -> list[Effect]:
         return self.feed(NodeDisconnected(node=node, incarnation=self.incarnations[node], trace=self.trace()))
 
-    def hear(self, node: str) -> list[Effect]:
-        return self.feed(NodeHeard(node=node, incarnation=self.incarnations[node], trace=self.trace()))
+    def hear(self, *nodes: str) -> list[Effect]:
+        return self.feed(NodesHeard(nodes=tuple((n, self.incarnations[n]) for n in nodes), trace=self.trace()))
 
     def report(self, node: str, body: Any) -> list[Effect]:
         self.number += 1

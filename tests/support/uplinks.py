@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ class FakeNode:
         self.seen: tuple[Finding, ...] = ()
         self.directives: list[Directive] = []
         self.registrations = 0
+        self.shown: list[list[str]] = []
         self.round_trips: list[float] = []
 
     def facts(self) -> NodeFacts:
@@ -44,8 +45,9 @@ class FakeNode:
     def is_busy(self) -> bool:
         return True
 
-    def on_registered(self) -> None:
-        self.registrations += 1
+    def on_known(self, shown: Collection[str]) -> None:
+        self.registrations += not shown
+        self.shown.append(sorted(shown))
 
     def on_directives(self, directives: list[Directive]) -> None:
         self.directives += directives

@@ -150,7 +150,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
 
 class HeartbeatAnswer(Message, frozen=True, kw_only=True):
-    """``resend``: the controller has no picture of this node (it restarted): send findings in full, join again.
+    """``resend``: the controller has no picture of this node (it restarted): send findings in full, and the offers of
+    launchers whose ranks the beat did not tell of.
 
     ``directives``: every one the node has not acknowledged, outside a session and in the first answer of one; later
     in a session they are pushed. ``hold``: whether a session is to stay open. A controller that runs short of file

@@ -101,13 +101,11 @@ def test_an_unanswered_beat_leaves_its_findings_to_be_told_again() -> None:
     assert talk.beat(a_finding()).findings == (a_finding(),)
 
 
-def test_resend_is_answered_by_a_registration_with_the_full_picture() -> None:
+def test_resend_is_answered_by_the_full_picture() -> None:
     talk = Talk()
     talk.register(a_finding())
     talk.conversation.beat_answered(talk.beat(a_finding()), HeartbeatAnswer(server_at=0.0, resend=True))
-    message = talk.next(a_finding())
-    assert isinstance(message, Register)
-    assert message.findings == (a_finding(),)
+    assert talk.beat(a_finding()).findings == (a_finding(),)
 
 
 def test_a_change_of_the_node_itself_is_registered_anew() -> None:

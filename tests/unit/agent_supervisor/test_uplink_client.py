@@ -227,7 +227,7 @@ def test_directives_pushed_after_a_restart_still_arrive(bench: Bench, controller
     play(story())
 
 
-@pytest.mark.parametrize("how", ["resend", "unknown_node", "stale", "acknowledge"])
+@pytest.mark.parametrize("how", ["unknown_node", "stale", "acknowledge"])
 def test_a_controller_that_lost_its_picture_is_told_everything_again(
     bench: Bench, controller: ControllerStub, how: str
 ) -> None:
@@ -237,9 +237,7 @@ def test_a_controller_that_lost_its_picture_is_told_everything_again(
             await until(lambda: line.node.registrations)
             line.node.seen = (finding,)
             await until(lambda: any(b.findings for b in controller.beats))
-            if how == "resend":
-                controller.resend = True
-            elif how == "unknown_node":
+            if how == "unknown_node":
                 controller.forget()
             elif how == "stale":
                 refuse_once(controller, "heartbeat", StaleGeneration("an older life"))
@@ -250,6 +248,24 @@ def test_a_controller_that_lost_its_picture_is_told_everything_again(
             assert controller.registered[-1].findings == (finding,)
             line.uplink.report(lost())
             await until(lambda: controller.taken)
+
+    play(story())
+
+
+def test_a_controller_without_a_picture_is_told_it_with_the_next_beat_and_knows_the_jobs_that_beats_tell_of(
+    bench: Bench, controller: ControllerStub
+) -> None:
+    async def story() -> None:
+        async with bench.line(controller.url) as line:
+            await until(lambda: line.node.registrations)
+            line.node.seen = (Finding(kind=FindingKind.GPU_LOST, subject="g", severity=Severity.CRITICAL, message="m"),)
+            await until(lambda: any(b.findings for b in controller.beats))
+            told = len(controller.beats)
+            controller.resend = True
+            controller.drop()
+            await until(lambda: any(b.findings for b in controller.beats[told:]))
+            assert line.node.shown == [[], ["j"]]
+            assert len(controller.registered) == 1
 
     play(story())
 

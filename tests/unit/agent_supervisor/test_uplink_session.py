@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ class Talk:
     def is_busy(self) -> bool:
         return True
 
-    def on_registered(self) -> None:
+    def on_known(self, shown: Collection[str]) -> None:
         self.registrations += 1
 
     def on_directives(self, directives: list[Directive]) -> None:

@@ -15,7 +15,7 @@ from everstep.vocabulary import Finding, FindingKind, NodeState, Severity
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.agent import MAX_BODY_BYTES, Heartbeat, Register
 from everstep.wire.v1.directives import NewGeneration
-from everstep.wire.v1.training import RankProgress
+from everstep.wire.v1.training import RankLost, RankProgress
 from tests.support.controllers import (
     OPERATOR,
     VIEWER,
@@ -87,6 +87,41 @@ def test_after_the_controllers_restart_a_node_is_asked_for_its_picture_once(tmp_
         assert speaker.beat().resend is True
         assert speaker.beat(findings=()).resend is False
         assert speaker.beat().resend is False
+
+
+def test_a_node_that_beats_is_known_to_be_there_after_a_restart_before_it_has_shown_or_registered_anything(
+    tmp_path: Path,
+) -> None:
+    database = f"sqlite:///{tmp_path / 'c.db'}"
+    with TestClient(InProcess(database)) as client:
+        for node in ("n1", "n2"):
+            speaker = Speaker(client, node)
+            speaker.register()
+            speaker.report(joined("j", 1.0, nodes=2))
+    with TestClient(InProcess(database)) as client:
+        speakers = [Speaker(client, node) for node in ("n1", "n2")]
+        assert all(speaker.beat().resend for speaker in speakers)
+        lost = RankLost(job="j", at=2.0, generation=1, rank=0, local_rank=0, replacement=True, detail="")
+        speakers[0].report(lost, first=2)
+        job = get(client, "/v1/jobs/j", op.JobDetail)
+        assert job.summary.generation == 2
+        assert {member.node for member in job.roster} == {"n1", "n2"}
+
+
+def test_ranks_of_a_job_that_the_controller_does_not_know_make_their_node_register_and_join_again(
+    tmp_path: Path,
+) -> None:
+    database = f"sqlite:///{tmp_path / 'c.db'}"
+    with TestClient(InProcess(database)) as client:
+        speaker = Speaker(client, "n1")
+        speaker.register()
+        speaker.report(joined("j", 1.0))
+    with TestClient(InProcess(database)) as client:
+        speaker = Speaker(client, "n1")
+        for stranger in (("other", 1), ("j", 2)):
+            with pytest.raises(Refused, match=f"the launcher of job {stranger[0]} on node n1 is not known here"):
+                speaker.beat(ranks=(RankProgress(job=stranger[0], generation=stranger[1], rank=0, step=1, step_s=0.1),))
+        assert speaker.beat(ranks=(RankProgress(job="j", generation=1, rank=0, step=1, step_s=0.1),)).resend is True
 
 
 def test_a_joining_launcher_forms_a_generation_that_its_node_receives_once(client: TestClient) -> None:

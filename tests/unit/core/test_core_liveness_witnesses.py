@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
+
 from controller.core.events import StoreChanged, Tick
 from controller.core.policy import CorePolicy
 from everstep.vocabulary import JobState, NodeState
@@ -116,6 +119,36 @@ def test_who_does_not_come_back_to_a_fresh_controller_in_time_is_left_out() -> N
     assert spec.seats == ("n1", "n2", "n3")
     assert "n4 has not been heard since this controller began, and rank 0 on n1 lost" in spec.sentence
     assert fleet.node_state("n4") is NodeState.HEALTHY
+
+
+def test_while_members_keep_coming_to_a_fresh_controller_the_others_are_waited_for() -> None:
+    fleet = CoreFleet()
+    fleet.start(10, 1)
+    fleet.restart()
+    fleet.hear("n1")
+    fleet.lose_rank(0)
+    heard = ["n1"]
+    for number in range(2, 11):
+        assert generations(fleet.advance(0.4, *heard)) == []
+        heard.append(f"n{number}")
+        effects = fleet.hear(heard[-1])
+    (spec,) = generations([*effects, *fleet.advance(0.01)])
+    assert spec.world_size == 10
+
+
+def test_once_none_has_come_for_a_while_the_others_are_left_out_however_late_it_is_by_then() -> None:
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), reunion_at_most_s=2.0))
+    fleet.start(10, 1)
+    fleet.restart()
+    fleet.hear("n1")
+    fleet.lose_rank(0)
+    came = fleet.now
+    heard = ["n1"]
+    while not (specs := generations(fleet.advance(0.4, *heard))):
+        heard.append(f"n{len(heard) + 1}")
+        fleet.hear(heard[-1])
+    assert specs[0].seats == tuple(heard)
+    assert fleet.now - came == pytest.approx(2.0)
 
 
 def test_a_spare_that_was_not_heard_yet_is_not_chosen_and_is_offered_when_it_is() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.core.fleet import can_wait
+from controller.core.fleet import picture_can_wait, reports_can_wait
 from everstep.vocabulary import Severity
 from everstep.wire.v1.training import FindingCleared, FindingRaised, RankLost
 from tests.support.core_fleet import CoreFleet, xid
@@ -28,11 +28,11 @@ def fleet() -> CoreFleet:
 
 @pytest.mark.parametrize(
     ("reports", "waits"),
-    [([MILD], True), ([FindingCleared(key="x")], True), ([], True), ([CRITICAL], False), ([MILD, LOST], False)],
-    ids=["mild", "cleared", "a picture", "critical", "a loss behind it"],
+    [([MILD], True), ([FindingCleared(key="x")], True), ([CRITICAL], False), ([MILD, LOST], False)],
+    ids=["mild", "cleared", "critical", "a loss behind it"],
 )
 def test_only_what_is_mild_may_wait(fleet: CoreFleet, reports: list[Any], waits: bool) -> None:
-    assert can_wait(fleet.state, "n1", reports=reports) is waits
+    assert reports_can_wait(fleet.state, "n1", reports) is waits
 
 
 def test_a_critical_finding_that_stands_may_wait_when_it_is_said_again_and_a_graver_form_may_not(
@@ -41,19 +41,22 @@ def test_a_critical_finding_that_stands_may_wait_when_it_is_said_again_and_a_gra
     fleet.report("n1", MILD)
     graver = FindingRaised(finding=msgspec.structs.replace(MILD.finding, severity=Severity.CRITICAL))
     assert graver.finding.key == MILD.finding.key
-    assert not can_wait(fleet.state, "n1", reports=[graver])
+    assert not reports_can_wait(fleet.state, "n1", [graver])
+    assert not picture_can_wait(fleet.state, "n1", [graver.finding])
     fleet.report("n1", graver)
-    assert can_wait(fleet.state, "n1", reports=[graver])
+    assert reports_can_wait(fleet.state, "n1", [graver])
+    assert picture_can_wait(fleet.state, "n1", [graver.finding])
 
 
-def test_the_first_picture_and_those_of_strangers_do_not_wait() -> None:
+def test_the_picture_of_a_stranger_does_not_wait_and_the_first_of_a_node_that_is_known_does() -> None:
     fleet = CoreFleet()
-    assert not can_wait(fleet.state, "n1")
+    assert not picture_can_wait(fleet.state, "n1", ())
     fleet.register("n1")
     fleet.restart()
-    assert not can_wait(fleet.state, "n1")
+    assert picture_can_wait(fleet.state, "n1", [MILD.finding])
+    assert not picture_can_wait(fleet.state, "n1", [CRITICAL.finding])
 
 
 def test_the_picture_of_a_node_that_is_suspected_does_not_wait(fleet: CoreFleet) -> None:
     fleet.disconnect("n1")
-    assert not can_wait(fleet.state, "n1")
+    assert not picture_can_wait(fleet.state, "n1", ())
