@@ -29,6 +29,7 @@ from controller.api.stream import AuditFeed
 from controller.boards import Boards
 from controller.config import ControllerSettings
 from controller.core import fleet
+from controller.core.state import FleetState
 from controller.credentials import Credentials
 from controller.journal import Journal
 from controller.lease import Tenure
@@ -79,11 +80,11 @@ class Controller:
         keyring: Keyring,
         store: Store,
         loaded: Loaded,
+        state: FleetState,
         clock: Clock,
         make_remediator: MakeRemediator,
         tenure: Tenure | None = None,
     ) -> None:
-        state = restored(with_rules(settings.policy), loaded)
         self._tenure = tenure
         self.metrics = Metrics()
         self.feed = AuditFeed(loaded.newest_audit)
@@ -172,7 +173,8 @@ class Controller:
 
         Raises what the database raises. When it returns, requests may be served.
         """
-        controller = cls(settings, keyring, store, loaded, clock, make_remediator, tenure)
+        state = await asyncio.to_thread(restored, with_rules(settings.policy), loaded)  # who comes meanwhile is heard
+        controller = cls(settings, keyring, store, loaded, state, clock, make_remediator, tenure)
         task = controller.task = asyncio.create_task(controller.loop.run(), name="fleet loop")
         started = asyncio.create_task(controller.loop.started.wait())
         await asyncio.wait({task, started}, return_when=asyncio.FIRST_COMPLETED)

@@ -12,6 +12,7 @@ from controller.store.leases import LeaseSession, claim
 from controller.store.records import Loaded
 from controller.store.threads import Hangs, Lane, Store
 from controller.store.trouble import StoreAway, Superseded
+from controller.threshold import Threshold
 from everstep.clock import Clock
 
 log = logging.getLogger(__name__)
@@ -32,10 +33,19 @@ class Candidate:
         name: of this controller, unlike any other's.
         address: where others reach it, told as a hint; empty for none.
         lease_s, renew_s: how long the lease holds, and how often its holder renews it.
+        threshold: closed while the lease is taken. Who goes on from there opens it.
     """
 
     def __init__(
-        self, engine: Engine, clock: Clock, *, name: str, address: str, lease_s: float, renew_s: float
+        self,
+        engine: Engine,
+        clock: Clock,
+        *,
+        name: str,
+        address: str,
+        lease_s: float,
+        renew_s: float,
+        threshold: Threshold,
     ) -> None:
         self._session = LeaseSession(engine)
         self._lane = Lane("lease", self._session.abort)
@@ -45,6 +55,7 @@ class Candidate:
         self._address = address
         self._lease_s = lease_s
         self._renew_s = renew_s
+        self._threshold = threshold
         self._patient_until = 0.0
         self._away = ""
         self.leader: Seen | None = None
@@ -54,16 +65,17 @@ class Candidate:
         """Stands by until this controller leads; what it starts from."""
         while True:
             seen = await self._turn()
+            self._threshold.close()
             try:
                 won = await self._take(seen, store)
             except (StoreAway, Hangs, Superseded) as error:
                 log.info("the lease was not taken: %s", error)
-                await asyncio.sleep(LOOK_S)
-                continue
+                won = None
             finally:
                 await self._let_go(seen)
             if won is not None:
                 return won
+            self._threshold.open()
             await asyncio.sleep(LOOK_S)
 
     async def renewing(self, epoch: int, tenure: Tenure) -> None:

@@ -27,6 +27,7 @@ from controller.core import fleet
 from controller.core.describe import describe
 from controller.core.effects import Effect
 from controller.core.events import Event, ReportArrived
+from controller.core.records import JobRecord
 from controller.core.state import FleetState
 from controller.core.turn import Read, Turn
 from everstep import __version__
@@ -219,12 +220,13 @@ class _Segment:
 
 
 def _blanked(state: FleetState) -> bytes:
-    """The state without its secrets."""
-    body = _encoder.encode(state)
+    """The state without its secrets. They are looked for in the jobs alone: nodes are a hundred times as much."""
+    body = _encoder.encode(state.jobs)
     for job in state.jobs.values():
         if job.secret:
             body = body.replace(job.secret.encode(), _BLANK[: len(job.secret)].encode())
-    return body
+    jobs = msgspec.msgpack.decode(body, type=dict[str, JobRecord])
+    return _encoder.encode(msgspec.structs.replace(state, jobs=jobs))
 
 
 def segments(directory: Path) -> list[Path]:

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from controller.app import Controller, MakeRemediator, document
 from controller.candidate import Candidate
 from controller.config import ControllerSettings
-from controller.lease import Tenure
+from controller.lease import NotLeading, Tenure
 from controller.secret_file import Keyring
 from controller.standby import Standby
 from controller.store import credentials
@@ -25,6 +25,7 @@ from controller.store.database import engine_of, parse_url
 from controller.store.records import Loaded
 from controller.store.threads import Store
 from controller.store.trouble import Superseded
+from controller.threshold import Threshold
 from everstep.clock import Clock
 from everstep.errors import Unavailable
 
@@ -40,7 +41,7 @@ class Member:
 
     Attributes:
         settled: set as soon as it is known who leads.
-        on_change: called when this controller begins or ceases to lead: connections of before are void.
+        on_end: called when this controller ceases to lead: connections of before are void.
     """
 
     def __init__(
@@ -64,12 +65,17 @@ class Member:
         document()
         self.standby = Standby(settings, keyring, clock, self._leader)
         self.settled = asyncio.Event()
-        self.on_change: Callable[[], None] = lambda: None
+        self.threshold = Threshold()
+        self.on_end: Callable[[], None] = lambda: None
 
     def leading(self) -> Controller | None:
         """The controller to ask, while this one is sure that it leads."""
         controller = self._controller
         return controller if controller is not None and controller.certain() else None
+
+    def refusal(self) -> NotLeading:
+        """What whoever wants a leader is told while this controller is none."""
+        return self.standby.refusal()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         controller = self.leading()
@@ -107,6 +113,7 @@ class Member:
             address=self._address,
             lease_s=settings.lease_s,
             renew_s=settings.lease_renew_s,
+            threshold=self.threshold,
         )
         try:
             loaded, tenure = await self._stand_by(candidate, store)
@@ -136,18 +143,20 @@ class Member:
 
     async def _lead(self, store: Store, loaded: Loaded, candidate: Candidate | None, tenure: Tenure | None) -> None:
         """Ends by an error only; one after which this process may go on leaves it out of the leader's place."""
-        controller = await Controller.lead(
-            self._settings, self._keyring, store, loaded, self._clock, self._make_remediator, tenure
-        )
-        self._controller, self._candidate = controller, None
-        self.settled.set()
-        self.on_change()
+        try:
+            controller = await Controller.lead(
+                self._settings, self._keyring, store, loaded, self._clock, self._make_remediator, tenure
+            )
+            self._controller, self._candidate = controller, None
+            self.settled.set()
+        finally:
+            self.threshold.open()
         log.info("leading: epoch %d, %d nodes, %d jobs", loaded.epoch, len(loaded.nodes), len(loaded.jobs))
         try:
             await self._until_over(controller, candidate, loaded.epoch, tenure)
         except (Superseded, asyncio.CancelledError):
             self._controller = None
-            self.on_change()
+            self.on_end()
             await controller.stop()
             raise
 

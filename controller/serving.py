@@ -29,9 +29,9 @@ from everstep.errors import ConfigurationError
 
 log = logging.getLogger("controller")
 
-BACKLOG = 4096
-"""Connections that may wait to be accepted: after a failover the whole fleet comes at once. The kernel's own bound
-(net.core.somaxconn) holds too."""
+BACKLOG = 65_535
+"""Connections that may wait to be accepted: after a failover the whole fleet comes at once, and who finds no room tries
+again a second later. The kernel's own bound (net.core.somaxconn, 4096 unless it was raised) holds too."""
 ACCEPTED_AT_ONCE = 16
 """Connections taken in one turn of the event loop. libuv (from 1.45) takes one for each listening descriptor: of a
 fleet whose agents hang up between beats 6,000 come each second, and a turn that serves 100 of them lasts milliseconds.
@@ -145,7 +145,7 @@ def _front(member: Member) -> Any:
 
     def make(server_state: ServerState, **named: Any) -> Front:
         http = functools.partial(Http, server_state=server_state, **named)
-        return Front(member.leading, descriptors.of_this_process(), server_state.connections, http)
+        return Front(member, descriptors.of_this_process(), server_state.connections, http)
 
     return make
 

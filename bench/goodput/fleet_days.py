@@ -213,7 +213,7 @@ class FleetDays(FleetOfNodes):
             self._register(node)
             self._join(node)
         else:
-            self._handle(ev.NodesHeard(nodes=((node.name, node.life),), trace=self._trace()))
+            self._handle(ev.NodeHeard(node=node.name, incarnation=node.life, trace=self._trace()))
             self._beat_until_well(node, node.life)
 
     def _peers_notice(self) -> None:

@@ -161,7 +161,7 @@ class FleetInTime:
             faded_s = live.pulse.longest_s * (1.0 - BEAT_S / FORGET_S) ** beats
             live.pulse.heard_at, live.pulse.longest_s = self.now - BEAT_S, max(BEAT_S, faded_s)
             live.watched = False
-            self._handle(ev.NodesHeard(nodes=((node.name, node.life),), trace=self._trace()))
+            self._handle(ev.NodeHeard(node=node.name, incarnation=node.life, trace=self._trace()))
 
     def _beat_all(self) -> None:
         for node in self.nodes:

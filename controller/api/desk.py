@@ -195,7 +195,8 @@ class AgentDesk:
 
     def _meet_all(self, tx: Transaction, now: float) -> None:
         met, self._met = self._met, {}
-        tx.hear(ev.NodesHeard(nodes=tuple(met.items()), trace=new_trace()), now)
+        (node, incarnation), *others = met.items()
+        tx.hear(ev.NodeHeard(node=node, incarnation=incarnation, others=tuple(others), trace=new_trace()), now)
 
     @staticmethod
     def _changed(node: str, beat: Heartbeat, tx: Transaction, now: float) -> bool:

@@ -20,6 +20,7 @@ from controller.api.desk import AgentDesk
 from controller.api.peers import Peer
 from controller.api.problems import MEDIA_TYPE, problem_of
 from controller.api.session import Session
+from controller.threshold import PATIENCE_S, Threshold
 from everstep.errors import EverstepError
 from everstep.wire.v1.session import UPGRADE
 
@@ -45,25 +46,36 @@ class Leader(Protocol):
     def gate(self) -> Gate: ...
 
 
+class House(Protocol):
+    """The process behind the port."""
+
+    threshold: Threshold
+
+    def leading(self) -> Leader | None:
+        """The controller here, while it leads."""
+
+    def refusal(self) -> EverstepError:
+        """What an agent is told while none does."""
+
+
 class Front(asyncio.Protocol):
     """A connection until it is known what it is for.
 
     Args:
-        leading: the controller that leads, or None while this process stands by: then everything is HTTP.
         connections: everything that is told to ``shutdown`` when the server stops.
         make_http: uvicorn's protocol, for whatever is not a session.
     """
 
-    __slots__ = ("_connections", "_deadline", "_descriptors", "_head", "_leading", "_make_http", "_transport")
+    __slots__ = ("_connections", "_deadline", "_descriptors", "_head", "_house", "_make_http", "_transport")
 
     def __init__(
         self,
-        leading: Callable[[], Leader | None],
+        house: House,
         descriptors: Descriptors,
         connections: set[Any],
         make_http: MakeHttp,
     ) -> None:
-        self._leading = leading
+        self._house = house
         self._descriptors = descriptors
         self._connections = connections
         self._make_http = make_http
@@ -82,6 +94,7 @@ class Front(asyncio.Protocol):
         self._deadline = asyncio.get_running_loop().call_later(FIRST_REQUEST_S, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._house.threshold.forget(self)
         self._leave()
         self._descriptors.open -= 1
 
@@ -101,19 +114,44 @@ class Front(asyncio.Protocol):
             return
         lines = head[:end].split(b"\r\n")
         path, headers = _path(lines[0]), [_header(line) for line in lines[1:]]
-        leader = self._leading()
-        if leader is None or not path.endswith(_AFTER_NODE) or (b"upgrade", _WANTED) not in headers:
+        if not path.endswith(_AFTER_NODE) or (b"upgrade", _WANTED) not in headers:
             self._to_http()
+            return
+        leader = self._house.leading()
+        if leader is None:
+            self._wait()
             return
         node = unquote(path[: -len(_AFTER_NODE)].decode("latin-1"))
         try:
             identity = leader.gate.agent(headers, node, Peer.of(self._transport))
         except EverstepError as error:
             leader.agents.metrics.refused("agents/session", error.code)
-            self._transport.write(_refusal(error))
-            self._transport.close()
+            self._refuse(error)
             return
         self._open(Session(leader.agents, leader.gate, identity, self._transport, self._ended), head[end + 4 :])
+
+    def _wait(self) -> None:
+        """Until it is known whether this process leads, where that is being settled."""
+        if not self._house.threshold.holds(self):
+            self._refuse(self._house.refusal())
+            return
+        self._leave()
+        self._transport.pause_reading()
+        self._deadline = asyncio.get_running_loop().call_later(PATIENCE_S, self._give_up)
+
+    def _give_up(self) -> None:
+        self._house.threshold.forget(self)
+        self._refuse(self._house.refusal())
+
+    def settled(self) -> None:
+        """It is known: what was asked for is looked at again."""
+        self._leave()
+        self._transport.resume_reading()
+        self.data_received(b"")
+
+    def _refuse(self, error: EverstepError) -> None:
+        self._transport.write(_refusal(error))
+        self._transport.close()
 
     def _open(self, session: Session, first: bytes) -> None:
         """Hands the connection over; ``first`` is what came after the upgrade already."""

@@ -76,11 +76,13 @@ class NodeDisconnected(EventBase, frozen=True, kw_only=True, tag=True):
     incarnation: Incarnation
 
 
-class NodesHeard(EventBase, frozen=True, kw_only=True, tag=True):
-    """Nodes, each in the life that it spoke for, of which something hangs on any word at all: those that this
-    controller had not heard since it began, that were disconnected, suspect or lost."""
+class NodeHeard(EventBase, frozen=True, kw_only=True, tag=True):
+    """Any authenticated word of a node that this controller had not heard since it began, or that was disconnected,
+    suspect or lost. ``others``: more of them, each in the life that it spoke for, heard in the same moment."""
 
-    nodes: tuple[tuple[NodeId, Incarnation], ...]
+    node: NodeId
+    incarnation: Incarnation
+    others: tuple[tuple[NodeId, Incarnation], ...] = ()
 
 
 class StoreChanged(EventBase, frozen=True, kw_only=True, tag=True):
@@ -181,7 +183,7 @@ Event = (
     | HeartbeatChanged
     | ReportArrived
     | NodeDisconnected
-    | NodesHeard
+    | NodeHeard
     | StoreChanged
     | ActionReported
     | NodeObserved

@@ -34,8 +34,8 @@ from controller.core.events import (
     Event,
     HeartbeatChanged,
     NodeDisconnected,
+    NodeHeard,
     NodeObserved,
-    NodesHeard,
     OperatorCommand,
     ProbeRequested,
     ReportArrived,
@@ -316,8 +316,8 @@ def _disconnected(turn: Turn, event: NodeDisconnected) -> None:
     liveness.disconnected(turn, event.node)
 
 
-def _nodes_heard(turn: Turn, event: NodesHeard) -> None:
-    for node, incarnation in event.nodes:
+def _node_heard(turn: Turn, event: NodeHeard) -> None:
+    for node, incarnation in ((event.node, event.incarnation), *event.others):
         record = turn.state.nodes.get(node)
         if record is None or record.incarnation != incarnation:
             turn.ignore("heard.stale")
@@ -372,7 +372,7 @@ _EVENTS: dict[type[Any], Callable[[Turn, Any], None]] = {
     HeartbeatChanged: _heartbeat,
     ReportArrived: _report,
     NodeDisconnected: _disconnected,
-    NodesHeard: _nodes_heard,
+    NodeHeard: _node_heard,
     StoreChanged: store_changed,
     ActionReported: ladder.reported,
     NodeObserved: holds.observed,

@@ -13,7 +13,7 @@ from controller.core.events import (
     Event,
     HeartbeatChanged,
     NodeDisconnected,
-    NodesHeard,
+    NodeHeard,
     OperatorAction,
     OperatorCommand,
     ReportArrived,
@@ -178,8 +178,9 @@ class CoreFleet:
     def disconnect(self, node: str) -> list[Effect]:
         return self.feed(NodeDisconnected(node=node, incarnation=self.incarnations[node], trace=self.trace()))
 
-    def hear(self, *nodes: str) -> list[Effect]:
-        return self.feed(NodesHeard(nodes=tuple((n, self.incarnations[n]) for n in nodes), trace=self.trace()))
+    def hear(self, node: str, *others: str) -> list[Effect]:
+        more = tuple((other, self.incarnations[other]) for other in others)
+        return self.feed(NodeHeard(node=node, incarnation=self.incarnations[node], others=more, trace=self.trace()))
 
     def report(self, node: str, body: Any) -> list[Effect]:
         self.number += 1

@@ -15,6 +15,8 @@ import msgspec
 from controller.api.descriptors import Descriptors
 from controller.api.front import Front
 from controller.app import Controller
+from controller.lease import NotLeading
+from controller.threshold import Threshold
 from everstep.tokens import TokenRole
 from everstep.wire.v1.agent import (
     DirectivesAnswer,
@@ -173,6 +175,8 @@ class Served:
 
     def __init__(self, application: InProcess) -> None:
         self.address = ""
+        self.leads = True
+        self.threshold = Threshold()
         self.controller: Controller
         self.descriptors: Descriptors
         self._application = application
@@ -188,13 +192,19 @@ class Served:
         self.controller = controller = await self._application.start()
         descriptors = self.descriptors = controller.agents.descriptors = Descriptors(1000)
         server = await asyncio.get_running_loop().create_server(
-            lambda: Front(lambda: controller, descriptors, self._connections, asyncio.Protocol),
+            lambda: Front(self, descriptors, self._connections, asyncio.Protocol),
             "127.0.0.1",
             0,
         )
         host, port = server.sockets[0].getsockname()
         self.address = f"{host}:{port}"
         self._server = server
+
+    def leading(self) -> Controller | None:
+        return self.controller if self.leads else None
+
+    def refusal(self) -> NotLeading:
+        return NotLeading("it stands by")
 
     def run(self, coroutine: Any) -> Any:
         """The coroutine's result, run on the controller's loop."""

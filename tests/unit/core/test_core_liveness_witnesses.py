@@ -112,8 +112,7 @@ def test_a_regrouping_right_after_the_start_waits_a_moment_for_members_that_were
 def test_who_does_not_come_back_to_a_fresh_controller_in_time_is_left_out() -> None:
     fleet = _running()
     fleet.restart()
-    for node in ("n1", "n2", "n3"):
-        fleet.hear(node)
+    fleet.hear("n1", "n2", "n3")
     fleet.lose_rank(0)
     (spec,) = generations(fleet.advance(1.1, "n1", "n2", "n3"))
     assert spec.seats == ("n1", "n2", "n3")
