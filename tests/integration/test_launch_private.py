@@ -201,7 +201,7 @@ def test_the_rank_on_a_gpu_that_stopped_gets_another_process_and_the_job_ends_we
         "EVERSTEP_AGENT_VIRTUAL": "default:2",
         "EVERSTEP_AGENT_VIRTUAL_CONTROL": str(control),
     }
-    with launched(short_path, *argv, **site) as launcher:
+    with launched(short_path, *argv, warm=False, **site) as launcher:
         run = Run(short_path, launcher)
         victim = run.pid_at(rank=1, step=10)
         (short_path / "new.json").write_text('{"gpus": {"1": {"xid": 43}}}')

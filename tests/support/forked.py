@@ -236,8 +236,10 @@ def leave(code: object) -> NoReturn:
 
 @functools.cache
 def torch_forks() -> ForkPool:
-    """The session's one fork server with torch, a vault and the launcher imported; it ends with this process."""
-    pool = ForkPool((*MODULES, "agent.vault.main", "trainer_hooks.launch.main"))
+    """The session's one fork server with torch and every program imported; it ends with this process."""
+    from tests.support import programs
+
+    pool = ForkPool((*MODULES, *programs.MODULES, *programs.OF_NODES))
     atexit.register(pool.close)
     return pool
 

@@ -20,7 +20,7 @@ DEADLINE_S = 60.0
 class Launched:
     """A running launcher; its output goes to files, so that nobody has to read it."""
 
-    def __init__(self, directory: Path, argv: list[str], environment: dict[str, str], *, warm: bool) -> None:
+    def __init__(self, directory: Path, argv: list[str], environment: dict[str, str], *, warm: bool = True) -> None:
         self._out, self._err = directory / "launcher.out", directory / "launcher.err"
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("EVERSTEP_", "PET_"))}
         inherited |= {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(directory / "state")} | environment
@@ -85,7 +85,7 @@ class Launched:
 def launched(directory: Path, *argv: str, warm: bool = True, **environment: str) -> Iterator[Launched]:
     """Starts ``everstep-launch`` with these arguments in ``directory``; kills it and its children at the end.
 
-    ``warm``: forked with what it and its fork server import (tests/support/warm_launcher.py), else by its command.
+    ``warm``: forked, and all below it, with what that imports (tests/support/warm_launcher.py); else by its command.
     """
     launcher = Launched(directory, list(argv), environment, warm=warm)
     try:

@@ -28,6 +28,7 @@ MODULES = (
     "sqlalchemy.dialects.postgresql.psycopg",
     "sqlalchemy.dialects.sqlite.pysqlite",
 )
+OF_NODES = ("agent.main", "agent.sensors.child", "trainer_hooks.launch.main")
 
 
 class Forked:
@@ -88,7 +89,9 @@ def run(module: str, arguments: Sequence[str], folder: str, output: str) -> None
 
 
 def show_command(*words: str) -> None:
-    """Makes ``/proc/PID/cmdline`` of this process what it would be had it been started so, as far as there is room."""
+    """Makes ``/proc/PID/cmdline`` of this process what it would be had it been started so: there is the room of the
+    fork server's own, which names all that it imports."""
     begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
-    said = b"\0".join(map(os.fsencode, words))[: end - begin - 1]
+    said = b"\0".join(map(os.fsencode, words))
+    assert len(said) < end - begin, "a command line that is longer than the fork server's"
     ctypes.memmove(begin, said.ljust(end - begin, b"\0"), end - begin)

@@ -1,24 +1,38 @@
-"""``everstep-launch``, forked from a server that has torch imported, and its own fork server from the launcher.
+"""``everstep-launch``, forked from a server that has everything imported, and what it starts forked from it.
 
-That imports torch otherwise: two seconds of CPU for each launcher. What runs is the same ``main`` with the same
-arguments, environment and working directory; that the command lines work as well is for some tests to show.
+A fork server imports torch otherwise, which takes two seconds of CPU, a controller takes one, agent, vault and sensors
+half of one. What runs is the same ``main`` with the same arguments, environment and working directory, and
+``/proc/PID/cmdline`` says so; that the command lines work as well is for some tests to show (``warm=False``).
 """
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import gc
+import importlib
 import inspect
+import logging
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tests.support.forked import ChildFailed, leave, torch_forks
 from tests.support.programs import Forked, show_command
+from trainer_hooks.launch.process import fresh_signals
 
-FORK_SERVER = "trainer_hooks.launch.forkserver"
+PROGRAMS = {
+    "trainer_hooks.launch.forkserver",
+    "controller.main",
+    "agent.main",
+    "agent.vault.main",
+    "agent.sensors.child",
+}
+"""What is forked, by the modules that command lines name. A spill's writer is not: it must hold nothing of its vault's,
+and a probe's process is one that imports torch."""
 
 
 class WarmLauncher(Forked):
@@ -60,44 +74,58 @@ _signature = inspect.signature(_execute_child)
 
 
 def execute_child(process: Any, *arguments: Any) -> None:
-    """In place of Popen's own: what is to be a fork server is forked, everything else started as ever."""
+    """In place of Popen's own: forks a program of ``PROGRAMS``, starts everything else as ever."""
     call = _signature.bind(process, *arguments).arguments
-    command = call["args"]
-    if FORK_SERVER not in command:
+    command = [os.fspath(word) for word in call["args"]]
+    if command[0] != sys.executable or not PROGRAMS & {*command}:
         _execute_child(process, *arguments)
         return
-    assert call["start_new_session"]
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
-        _serve(command, call["pass_fds"], call["env"])
+        _become(command, call)
     process.pid = pid
     process._child_created = True
+    process._close_pipe_fds(*(call[name] for name in PIPES))
 
 
-def _serve(command: Sequence[str], kept: Sequence[int], environment: Mapping[str, str]) -> None:
-    """In what was just forked: the fork server's ``main``, with nothing of the launcher's."""
-    from trainer_hooks.launch.forkserver import main
-    from trainer_hooks.launch.process import fresh_signals
+PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
-    gc.freeze()  # the launcher's garbage must not be collected here: it may own descriptors by their numbers
-    os.setsid()
+
+def _become(command: list[str], call: Mapping[str, Any]) -> NoReturn:
+    """In what was just forked: the program's ``main``, with nothing of its parent's."""
+    gc.freeze()  # a parent's garbage must not be collected here: it may own descriptors by their numbers
+    gc.enable()
+    atexit._clear()
+    asyncio._set_running_loop(None)
+    for handler in logging.root.handlers[:]:
+        logging.root.removeHandler(handler)
+    if call["start_new_session"]:
+        os.setsid()
     fresh_signals()
-    below = 3
-    for descriptor in sorted(kept):
-        os.closerange(below, descriptor)
-        below = descriptor + 1
-    os.closerange(below, os.sysconf("SC_OPEN_MAX"))
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.argv[1:] = command[command.index(FORK_SERVER) + 1 :]
+    for name, descriptor in (("p2cread", 0), ("c2pwrite", 1), ("errwrite", 2)):
+        if call[name] != -1:
+            os.dup2(call[name], descriptor)
+    _close_all_but(call["pass_fds"])
+    if call["env"] is not None:
+        os.environ.clear()
+        os.environ.update(call["env"])
+    at = next(at for at, word in enumerate(command) if word in PROGRAMS)
+    sys.argv[1:] = command[at + 1 :]
     show_command(*command)
     try:
-        main()
+        sys.exit(importlib.import_module(command[at]).main())
     except SystemExit as end:
         leave(end.code)
     except BaseException:  # noqa: BLE001 - as the interpreter would
         sys.excepthook(*sys.exc_info())
         leave(1)
-    leave(0)
+
+
+def _close_all_but(kept: Sequence[int]) -> None:
+    below = 3
+    for descriptor in sorted(kept):
+        os.closerange(below, descriptor)
+        below = descriptor + 1
+    os.closerange(below, os.sysconf("SC_OPEN_MAX"))
