@@ -189,9 +189,11 @@ class AgentDesk:
         if len(self._met) > 1:
             return
         try:
-            self._loop.enqueue(self._meet_all).add_done_callback(_heed)
+            told = self._loop.enqueue(self._meet_all)
         except Unavailable:  # the node says it again in a second
             self._met.clear()
+        else:
+            told.add_done_callback(_heed)
 
     def _meet_all(self, tx: Transaction, now: float) -> None:
         met, self._met = self._met, {}
