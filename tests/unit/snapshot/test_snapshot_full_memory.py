@@ -12,7 +12,7 @@ from everstep.ids import Version
 from everstep.wire.v1.training import RestoreRule
 from tests.support.forked import ForkPool
 from tests.support.lone_rank import LoneRank
-from tests.support.vaults import vaults
+from tests.support.vaults import until, vaults
 from trainer_hooks.vault_client import VaultClient
 
 ROOM_BYTES = 1 << 20
@@ -61,3 +61,34 @@ def test_memory_that_is_too_small_for_a_model_that_grew_leaves_the_last_version_
             client.close()
     assert result.version == Version(1, 3)
     assert torch.equal(rank.model.weight, torch.full((64, 64), 3.0))
+
+
+def test_a_model_that_grew_beyond_five_slots_goes_on_in_two_and_keeps_what_was_committed(
+    program_forks: ForkPool,
+) -> None:
+    """Two larger slots do not fit beside all five of before, but beside two of them."""
+    limit = 500 << 10
+    with vaults(program_forks) as fleet:
+        vault = fleet.start("n1", "--scrub-interval", "0", "--memory-limit", str(limit))
+        fleet.configure()
+        client = VaultClient(str(vault.run_dir / "vault.sock"))
+        rank = LoneRank(fleet, client)
+        try:
+            snapshots = rank.snapshotter(1)
+            for step in (1, 2, 3):
+                rank.step(snapshots, step)
+            until(lambda: max(rank.sealed()) == Version(1, 3), "the third step is stored")
+            before = rank.path.stat().st_size
+            assert rank.view().slots == 5
+            snapshots.note(Version(1, 1), 6)
+            rank.model.register_parameter("more", nn.Parameter(torch.ones(32 << 10)))
+            for step in (4, 5, 6, 7):
+                rank.step(snapshots, step)
+            snapshots.close(finish=True)
+            assert rank.view().slots == 2
+            assert rank.sealed() == {Version(1, 1), Version(1, 6)}, "it was the only one that was announced"
+            assert before + rank.path.stat().st_size > limit
+            for slot in (0, 1):
+                rank.view().check(slot)
+        finally:
+            client.close()
