@@ -36,6 +36,8 @@ from trainer_hooks.launch.preload import MODULES
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 60.0
+LONGEST_COMMAND = 4096
+"""Bytes that the command line of a forked program may have (``programs.show_command``)."""
 
 
 class ChildFailed(AssertionError):
@@ -111,8 +113,9 @@ class ForkPool:
         ours, theirs = pair()
         command = [sys.executable, "-m", "trainer_hooks.launch.forkserver"]
         command += ["--control", str(theirs.fileno()), "--parent", str(os.getpid())]
-        if modules is not None:
-            command += ["--preload", *modules]
+        names = list(MODULES if modules is None else modules)
+        command += ["--preload", *names]
+        command += names[:1] * (LONGEST_COMMAND // (len(names[0]) + 1))  # room for those of what is forked
         self._inherited = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
         with theirs:
             self._server = subprocess.Popen(command, cwd=ROOT, env=self._inherited, pass_fds=[theirs.fileno()])
