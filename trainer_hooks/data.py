@@ -84,13 +84,15 @@ class Part(msgspec.Struct, frozen=True):
 
     rank: the number of the stream of random numbers that it has, which is a replica's. indices: its samples, int64.
     weight: what to multiply its mean loss by, so that the mean over replicas is the mean over samples. batch: of
-    ``run.loader``, what it loaded.
+    ``run.loader``, what it loaded. repeated: compute it like any other, so that ranks that have more parts do not wait
+    for ever; its gradients and its loss count for nothing (exact mode under fully_shard).
     """
 
     rank: int
     indices: torch.Tensor
     weight: float
     batch: Any = None
+    repeated: bool = False
 
 
 class ElasticSampler:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
 from typing import Any
 
@@ -11,35 +11,35 @@ from torch import nn
 
 from trainer_hooks.data import Part, Sampler
 from trainer_hooks.data_parallel import DataParallel
-from trainer_hooks.exact.replicas import VirtualReplicas
+from trainer_hooks.exact.mode import ExactMode
 from trainer_hooks.exact.sums import VirtualMean
 from trainer_hooks.guard import Loss
 from trainer_hooks.loading.loader import Loader
 from trainer_hooks.place import Place
 from trainer_hooks.replicate import replicate
-from trainer_hooks.rng import EVERYBODY, seed_step
+from trainer_hooks.rng import EVERYBODY
 from trainer_hooks.waits import Waits
 
 
 class Replication:
-    """What ``Run`` does by replicas. ``waited``: hears of seconds that went by in collectives.
-
-    ``unfinished``: a loop over ``parts`` is not at its end.
-    """
+    """What ``Run`` does by replicas. ``waited``: hears of seconds that went by in collectives."""
 
     def __init__(self, place: Place, parallel: DataParallel, waited: Callable[[float], None]) -> None:
         self._place = place
         self._parallel = parallel
         self._waited = waited
-        self._virtual: VirtualMean | None = None
-        self._replicas: list[VirtualReplicas] = []
-        self.unfinished = False
+        self._exact: ExactMode | None = None
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a loop over ``parts`` was begun, and the step has no gradients yet."""
+        return self._exact is not None and self._exact.unfinished
 
     def replicate(self, model: nn.Module, exact: bool, virtual_ranks: int | None, options: dict[str, Any]) -> nn.Module:
         """See Run."""
         if virtual_ranks is not None:
             return self._replicate_virtually(model, virtual_ranks, exact, options)
-        if self._virtual is not None:
+        if self._exact is not None:
             raise ValueError("another model of this run has virtual_ranks: give them to all, or to none")
         if self._place.mesh is None:
             return model
@@ -53,52 +53,48 @@ class Replication:
             raise TypeError(f"with virtual_ranks there is no DistributedDataParallel: leave out {sorted(options)}")
         self._parallel.replica_for("run.replicate")
         if not self._parallel.one_a_rank:
-            raise ValueError("exact mode (virtual_ranks) takes whole replicas, one a rank: go on without virtual_ranks")
-        if self._virtual is None:
-            self._virtual = VirtualMean(count, self._place.rank, self._place.world_size, Waits(self._waited))
-        elif self._virtual.virtual_ranks != count:
-            raise ValueError(f"another model of this run has {self._virtual.virtual_ranks} virtual ranks, not {count}")
-        self._replicas.append(VirtualReplicas(model, self._virtual, equal_already=self._place.restores))
+            raise ValueError(
+                "exact mode (virtual_ranks) takes replicas of one rank each, sharded by fully_shard or not, not "
+                "tensor parallelism or a pipeline: go on without virtual_ranks"
+            )
+        if self._exact is None:
+            place = self._place
+            self._exact = ExactMode(VirtualMean(count, place.rank, place.world_size, Waits(self._waited)))
+        elif (known := self._exact.mean.virtual_ranks) != count:
+            raise ValueError(f"another model of this run has {known} virtual ranks, not {count}")
+        self._exact.add(model, equal_already=self._place.restores)
         return model
+
+    def require_elementwise(self, tracked: Iterable[object]) -> None:
+        """Raises ValueError where exact mode cannot have an optimizer that is tracked."""
+        if self._exact is not None:
+            self._exact.require_elementwise(tracked)
 
     def played(self) -> list[tuple[int, int]]:
         """The replicas whose parts this rank computes, and of how many."""
-        if self._virtual is None:
-            replica = self._parallel.replica_for("run.loader")
-            return [(replica.index, replica.count)]
-        return [(rank, self._virtual.virtual_ranks) for rank in self._virtual.mine]
+        if self._exact is not None:
+            return self._exact.played()
+        replica = self._parallel.replica_for("run.loader")
+        return [(replica.index, replica.count)]
 
     def stream(self) -> tuple[int, int]:
         """Whose random numbers a step begins with: (replica, stage); with virtual ranks everybody's, on all alike."""
         replica = self._parallel.replica_for("run.steps")
-        return (replica.index, replica.stage) if self._virtual is None else (EVERYBODY, 0)
+        return (replica.index, replica.stage) if self._exact is None else (EVERYBODY, 0)
 
     def parts(self, sampler: Sampler, step: int, seed: int) -> Iterator[Part]:
         """See Run."""
-        batches = sampler.batches(step) if isinstance(sampler, Loader) else repeat(None)
-        if self._virtual is None:
-            replica = self._parallel.replica_for("run.parts")
-            yield Part(replica.index, sampler.indices(step), sampler.weight(step), next(batches))
+        if self._exact is not None:
+            yield from self._exact.parts(sampler, step, seed)
             return
-        self.unfinished = True
-        for replicas in self._replicas:
-            replicas.begin()
-        for rank in self._virtual.mine:
-            share = sampler.of(rank, self._virtual.virtual_ranks)
-            batch = next(batches)
-            seed_step(seed, step, rank)
-            yield Part(rank, share.indices(step), share.weight(step), batch)
-            for replicas in self._replicas:
-                replicas.take()
-        for replicas in self._replicas:
-            replicas.give()
-        seed_step(seed, step, EVERYBODY)
-        self.unfinished = False
+        batches = sampler.batches(step) if isinstance(sampler, Loader) else repeat(None)
+        replica = self._parallel.replica_for("run.parts")
+        yield Part(replica.index, sampler.indices(step), sampler.weight(step), next(batches))
 
     def mean(self, value: Loss | None, weight: float) -> torch.Tensor:
         """See Run."""
         if value is not None and not isinstance(value, torch.Tensor):
-            if self._virtual is not None:
-                return self._virtual.mean_of([each * weight for each in value])
+            if self._exact is not None:
+                return self._exact.mean.mean_of([each * weight for each in value])
             (value,) = value
         return self._parallel.mean(value, weight)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainer_hooks.data import ElasticSampler, Part, Sampler
 from trainer_hooks.data_parallel import DataParallel, Replica
+from trainer_hooks.exact.norm import clip_in_fixed_order
 from trainer_hooks.guard import Guard, Loss, Policy
 from trainer_hooks.keeper import Keeper
 from trainer_hooks.loading.loader import Loader, is_stream
@@ -25,6 +26,7 @@ from trainer_hooks.rng import seed_step
 from trainer_hooks.snapshot.choices import Choices
 from trainer_hooks.spikes import SpikeRule
 from trainer_hooks.tier import Tier
+from trainer_hooks.waits import Waits
 
 
 class Run:
@@ -166,7 +168,8 @@ class Run:
 
         ``virtual_ranks`` makes the numbers those of so many ranks, to the last bit, whatever the world size is (exact
         mode: docs/guarantees.md). It must not change in the life of a run. The model itself is returned, and its
-        gradients are made by ``parts``. Raises ValueError or TypeError for what cannot be exact, by its name.
+        gradients are made by ``parts``. Takes a model that ``fully_shard`` has sharded over all ranks, too. Raises
+        ValueError or TypeError for what cannot be exact, by its name.
         """
         return self._replication.replicate(model, exact, virtual_ranks, options)
 
@@ -175,9 +178,17 @@ class Run:
 
         One part without virtual ranks. With them one for each that this rank plays, with random streams seeded from
         (seed, step, virtual rank); when the loop ends the gradients are there, those of an earlier step are dropped at
-        its beginning, and streams are the same on all ranks from there on.
+        its beginning, and streams are the same on all ranks from there on. Under fully_shard a rank with fewer of them
+        than another has a ``repeated`` part at the end.
         """
         yield from self._replication.parts(sampler, step, self._seed)
+
+    def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+        """torch's, of the 2-norm, for exact mode under fully_shard: added in an order that no sharding changes.
+
+        Returns the norm before. A collective. Takes whole gradients, too, with the same bits.
+        """
+        return clip_in_fixed_order(parameters, max_norm, Waits(self._keeper.waited))
 
     def guard(
         self,
@@ -271,6 +282,7 @@ class Run:
             exclude=tuple(exclude), overlap=overlap, slots=slots, every=every, require=require_checkpoints
         )
         replica = self._parallel.replica_for("run.track")
+        self._replication.require_elementwise(objects.values())
         if self.rank == 0 and not self._parallel.said:
             warn_of_model_parallelism(objects.values(), self.world_size)
         kept = {

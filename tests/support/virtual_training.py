@@ -8,8 +8,10 @@ from types import MappingProxyType
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from tests.support.exact_training import BATCH, SAMPLES, SEED, Diary, Fault, Faults, Net, data, fingerprint, hold
+from tests.support.virtual_shards import whole
 from trainer_hooks.run import Run
 
 
@@ -20,12 +22,17 @@ def train(
     virtual_ranks: int,
     faults: tuple[Fault, ...] = (),
     last_steps: Mapping[int, int] = MappingProxyType({}),
+    sharded: bool = False,
 ) -> None:
-    """Two models under one optimizer each, clipping, a schedule and dropout; unequal parts."""
+    """Two models under one optimizer each, clipping, a schedule and dropout; unequal parts, and unequal shards."""
     torch.set_num_threads(1)
-    torch.manual_seed(SEED + run.rank)  # replicas are made equal by whoever is rank 0 at the start
+    torch.manual_seed(SEED if sharded else SEED + run.rank)  # replicas are made equal by whoever is rank 0 at the start
     inputs, targets = data()
     model, other = Net(), nn.Linear(1, 1, dtype=torch.float64)
+    if sharded and run.distributed:
+        mesh = run.mesh
+        for module in (model.first, model, other):
+            fully_shard(module, mesh=mesh)
     run.replicate(model, virtual_ranks=virtual_ranks)
     run.replicate(other, virtual_ranks=virtual_ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -45,21 +52,23 @@ def train(
             dying.at("forward")
             loss.backward()
             losses.append(loss)
-            samples += part.indices.tolist()
+            samples += [] if part.repeated else [(part.rank, part.indices.tolist())]
         dying.at("reduced")
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        clip = run.clip_grad_norm_ if sharded else nn.utils.clip_grad_norm_
+        norm = clip(model.parameters(), 0.5)
         optimizer.step()
         second.step()
         scheduler.step()
         noise = torch.rand(1).item().hex()
         mean = run.mean(losses).item().hex()
-        state = fingerprint([*model.parameters(), *other.parameters()])
+        moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        state = fingerprint(map(whole, [*model.parameters(), *other.parameters(), *moments]))
         diary.write(step, loss=mean, norm=norm.item().hex(), noise=noise, samples=samples, state=state)
 
 
-def train_alone(folder: str, until: int, virtual_ranks: int) -> None:
+def train_alone(folder: str, until: int, virtual_ranks: int, sharded: bool) -> None:
     """The same in this process, without a process group."""
     from trainer_hooks.keeper import IdleKeeper
     from trainer_hooks.place import Place
 
-    train(Run(Place(), IdleKeeper()), folder, until, virtual_ranks)
+    train(Run(Place(), IdleKeeper()), folder, until, virtual_ranks, sharded=sharded)

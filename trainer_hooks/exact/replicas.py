@@ -1,21 +1,21 @@
 """Replicas of a model whose gradients are the same to the last bit on any number of ranks.
 
 Each rank computes its virtual ranks one after another, whole forward and backward passes on the same samples with the
-same random numbers whoever plays them; their gradients are added along one tree (``sums.py``).
+same random numbers whoever plays them; their gradients are added along one tree (``sums.py``, ``sharded.py``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from trainer_hooks.exact.sharded import ShardedGradients, sharded_gradients
 from trainer_hooks.exact.sums import Room, VirtualMean
-from trainer_hooks.exact.tree import Partial
 
 
 class Gradients:
@@ -26,7 +26,7 @@ class Gradients:
         self._mean = mean
         self._room = Room()
         self._spare: list[torch.Tensor] = []
-        self._partial: Partial[torch.Tensor] = mean.partial(self._add)
+        self._partial = mean.partial(self._add)
 
     def begin(self) -> None:
         """A step: what gradients there are belong to the one before."""
@@ -35,12 +35,13 @@ class Gradients:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def take(self) -> None:
-        """A virtual rank's gradients are there: takes them away. A parameter that it did not use counts as zero."""
-        taken = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-        flat = self._spare.pop() if self._spare else taken[0].new_empty(sum(p.numel() for p in self._parameters))
-        torch.cat([gradient.reshape(-1) for gradient in taken], out=flat)
-        self._partial.append(flat)
+    def take(self, rank: int | None) -> None:
+        """A virtual rank's gradients are there: takes them away. A parameter that it did not use counts as zero.
+
+        None: of a repeated pass, which counts for nothing.
+        """
+        if rank is not None:
+            self._keep(rank)
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -50,6 +51,12 @@ class Gradients:
         values_of_all = torch.split(self._mean.mean(self._partial, self._room), sizes)
         for parameter, values in zip(self._parameters, values_of_all, strict=True):
             parameter.grad = values.view_as(parameter)
+
+    def _keep(self, rank: int) -> None:
+        taken = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
+        flat = self._spare.pop() if self._spare else taken[0].new_empty(sum(p.numel() for p in self._parameters))
+        torch.cat([gradient.reshape(-1) for gradient in taken], out=flat)
+        self._partial.put((rank, rank + 1), flat)
 
     def _add(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         self._spare.append(right)
@@ -67,17 +74,21 @@ class VirtualReplicas:
 
     def __init__(self, module: nn.Module, mean: VirtualMean, *, equal_already: bool) -> None:
         _refuse_running_statistics(module)
-        _refuse_shards(module)
+        _refuse_sparse(module)
         _refuse_nondeterminism(module)
         self._module = module
+        shards = sharded_gradients(module, mean)
+        self.sharded = bool(shards)
+        _refuse_other_shards(module, shards)
         by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in module.parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
                 by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
         self._gradients = [Gradients(parameters, mean) for parameters in by_kind.values()]
+        self._shards = shards
         self._still: dict[str, tuple[torch.Tensor, int]] = {}
         if dist.is_initialized():
-            _refuse_differences(mean.virtual_ranks, [p for parameters in by_kind.values() for p in parameters])
+            _refuse_differences(mean.virtual_ranks, [p for p in module.parameters() if p.requires_grad])
             if not equal_already:
                 _send_first_ranks(module)
 
@@ -86,17 +97,23 @@ class VirtualReplicas:
         self._still = {name: (buffer, buffer._version) for name, buffer in self._module.named_buffers()}
         for gradients in self._gradients:
             gradients.begin()
+        for shards in self._shards:
+            shards.begin()
 
-    def take(self) -> None:
-        """After the backward pass of each virtual rank."""
+    def take(self, rank: int | None) -> None:
+        """After the backward pass of each virtual rank; None: after one that is repeated."""
         self._refuse_changed_buffers()
         for gradients in self._gradients:
-            gradients.take()
+            gradients.take(rank)
+        for shards in self._shards:
+            shards.take()
 
     def give(self) -> None:
         """After the last: the gradients of the step are there. A collective."""
         for gradients in self._gradients:
             gradients.give()
+        for shards in self._shards:
+            shards.give()
 
     def _refuse_changed_buffers(self) -> None:
         for name, buffer in self._module.named_buffers():
@@ -118,10 +135,17 @@ def _refuse_running_statistics(module: nn.Module) -> None:
             )
 
 
-def _refuse_shards(module: nn.Module) -> None:
+def _refuse_other_shards(module: nn.Module, shards: Sequence[ShardedGradients]) -> None:
+    known = {parameter for gradients in shards for parameter in gradients.parameters}
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor):
-            raise TypeError(f"{name} is sharded, and virtual ranks need whole replicas: go on without virtual_ranks")
+        if isinstance(parameter, DTensor) and parameter.requires_grad and parameter not in known:
+            raise TypeError(
+                f"{name} is a DTensor that fully_shard did not make: virtual ranks take replicas (DDP), fully_shard "
+                "over all ranks, or HSDP, and neither tensor parallelism nor a pipeline. Go on without virtual_ranks"
+            )
+
+
+def _refuse_sparse(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             raise TypeError(f"{name} has sparse gradients, which virtual ranks cannot add: take sparse=False")
@@ -149,7 +173,7 @@ def _refuse_differences(virtual_ranks: int, parameters: list[nn.Parameter]) -> N
 
 
 def _send_first_ranks(module: nn.Module) -> None:
-    """Rank 0's parameters and buffers to all, as DistributedDataParallel does."""
+    """Rank 0's parameters and buffers to all, as DistributedDataParallel does; not shards, which are no replicas."""
     with torch.no_grad():
         for tensor in _state(module):
             dist.broadcast(tensor.data, src=0)
@@ -157,5 +181,5 @@ def _send_first_ranks(module: nn.Module) -> None:
 
 def _state(module: nn.Module) -> Iterator[torch.Tensor]:
     for tensor in (*module.parameters(), *module.buffers()):
-        if math.prod(tensor.shape):
+        if math.prod(tensor.shape) and not isinstance(tensor, DTensor):
             yield tensor

@@ -7,7 +7,7 @@ sure to be equal to the last bit only where they were taken along the same tree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -23,19 +23,12 @@ def halves(node: Node) -> tuple[Node, Node]:
     return (first, middle), (middle, last)
 
 
-def cover(leaves: int, first: int, last: int) -> tuple[Node, ...]:
-    """The largest nodes that lie in ``[first, last)``, from left to right: together they are that range."""
-    return tuple(_covering((0, leaves), first, last))
-
-
-def _covering(node: Node, first: int, last: int) -> Iterator[Node]:
-    if node[1] <= first or last <= node[0]:
-        return
-    if first <= node[0] and node[1] <= last:
-        yield node
-        return
-    for half in halves(node):
-        yield from _covering(half, first, last)
+def cover(leaves: int, chosen: Iterable[int]) -> tuple[Node, ...]:
+    """The fewest nodes that together have the chosen leaves and no others, from left to right."""
+    nodes: Partial[None] = Partial(leaves, lambda left, right: None)
+    for leaf in chosen:
+        nodes.put((leaf, leaf + 1), None)
+    return tuple(node for node, _ in nodes.parts)
 
 
 def fold(node: Node, parts: Mapping[Node, T], add: Add[T]) -> T:
@@ -47,37 +40,32 @@ def fold(node: Node, parts: Mapping[Node, T], add: Add[T]) -> T:
 
 
 class Partial(Generic[T]):
-    """The sums of a growing range of leaves, ``[first, first)`` at the start, with as few values held as can be."""
+    """Sums of nodes that come in any order, each leaf once, with as few values held as can be."""
 
-    def __init__(self, leaves: int, first: int, add: Add[T]) -> None:
+    def __init__(self, leaves: int, add: Add[T]) -> None:
         self._leaves = leaves
-        self._next = first
         self._add = add
-        self._parts: list[tuple[Node, T]] = []
+        self._held: dict[Node, T] = {}
 
-    def append(self, value: T) -> None:
-        """The next leaf's."""
-        self._parts.append(((self._next, self._next + 1), value))
-        self._next += 1
-        while len(self._parts) > 1 and self._are_siblings(self._parts[-2][0], self._parts[-1][0]):
-            (left, a), (right, b) = self._parts[-2:]
-            self._parts[-2:] = [((left[0], right[1]), self._add(a, b))]
+    def put(self, node: Node, value: T) -> None:
+        """What a leaf or a whole node has."""
+        while node != (0, self._leaves):
+            left, right = halves(self._parent(node))
+            other = right if node == left else left
+            if other not in self._held:
+                break
+            known = self._held.pop(other)
+            value = self._add(value, known) if node == left else self._add(known, value)
+            node = (left[0], right[1])
+        self._held[node] = value
 
     @property
     def parts(self) -> list[tuple[Node, T]]:
-        """One value for each node of the range's cover."""
-        return self._parts
+        """One value for each node of the cover of what has come, from left to right."""
+        return sorted(self._held.items(), key=lambda part: part[0])
 
-    def _are_siblings(self, left: Node, right: Node) -> bool:
-        node = (0, self._leaves)
-        while node[0] != left[0] or node[1] != right[1]:
-            if node[1] - node[0] == 1:
-                return False
-            lower, upper = halves(node)
-            if right[1] <= lower[1]:
-                node = lower
-            elif left[0] >= upper[0]:
-                node = upper
-            else:
-                return False
-        return halves(node) == (left, right)
+    def _parent(self, node: Node) -> Node:
+        parent = (0, self._leaves)
+        while node not in (below := halves(parent)):
+            parent = below[0] if node[1] <= below[0][1] else below[1]
+        return parent

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer_hooks.exact.assign import virtual_of
+from trainer_hooks.exact.assign import virtual_in_turn, virtual_of
 from trainer_hooks.exact.tree import Node, Partial, cover, fold, halves
 
 counts = st.integers(1, 70)
@@ -43,36 +43,35 @@ def test_a_tree_has_each_leaf_once_and_is_no_deeper_than_it_must_be(leaves):
 
 
 @given(st.data(), counts)
-def test_a_cover_is_the_fewest_nodes_that_make_up_a_range(data, leaves):
-    first = data.draw(st.integers(0, leaves - 1))
-    last = data.draw(st.integers(first + 1, leaves))
-    inside = {node for node in all_nodes((0, leaves)) if first <= node[0] and node[1] <= last}
+def test_a_cover_is_the_fewest_nodes_that_have_the_chosen_leaves(data, leaves):
+    chosen = data.draw(st.sets(st.integers(0, leaves - 1)))
+    inside = {node for node in all_nodes((0, leaves)) if chosen.issuperset(range(*node))}
     largest = {n for n in inside if not any(o != n and o[0] <= n[0] and n[1] <= o[1] for o in inside)}
-    assert cover(leaves, first, last) == tuple(sorted(largest))
+    assert cover(leaves, chosen) == tuple(sorted(largest))
 
 
 @given(st.data(), counts)
-def test_a_range_that_grows_leaf_by_leaf_holds_what_its_cover_says(data, leaves):
-    first = data.draw(st.integers(0, leaves - 1))
-    last = data.draw(st.integers(first + 1, leaves))
-    growing: Partial[str] = Partial(leaves, first, words)
-    for leaf in range(first, last):
-        growing.append(str(leaf))
-        assert tuple(node for node, _ in growing.parts) == cover(leaves, first, leaf + 1)
-    assert dict(growing.parts) == {node: whole(node) for node in cover(leaves, first, last)}
+def test_leaves_that_come_in_any_order_leave_what_their_cover_says(data, leaves):
+    chosen = data.draw(st.lists(st.integers(0, leaves - 1), unique=True))
+    growing: Partial[str] = Partial(leaves, words)
+    for n, leaf in enumerate(chosen, 1):
+        growing.put((leaf, leaf + 1), str(leaf))
+        assert tuple(node for node, _ in growing.parts) == cover(leaves, chosen[:n])
+    assert dict(growing.parts) == {node: whole(node) for node in cover(leaves, chosen)}
 
 
-@given(st.data(), counts)
-def test_the_sum_is_the_same_to_the_last_bit_on_any_number_of_ranks(data, virtual):
+@pytest.mark.parametrize("deal", [virtual_of, virtual_in_turn])
+@given(data=st.data(), virtual=counts)
+def test_the_sum_is_the_same_to_the_last_bit_on_any_number_of_ranks(deal, data, virtual):
     world = data.draw(st.integers(1, virtual))
     chance = random.Random(virtual)
     values = [chance.uniform(-1, 1) * 10 ** chance.randint(-8, 8) for _ in range(virtual)]
     parts: dict[Node, float] = {}
     for rank in range(world):
-        mine = virtual_of(rank, world, virtual)
-        partial: Partial[float] = Partial(virtual, mine.start, lambda a, b: a + b)
+        mine = deal(rank, world, virtual)
+        partial: Partial[float] = Partial(virtual, lambda a, b: a + b)
         for v in mine:
-            partial.append(values[v])
+            partial.put((v, v + 1), values[v])
         parts |= dict(partial.parts)
 
     def dumb(node: Node) -> float:
@@ -81,11 +80,12 @@ def test_the_sum_is_the_same_to_the_last_bit_on_any_number_of_ranks(data, virtua
     assert fold((0, virtual), parts, lambda a, b: a + b) == dumb((0, virtual))
 
 
-@given(st.data(), counts)
-def test_every_virtual_rank_is_played_by_one_rank_and_none_plays_much_more(data, virtual):
+@pytest.mark.parametrize("deal", [virtual_of, virtual_in_turn])
+@given(data=st.data(), virtual=counts)
+def test_every_virtual_rank_is_played_by_one_rank_and_none_plays_much_more(deal, data, virtual):
     world = data.draw(st.integers(1, virtual))
-    played = [virtual_of(rank, world, virtual) for rank in range(world)]
-    assert [v for mine in played for v in mine] == list(range(virtual))
+    played = [deal(rank, world, virtual) for rank in range(world)]
+    assert sorted(v for mine in played for v in mine) == list(range(virtual))
     assert {len(mine) for mine in played} <= {virtual // world, virtual // world + 1}
 
 

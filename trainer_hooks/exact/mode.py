@@ -1,0 +1,85 @@
+"""A run in exact mode: which virtual ranks this rank plays, and what they make of its models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer_hooks.data import Part, Sampler
+from trainer_hooks.exact.replicas import VirtualReplicas
+from trainer_hooks.exact.sums import VirtualMean
+from trainer_hooks.loading.loader import Loader
+from trainer_hooks.rng import EVERYBODY, seed_step
+
+_WHOLE = ("Adafactor", "LBFGS", "Muon")
+"""Optimizers of torch that look at more than one element at a time: at what a rank has of a parameter."""
+
+
+class ExactMode:
+    """The virtual ranks of one run and generation."""
+
+    def __init__(self, mean: VirtualMean) -> None:
+        self.mean = mean
+        self.unfinished = False
+        """Whether a step's parts were begun, and its gradients are not there."""
+        self._models: list[VirtualReplicas] = []
+        self._sharded = False
+
+    def add(self, model: nn.Module, *, equal_already: bool) -> None:
+        """See ``Run.replicate``. A collective."""
+        replicas = VirtualReplicas(model, self.mean, equal_already=equal_already)
+        if replicas.sharded:
+            self._sharded = True
+            self.mean.deal_in_turn()
+        self._models.append(replicas)
+
+    def played(self) -> list[tuple[int, int]]:
+        """The virtual ranks that this rank plays, and of how many."""
+        return [(rank, self.mean.virtual_ranks) for rank in self.mean.mine]
+
+    def parts(self, sampler: Sampler, step: int, seed: int) -> Iterator[Part]:
+        """See ``Run.parts``.
+
+        A pass over shards is a matter of all ranks: who has fewer virtual ranks than another repeats its last one.
+        """
+        batches: Iterator[Any] = sampler.batches(step) if isinstance(sampler, Loader) else repeat(None)
+        self.unfinished = True
+        for model in self._models:
+            model.begin()
+        for rank in self.mean.mine:
+            seed_step(seed, step, rank)
+            share = sampler.of(rank, self.mean.virtual_ranks)
+            part = Part(rank, share.indices(step), share.weight(step), next(batches))
+            yield part
+            for model in self._models:
+                model.take(rank)
+        for _ in range(self.mean.passes - len(self.mean.mine) if self._sharded else 0):
+            yield Part(part.rank, part.indices, part.weight, part.batch, repeated=True)
+            for model in self._models:
+                model.take(None)
+        for model in self._models:
+            model.give()
+        seed_step(seed, step, EVERYBODY)
+        self.unfinished = False
+
+    def require_elementwise(self, tracked: Iterable[object]) -> None:
+        """Raises ValueError for an optimizer whose numbers depend on how its parameters are sharded."""
+        for optimizer in tracked:
+            if not self._sharded or not isinstance(optimizer, torch.optim.Optimizer):
+                continue
+            name = type(optimizer).__name__
+            if name in _WHOLE and type(optimizer).__module__.startswith("torch.optim"):
+                raise ValueError(
+                    f"{name} looks at a whole parameter, of which a rank has a part: exact mode under fully_shard "
+                    "takes optimizers that go element by element, such as AdamW or SGD"
+                )
+            for group in optimizer.param_groups:
+                if group.get("fused") and any(p.device.type == "cpu" for p in group["params"]):
+                    raise ValueError(
+                        f"the fused {name} of a CPU rounds a shard's last elements otherwise than others: exact mode "
+                        "under fully_shard needs fused=False"
+                    )
