@@ -115,7 +115,7 @@ class ForkPool:
         command += ["--control", str(theirs.fileno()), "--parent", str(os.getpid())]
         names = list(MODULES if modules is None else modules)
         command += ["--preload", *names]
-        command += names[:1] * (LONGEST_COMMAND // (len(names[0]) + 1))  # room for those of what is forked
+        command += names[:1] * (LONGEST_COMMAND // 10)  # room for those of what is forked
         self._inherited = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
         with theirs:
             self._server = subprocess.Popen(command, cwd=ROOT, env=self._inherited, pass_fds=[theirs.fileno()])
