@@ -2,7 +2,7 @@
 
 Somebody may write to the place, or remove from it, while they look: each for itself they would find different things.
 Only when all have what they need do they go on; where one finds it damaged or gone, rank 0 looks again and names the
-next one.
+next one. Storage that fails for a moment is asked again first (``storage_patience``).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Store
 from everstep.clock import Clock
 from everstep.errors import EverstepError, NotRestorable
 from trainer_hooks.archive_checks import Damaged
+from trainer_hooks.storage_patience import patiently, pause
 from trainer_hooks.store_messages import decode, put, wait_for
 
 log = logging.getLogger(__name__)
@@ -55,16 +56,24 @@ class StoredChoice:
     Args:
         store: the generation's.
         unusable: hears of each checkpoint that this rank found damaged or gone, with the reason.
+        wait: before storage that failed is asked again, so many seconds.
     """
 
     def __init__(
-        self, store: Store, rank: int, world_size: int, clock: Clock, unusable: Callable[[str, str], None]
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        clock: Clock,
+        unusable: Callable[[str, str], None],
+        wait: Callable[[float], None] = pause,
     ) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._clock = clock
         self._unusable = unusable
+        self._wait = wait
 
     def load(self, places: Sequence[str], read: Callable[[str], Attempt]) -> int:
         """Tries the checkpoints at ``places`` in this order, and in a folder of several the newest first, until all
@@ -109,7 +118,7 @@ class StoredChoice:
     def _look(self, places: Sequence[str], failed: dict[str, str]) -> Named:
         why = [f"{url}: {reason}" for url, reason in failed.items()]
         try:
-            url = next((url for url in _found(places) if url not in failed), "")
+            url = patiently(lambda: next((url for url in _found(places) if url not in failed), ""), self._wait)
         except (EverstepError, OSError) as error:
             if not failed:
                 return Named(error=str(error))
@@ -120,7 +129,7 @@ class StoredChoice:
 
     def _try(self, url: str, read: Callable[[str], Attempt]) -> tuple[Attempt | None, Read, Exception | None]:
         try:
-            return read(url), Read(), None
+            return patiently(lambda: read(url), self._wait), Read(), None
         except (Damaged, OSError) as error:
             self._unusable(url, str(error))
             return None, Read(unusable=f"rank {self._rank}: {error}"), error

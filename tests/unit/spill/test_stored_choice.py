@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -21,8 +22,11 @@ from everstep.errors import NotRestorable
 from everstep.ids import Version
 from everstep.system_clock import SYSTEM_CLOCK
 from tests.support.spilling import fill_slots
+from trainer_hooks import plain_files
+from trainer_hooks.archive_checks import Damaged
 from trainer_hooks.plain import Start, read_checkpoint
 from trainer_hooks.state import TrackedState
+from trainer_hooks.storage_patience import AGAIN, MOST_TRIES
 from trainer_hooks.stored_choice import StoredChoice
 
 WORLD = 2
@@ -42,13 +46,16 @@ class Rank:
         self.tracked: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
         self.state = TrackedState(self.tracked)
         self.unusable: list[str] = []
+        self.waited: list[float] = []
 
     def load(self, store: dist.Store, rank: int, places: Sequence[str], reading: Reading) -> int:
         def read(url: str) -> Start:
             reading(rank, url)
             return read_checkpoint(url, self.tracked, self.state, rank, WORLD)
 
-        choice = StoredChoice(store, rank, WORLD, SYSTEM_CLOCK, lambda url, _: self.unusable.append(url))
+        choice = StoredChoice(
+            store, rank, WORLD, SYSTEM_CLOCK, lambda url, _: self.unusable.append(url), self.waited.append
+        )
         return choice.load(places, read)
 
     @property
@@ -128,7 +135,74 @@ def test_of_a_damaged_one_the_one_before_is_taken_by_all_and_it_is_told(tmp_path
     assert [rank.unusable for rank in ranks] == [[str(folders[2]), str(folders[1])]] * 2
 
 
-def test_what_only_one_rank_finds_damaged_is_used_by_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), TimeoutError()], ids=["error", "timeout"])
+def test_storage_that_fails_a_rank_for_a_moment_costs_no_checkpoint(tmp_path: Path, error: OSError) -> None:
+    _store(tmp_path, 5)
+    _store(tmp_path, 9)
+    tries = itertools.count(1)
+
+    def reading(rank: int, _: str) -> None:
+        if rank == 1 and next(tries) < MOST_TRIES:
+            raise error
+
+    ranks, steps = _load(tmp_path / "out", reading=reading)
+    assert steps == [9, 9]
+    assert [rank.unusable for rank in ranks] == [[], []]
+    assert ranks[0].waited == []
+    assert len(ranks[1].waited) == MOST_TRIES - 1
+    assert all(0 < waited <= AGAIN.limit_s(n) for n, waited in enumerate(ranks[1].waited))
+
+
+def test_storage_that_fails_while_rank_0_looks_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _store(tmp_path, 5)
+    answers: list[OSError] = [ConnectionResetError(104, "Connection reset by peer")]
+    there = plain_files.checkpoints_at
+
+    def look(url: str) -> list[str]:
+        if answers:
+            raise answers.pop()
+        return there(url)
+
+    monkeypatch.setattr(plain_files, "checkpoints_at", look)
+    assert _load(tmp_path / "out")[1] == [5, 5]
+
+
+@pytest.mark.parametrize("mended", [True, False])
+def test_what_is_damaged_is_read_once_more_and_not_again(tmp_path: Path, mended: bool) -> None:
+    _store(tmp_path, 5)
+    newest = _store(tmp_path, 9)
+    asked: list[str] = []
+
+    def reading(rank: int, url: str) -> None:
+        if rank == 1 and url == str(newest):
+            asked.append(url)
+            if len(asked) == 1 or not mended:
+                raise Damaged("a bit flipped on its way")
+
+    ranks, steps = _load(tmp_path / "out", reading=reading)
+    assert steps == ([9, 9] if mended else [5, 5])
+    assert ranks[1].unusable == ([] if mended else [str(newest)])
+    assert len(asked) == 2
+    assert ranks[1].waited == []
+
+
+def test_what_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+    _store(tmp_path, 5)
+    newest = _store(tmp_path, 9)
+    asked: list[str] = []
+
+    def reading(rank: int, url: str) -> None:
+        if rank == 1 and url == str(newest):
+            asked.append(url)
+            raise FileNotFoundError(url)
+
+    ranks, steps = _load(tmp_path / "out", reading=reading)
+    assert steps == [5, 5]
+    assert len(asked) == 1
+    assert ranks[1].waited == []
+
+
+def test_what_one_rank_cannot_read_again_and_again_is_used_by_none(tmp_path: Path) -> None:
     _store(tmp_path, 5)
     newest = _store(tmp_path, 9)
 
