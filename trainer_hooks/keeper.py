@@ -14,6 +14,7 @@ from everstep.vocabulary import Finding, FindingKind, Mode, Severity
 from everstep.wire.v1.directives import VersionNotice
 from everstep.wire.v1.local import ToAgent
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Resumed
+from trainer_hooks.findings import found_while_restoring
 from trainer_hooks.interrupt import Interrupter, Regroup
 from trainer_hooks.orders import Orders
 from trainer_hooks.progress import Progress
@@ -163,18 +164,18 @@ class GenerationKeeper:
         return choice.load([place for place in places if place], read)
 
     def _stored_unusable(self, url: str, reason: str) -> None:
-        finding = Finding(
-            kind=FindingKind.STORED_CORRUPT,
-            subject=url,
-            severity=Severity.WARNING,
-            message=f"{reason}; found while restoring, the checkpoint before it is used where there is one",
-            mode=Mode.OBSERVE,
-            source="digests and checksums of what is read from storage",
-            since=self._clock.wall(),
-            trace=self._spec.trace,
-            evidence={"rank": str(self._group.member.rank)},
+        self._send(
+            found_while_restoring(
+                self._spec,
+                self._clock,
+                FindingKind.STORED_CORRUPT,
+                url,
+                reason,
+                instead="the checkpoint before it is used where there is one",
+                source="digests and checksums of what is read from storage",
+                evidence={"rank": str(self._group.member.rank)},
+            )
         )
-        self._send(FindingRaised(finding=finding, job=self._spec.job))
 
     def _new_restoration(self) -> Restoration:
         group = self._group

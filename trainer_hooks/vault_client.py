@@ -224,8 +224,8 @@ class VaultClient:
         into_offset: int = 0,
         group: ParityGroup | None = None,
     ) -> Future[Fetched]:
-        """Copies the manifest of a slot on ``node`` into the file ``into``; where that is this node, also (offset,
-        length) ranges one after another. With a ``group`` the slot is made again from that, ranges too. Returns at
+        """Copies the manifest of a slot on ``node`` into the file ``into``. With a ``group`` the slot is made again
+        from that; then (offset, length) ranges can be had too, one after another. Returns at
         once; the future raises DigestMismatch, NotFound, Unavailable, or NotRestorable where the group has lost too
         much."""
         return self._ask(

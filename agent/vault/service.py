@@ -98,7 +98,7 @@ class Vault:
         sender = Sender(settings, self._peers, findings, self._tally, self._streams, clock)
         self._replicator = Replicator(settings.node, store, self._book, sender, self._tally, self._threads)
         shards = Shards(settings, library, self._peers, findings)
-        self._fetcher = Fetcher(settings.node, store, library, shards, self._tally)
+        self._fetcher = Fetcher(store, shards, self._tally)
         self._encoder = Encoder(settings.node, store, self._book, shards, self._tally, self._streams)
         self._decoder = Decoder(store, shards, self._tally, self._streams)
         self._spiller = Spiller(settings.node, store, self._book, shards, self._tally, self._streams)

@@ -215,6 +215,15 @@ def vaults(forks: ForkPool | None = None) -> Iterator[Vaults]:
         shutil.rmtree(segments, ignore_errors=True)
 
 
+@contextmanager
+def two_vaults(forks: ForkPool) -> Iterator[Vaults]:
+    """n1 and n2, which know of the job and of each other."""
+    with vaults(forks) as running:
+        running.start("n1"), running.start("n2")
+        running.configure()
+        yield running
+
+
 class RankMemory:
     """What a rank does with its segment: open it through the vault, map it, fill slots."""
 

@@ -6,8 +6,9 @@ import logging
 from collections.abc import Callable
 
 from everstep.clock import Clock
-from everstep.vocabulary import Finding, FindingKind, Mode, Severity
+from everstep.vocabulary import FindingKind
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Member
+from trainer_hooks.findings import found_while_restoring
 from trainer_hooks.restore.local import BadSlot
 from trainer_hooks.restore.streams import BadTransfer
 
@@ -48,17 +49,10 @@ class SlotReporter:
             )
 
     def _tell(self, kind: FindingKind, subject: str, reason: str, evidence: dict[str, str]) -> None:
-        if self._on_finding is None:
-            return
-        finding = Finding(
-            kind=kind,
-            subject=subject,
-            severity=Severity.WARNING,
-            message=f"{reason}; found while restoring, another copy is used",
-            mode=Mode.OBSERVE,
-            source="xxh3-128 of each 8 MiB chunk",
-            since=self._clock.wall(),
-            trace=self._spec.trace,
-            evidence=evidence,
-        )
-        self._on_finding(FindingRaised(finding=finding, job=self._spec.job))
+        if self._on_finding is not None:
+            source, instead = "xxh3-128 of each 8 MiB chunk", "another copy is used"
+            self._on_finding(
+                found_while_restoring(
+                    self._spec, self._clock, kind, subject, reason, instead=instead, source=source, evidence=evidence
+                )
+            )

@@ -259,14 +259,14 @@ class InventoryAnswer(Message, frozen=True, kw_only=True, tag=True):
 
 
 class Fetch(Message, frozen=True, kw_only=True, tag=True):
-    """From a rank: copy a slot's manifest, or byte ranges of one on this node. The vault answers ``Fetched``.
+    """From a rank: copy a slot's manifest, or ranges of one that is nowhere any more. The vault answers ``Fetched``.
 
     ``ranges`` are (offset, length) in the slot's payload; they land one after another from ``into_offset`` on in the
-    file ``into`` (a scratch file under the segment directory). Empty ranges: the manifest lands there. ``Failed`` with
-    ``malformed`` for ranges of another node's slot: a rank reads those itself (``Connect``).
+    file ``into`` (a scratch file under the segment directory). Empty ranges: the manifest lands there.
 
     ``group``: nobody holds the slot any more; make it again from this group that it is a member of (``node`` says
-    nothing then). ``Failed`` with NotRestorable where more is lost than the group bears.
+    nothing then). ``Failed`` with NotRestorable where more is lost than the group bears, and with ``malformed`` for
+    ranges without a group: a rank reads slots that are there itself (``Connect``).
     """
 
     request: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from everstep.slots import CHUNK_BYTES, SegmentView, SlotHeader, slot_bytes_for
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1 import local, supervision
 from everstep.wire.v1.transfer import Put
+from tests.support.borrowing import borrowed, rank_of, read
 from tests.support.held_vault import HELD
 from tests.support.vaults import DEADLINE_S, JOB, RankMemory, Vaults, map_segment, noise, vaults
 
@@ -204,17 +206,10 @@ def test_a_vault_whose_slots_take_long_to_hash_serves_at_once_and_only_what_is_r
     listed = client.post(local.Inventory, job=JOB)
     said = client.post(local.SlotSealed, job=JOB, generation=1, rank=0, local_rank=0, slot=1, version=Version(1, 2))
 
-    def fetched(version: Version) -> local.FromVault:
-        into = str(vault.segment_dir / JOB / "landing")
-        return client.ask(
-            local.Fetch, job=JOB, node="n1", rank=0, version=version, ranges=((0, LENGTH),), into=into, into_offset=0
-        )
-
-    assert isinstance(fetched(Version(1, 1)), local.Fetched)
-    assert (vault.segment_dir / JOB / "landing").read_bytes() == noise(LENGTH, 1)
-    refused = fetched(Version(1, 2))
-    assert isinstance(refused, local.Failed)
-    assert refused.code == DigestMismatch.code
+    with rank_of(vault) as reader, closing(borrowed(reader, "n1")) as channel:
+        assert read(channel, 0, Version(1, 1), [(0, LENGTH)]) == noise(LENGTH, 1)
+        with pytest.raises(DigestMismatch):
+            read(channel, 0, Version(1, 2), [(0, LENGTH)])
     assert client.finding().finding.finding.subject == f"{JOB}/rank0/1:2"
     held.unlink()
     answer = client.wait(listed)

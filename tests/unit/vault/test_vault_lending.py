@@ -14,7 +14,7 @@ from everstep.wire.v1 import local, supervision
 from everstep.wire.v1.transfer import Put
 from tests.support.borrowing import borrowed, rank_of, read
 from tests.support.forked import ForkPool
-from tests.support.vaults import JOB, SECRET, RankMemory, Vaults, noise, until, vaults
+from tests.support.vaults import JOB, SECRET, RankMemory, Vaults, noise, two_vaults, until
 from trainer_hooks.vault_client import VaultClient
 
 V = Version(1, 1)
@@ -22,10 +22,8 @@ PAYLOAD = noise(CHUNK_BYTES + 1000)
 
 
 @pytest.fixture
-def fleet(forks: ForkPool) -> Iterator[Vaults]:
-    with vaults(forks) as running:
-        running.start("n1"), running.start("n2")
-        running.configure()
+def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
+    with two_vaults(program_forks) as running:
         yield running
 
 
