@@ -1,4 +1,5 @@
-"""What the vault was told about each job: its generation, its secret, who holds its slots."""
+"""What the vault was told about each job: its generation, its secret, who holds its slots, and which parity groups keep
+what is here."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import threading
 import msgspec
 
 from everstep.errors import ConfigurationError, NotFound, StaleGeneration
+from everstep.ids import Version
+from everstep.wire.v1.parity import ParityGroup
 from everstep.wire.v1.supervision import Configure
 
 SHORTEST_SECRET = 16
@@ -14,6 +17,8 @@ MOST_SEEN = 4
 """Nodes that are remembered to have held a rank's share: more than there are copies of it."""
 MOST_ASKED = 16
 """Nodes that are worth asking for a share when nothing is known of it."""
+MOST_PROTECTED = 2
+"""Versions of which a group is remembered: the one that parity keeps, and the next one while it is made."""
 
 
 class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +43,7 @@ class JobBook:
         self._lock = threading.Lock()
         self._jobs: dict[str, JobFacts] = {}
         self._seen: dict[tuple[str, int], list[str]] = {}
+        self._groups: dict[tuple[str, int], dict[Version, ParityGroup]] = {}
 
     def configure(self, message: Configure) -> JobFacts:
         """Takes the supervisor's word. Raises StaleGeneration for an old one, ConfigurationError for a weak secret."""
@@ -80,19 +86,42 @@ class JobBook:
                 nodes = self._seen.get((job, rank), [])
                 self._seen[job, rank] = [node, *(other for other in nodes if other != node)][:MOST_SEEN]
 
-    def likely_holders(self, job: str, rank: int, besides: str) -> list[str]:
+    def likely_holders(self, job: str, rank: int, besides: str, most: int = MOST_ASKED) -> list[str]:
         """Whom to ask for that rank's share: who was seen with it, latest first, then others. Raises NotFound."""
         holders = self.facts(job).holders
         with self._lock:
             seen = self._seen.get((job, rank), [])
         asked = [node for node in dict.fromkeys([*seen, *holders]) if node in holders and node != besides]
-        return asked[:MOST_ASKED]
+        return asked[:most]
+
+    def protects(self, job: str, version: Version, group: ParityGroup) -> None:
+        """Parity of that version is made of the shards of ``group``, of which one, or P or Q, is here."""
+        with self._lock:
+            if job in self._jobs:
+                known = {**self._groups.get((job, group.group), {}), version: group}
+                newest = sorted(known)[-MOST_PROTECTED:]
+                self._groups[job, group.group] = {each: known[each] for each in newest}
+
+    def group_of(self, job: str, version: Version, rank: int) -> ParityGroup | None:
+        """The group that ``rank``'s shard of that version is in, as far as this vault was told."""
+        with self._lock:
+            for (of, _), known in self._groups.items():
+                group = known.get(version)
+                if of == job and group is not None and any(member == rank for member, _ in group.members):
+                    return group
+        return None
+
+    def group(self, job: str, version: Version, number: int) -> ParityGroup | None:
+        """The group of that number, as far as this vault was told."""
+        with self._lock:
+            return self._groups.get((job, number), {}).get(version)
 
     def forget(self, job: str) -> None:
         with self._lock:
             self._jobs.pop(job, None)
-            for key in [key for key in self._seen if key[0] == job]:
-                del self._seen[key]
+            for known in (self._seen, self._groups):
+                for key in [key for key in known if key[0] == job]:
+                    del known[key]
 
     def __len__(self) -> int:
         return len(self._jobs)

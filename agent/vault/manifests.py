@@ -1,6 +1,9 @@
-"""A slot's manifest, from a peer. It comes as bulk, and is hashed by who asks: by what digest only that one knows."""
+"""A slot's manifest, or bytes of its payload, from a peer: bulk that is hashed by who asks. Only that one knows by what
+digest."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from agent.vault.settings import VaultSettings
 from everstep.channel import Channel
@@ -27,6 +30,22 @@ def ask_manifest(
         )
     channel.patience(settings.io_timeout_s)
     return receive_pieces(channel, length)
+
+
+def ask_bytes(
+    channel: Channel, settings: VaultSettings, rank: int, version: Version, ranges: Sequence[tuple[int, int]]
+) -> bytes:
+    """Those (offset, length) of the payload that ``rank`` sealed as ``version``, one after another.
+
+    The peer hashes before it answers. Raises what it refuses for, and MalformedMessage for another number of bytes.
+    """
+    channel.send(Get(rank=rank, version=version, ranges=tuple(ranges)))
+    channel.patience(settings.settle_timeout_s)
+    announced, wanted = channel.answer(Data).bytes, sum(length for _, length in ranges)
+    if announced != wanted:
+        raise MalformedMessage(f"{channel.peer} announced {announced} bytes where {wanted} were asked for")
+    channel.patience(settings.io_timeout_s)
+    return receive_pieces(channel, wanted)
 
 
 def receive_pieces(channel: Channel, length: int) -> bytes:

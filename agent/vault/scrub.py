@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 class Scrubber:
     """Goes over all headers and all sealed slots, again and again, at a bounded rate, in a thread of its own.
 
-    Bytes that are not what was sealed are mended from another holder of the same share; where there is none the slot
-    is discarded. A header of which a part is damaged is mended from its other part. Two records that do not agree may
+    Bytes that are not what was sealed are mended from wherever they still are; where that is nowhere the slot is
+    discarded. A header of which a part is damaged is mended from its other part. Two records that do not agree may
     be a writer at work, so they are left alone until the next round finds them just so.
 
     A slot that was not there in the round before is left for the next one: what a running job overwrites after a few

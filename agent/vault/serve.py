@@ -75,7 +75,7 @@ class TransferServer:
         self._book = book
         self._tally = tally
         self._witness = witness
-        self._answers = Answers(adoption, library, receiver, tally)
+        self._answers = Answers(adoption, book, library, receiver, tally)
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._connections: dict[Channel, threading.Thread] = {}
@@ -239,8 +239,9 @@ class Conversation:
 class Answers:
     """What conversations draw on."""
 
-    def __init__(self, adoption: Adoption, library: Library, receiver: Receiver, tally: Tally) -> None:
+    def __init__(self, adoption: Adoption, book: JobBook, library: Library, receiver: Receiver, tally: Tally) -> None:
         self.adoption = adoption
+        self._book = book
         self.receiver = receiver
         self._library = library
         self._tally = tally
@@ -259,6 +260,8 @@ class Answers:
     def digests(self, job: str, ask: DigestsAsk) -> Digests:
         """What is sealed. Raises NotFound, DigestMismatch."""
         reading = self._library.open(job, ask.rank, ask.version, (), parity=ask.parity)
+        if ask.group is not None:
+            self._book.protects(job, ask.version, ask.group)
         return Digests(payload_bytes=len(reading.payload), digests=b"".join(reading.digests))
 
     def _send_ranges(self, job: str, get: Get, channel: Channel) -> int:

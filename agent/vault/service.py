@@ -107,7 +107,7 @@ class Vault:
             settings, adoption, self._book, library, self._receiver, self._tally, self._witness
         )
         self._local = LocalServer(settings.socket_path, self.handle, self._tally.refuse)
-        repairer = Repairer(settings, self._book, self._peers)
+        repairer = Repairer(settings, self._book, store, self._peers, self._decoder)
         self._scrubber = Scrubber(
             store, findings, self._tally, clock, repairer, settings.scrub_interval_s, settings.scrub_bytes_per_s
         )

@@ -58,6 +58,7 @@ class Encoder:
             making = self._making[key]
         with making:
             self._make(ask, key, manifest)
+        self._book.protects(ask.job, ask.version, ask.group)
         return manifest
 
     def _manifest(self, ask: Protect) -> ParityManifest:
@@ -67,7 +68,8 @@ class Encoder:
             raise not_a_home(self._node, group.group)
         places = [Place(ask.job, node, rank, ask.version) for rank, node in group.members]
         known = self._known(SegmentKey(ask.job, "parity", group.group))
-        found = require(all_at_once(self._streams, [partial(self._shards.facts, place, known) for place in places]))
+        asks = [partial(self._shards.facts, place, known, group) for place in places]
+        found = require(all_at_once(self._streams, asks))
         return ParityManifest(
             letter=LETTERS[group.parity.index(self._node)],
             group=group.group,

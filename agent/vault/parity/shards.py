@@ -19,6 +19,7 @@ from everstep.channel import Channel
 from everstep.errors import DigestMismatch, EverstepError, MalformedMessage, NotFound
 from everstep.ids import Version
 from everstep.slots import CHUNK_BYTES, DIGEST_BYTES
+from everstep.wire.v1.parity import ParityGroup
 from everstep.wire.v1.transfer import Data, DataEnd, Digests, DigestsAsk, Get
 
 T = TypeVar("T")
@@ -47,8 +48,9 @@ class Shards:
         self._peers = peers
         self._findings = findings
 
-    def facts(self, place: Place, known: Mapping[bytes, bytes] = {}) -> Facts:
+    def facts(self, place: Place, known: Mapping[bytes, bytes] = {}, group: ParityGroup | None = None) -> Facts:
         """What is sealed there, the manifest hashed. ``known``: manifests by their digests, which are not asked for.
+        ``group``: parity is to be made of it, and the node is told by which group.
 
         Raises NotFound where the node holds no such shard or is not known, Unavailable, DigestMismatch,
         MalformedMessage.
@@ -58,7 +60,7 @@ class Shards:
             return _facts(len(reading.payload), reading.manifest, b"".join(reading.digests), place)
 
         def ask(channel: Channel) -> tuple[Digests, bytes]:
-            channel.send(DigestsAsk(rank=place.number, version=place.version, parity=place.parity))
+            channel.send(DigestsAsk(rank=place.number, version=place.version, parity=place.parity, group=group))
             channel.patience(self._settings.settle_timeout_s)
             said = channel.answer(Digests)
             manifest = known.get(said.digests[:DIGEST_BYTES])

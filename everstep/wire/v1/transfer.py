@@ -49,6 +49,7 @@ from everstep.manifests import MOST_MANIFEST_BYTES
 from everstep.slots import DIGEST_BYTES
 from everstep.wire.v1.base import Message, ShortText
 from everstep.wire.v1.local import SlotInfo
+from everstep.wire.v1.parity import ParityGroup
 
 MAX_GREETING_BYTES = 4096
 """Longest frame taken from a peer that has not proved itself."""
@@ -185,11 +186,15 @@ class DataEnd(Message, frozen=True, kw_only=True, tag=True):
 
 
 class DigestsAsk(Message, frozen=True, kw_only=True, tag=True):
-    """What was sealed as that rank's version (``parity``: as that of the group with that number)?"""
+    """What was sealed as that rank's version (``parity``: as that of the group with that number)?
+
+    ``group``: it is asked in order to make parity of that group, which the shard is a member of.
+    """
 
     rank: Rank
     version: Version
     parity: bool = False
+    group: ParityGroup | None = None
 
 
 class Digests(Message, frozen=True, kw_only=True, tag=True):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from itertools import combinations
 
 import msgspec
@@ -14,98 +13,20 @@ import pytest
 
 from agent.vault.parity.stripes import STRIPE_BYTES, parity_bytes
 from everstep.ids import Version
-from everstep.slots import CHUNK_BYTES, slot_bytes_for
+from everstep.slots import CHUNK_BYTES
 from everstep.vocabulary import FindingKind
 from everstep.wire.v1 import local, supervision
-from everstep.wire.v1.parity import ParityGroup
 from everstep.wire.v1.training import Holder
 from tests.support.forked import ForkPool
 from tests.support.lying_vault import LyingVault
-from tests.support.vaults import JOB, RankMemory, Vaults, map_segment, noise, vaults
-
-V = Version(1, 5)
-K = 4
-SIZES = (CHUNK_BYTES + 70_000, CHUNK_BYTES + STRIPE_BYTES + 3, 5000, CHUNK_BYTES)
-NODES = ("n1", "n2", "n3", "n4", "p", "q")
-GROUP = ParityGroup(group=7, members=tuple((10 + at, f"n{at + 1}") for at in range(K)), parity=("p", "q"))
-
-
-class Group:
-    """Ranks 10 to 13 on n1 to n4 with a sealed version each; p and q are homes of parity."""
-
-    def __init__(self, fleet: Vaults, sizes: Sequence[int] = SIZES) -> None:
-        self.fleet = fleet
-        fleet.configure()
-        self.payloads = [noise(size, seed=at) for at, size in enumerate(sizes)]
-        self.ranks = [
-            RankMemory(vault.client(), rank, slot_bytes=slot_bytes_for(64, len(payload)))
-            for vault, (rank, _), payload in zip(fleet.all, GROUP.members, self.payloads, strict=False)
-        ]
-        self.fill(V)
-
-    def fill(self, version: Version, slot: int = 0) -> None:
-        for rank, payload in zip(self.ranks, self.payloads, strict=True):
-            rank.fill(slot, version, payload, manifest=f"what rank {rank.rank} has".encode())
-
-    def protect(self, home: str, version: Version = V, **fields: object) -> local.FromVault:
-        said = {"job": JOB, "generation": 1, "version": version, "group": GROUP} | fields
-        return self.fleet.supervisors[home].ask(supervision.Protect, **said)
-
-    def protected(self) -> None:
-        answers = [self.protect(home) for home in ("p", "q")]
-        assert all(isinstance(answer, supervision.Protected) for answer in answers), answers
-        assert [answer.parity for answer in answers] == ["P", "Q"]
-        assert answers[0].members == answers[1].members
-
-    def fetch(
-        self, member: int, by: str, ranges: tuple[tuple[int, int], ...], version: Version = V, group: object = GROUP
-    ) -> local.FromVault:
-        at = NODES.index(by)
-        return (
-            self.fleet.all[at]
-            .client()
-            .ask(
-                local.Fetch,
-                job=JOB,
-                node=f"n{member + 1}",
-                rank=10 + member,
-                version=version,
-                ranges=ranges,
-                into=str(self.fleet.all[at].segment_dir / "scratch"),
-                group=group,
-            )
-        )
-
-    def made_again(self, member: int, by: str, ranges: tuple[tuple[int, int], ...]) -> bytes:
-        answer = self.fetch(member, by, ranges)
-        assert isinstance(answer, local.Fetched), answer
-        landed = (self.fleet.all[NODES.index(by)].segment_dir / "scratch").read_bytes()
-        return landed[: answer.bytes]
-
-    def reads_back(self, member: int, by: str) -> None:
-        payload = self.payloads[member]
-        assert self.made_again(member, by, ()) == f"what rank {10 + member} has".encode()
-        assert self.made_again(member, by, ((0, len(payload)),)) == payload
-
-    def forget_nodes(self, gone: Sequence[str], generation: int) -> None:
-        """The others are told of a generation without these nodes: nobody reaches them any more."""
-        left = [vault for vault in self.fleet.all if vault.node not in gone]
-        holders = tuple(holder for holder in self.fleet.holders() if holder.node not in gone)
-        self.fleet.configure(*left, generation=generation, holders=holders)
+from tests.support.parity_group import GROUP, NODES, SIZES, Group, V, started
+from tests.support.vaults import JOB, Vaults, map_segment, noise
 
 
 @pytest.fixture(scope="module")
 def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
     """For tests that leave its processes as they found them."""
     with started(program_forks) as running:
-        yield running
-
-
-@contextmanager
-def started(forks: ForkPool) -> Iterator[Vaults]:
-    with vaults(forks) as running:
-        for node in NODES:
-            running.start(node)
         yield running
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from agent.vault.findings import Findings
 from agent.vault.jobs import JobBook
+from agent.vault.parity.decode import Decoder
+from agent.vault.parity.shards import Shards
 from agent.vault.peers import Peers
+from agent.vault.reading import Library
 from agent.vault.repair import Repairer
 from agent.vault.scrub import Scrubber
 from agent.vault.segments import SegmentKey, SegmentStore
@@ -46,7 +50,10 @@ class Bench:
         self.store.listen(findings.damage)
         settings = VaultSettings(node="n1", run_dir=directory, segment_dir=directory)
         book = JobBook()
-        repairer = Repairer(settings, book, Peers(settings, book, clock, Witness("n1", book, clock, lambda _: None)))
+        peers = Peers(settings, book, clock, Witness("n1", book, clock, lambda _: None))
+        shards = Shards(settings, Library(self.store, findings), peers, findings)
+        decoder = Decoder(self.store, shards, self.tally, ThreadPoolExecutor(1))  # which starts no thread unasked
+        repairer = Repairer(settings, book, self.store, peers, decoder)
         self.scrubber = Scrubber(self.store, findings, self.tally, clock, repairer, interval_s=1.0, bytes_per_s=1e12)
 
     def rounds(self, count: int) -> None:
