@@ -42,7 +42,7 @@ class Run:
         self._seed = 0
         self._parallel = DataParallel(place.rank, place.world_size, place.device if self.distributed else None)
         self._replication = Replication(place, self._parallel, keeper.waited)
-        self._loaders: list[Loader] = []
+        self._loaders: list[Loader | OfOneRank] = []
         self._tier: Tier | None = None
         self._guard: Guard | None = None
 
@@ -289,6 +289,7 @@ class Run:
             key: OfOneRank(tracked, replica.index, replica.count) if is_stateful_loader(tracked) else tracked
             for key, tracked in objects.items()
         }
+        self._loaders += [loader for loader in kept.values() if isinstance(loader, OfOneRank)]
         if self._guard is not None:
             if "guard" in objects:
                 raise ValueError("the run's guard is tracked under the name guard: give what you track another one")
@@ -346,8 +347,7 @@ class Run:
         return self._keeper.atomic()
 
     def close(self) -> None:
-        """The training function was left: ends the workers of its loaders, and what threads of it still save. Whoever
-        entered it calls this."""
+        """The training function was left: ends its loaders' workers, and what threads of it save. For its caller."""
         for loader in self._loaders:
             loader.close()
         if self._tier is not None:

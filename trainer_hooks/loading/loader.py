@@ -101,7 +101,7 @@ class Loader:
         """Ends the workers; does not wait for them."""
         iterator, self._iterator = self._iterator, None
         if iterator is not None:
-            _end(iterator)
+            end_workers(iterator)
 
     def _begin(self, step: int, shares: Sequence[ElasticSampler | StreamSampler]) -> Iterator[Any]:
         portions, options = Portions(shares, step), dict(self._options)
@@ -132,8 +132,9 @@ def _await(iterator: Any) -> None:
             return
 
 
-def _end(iterator: Any) -> None:
-    """Workers that fetch something slow would be waited for, five seconds each: they are killed instead."""
+def end_workers(iterator: Any) -> None:
+    """Workers that fetch something slow, or whose queues were collected before them, would be waited for, five seconds
+    each: they are killed instead."""
     workers: Iterable[Any] = getattr(iterator, "_workers", ())
     if not workers:
         return

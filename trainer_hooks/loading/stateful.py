@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from everstep.errors import NotRestorable
+from trainer_hooks.loading.loader import end_workers
 
 _MEND = (
     "Use run.loader, whose samples are a function of the step, or go on with the ranks that there were "
@@ -48,3 +49,9 @@ class OfOneRank:
                 f"{stored['rank']} is at other samples. {_MEND}"
             )
         self._loader.load_state_dict(stored["state"])
+
+    def close(self) -> None:
+        """Ends the workers; does not wait for them."""
+        iterator = getattr(self._loader, "_iterator", None)
+        if iterator is not None:
+            end_workers(iterator)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from everstep.errors import NotRestorable
+from tests.support.vaults import until
 from trainer_hooks.data_parallel import Replica
 from trainer_hooks.keeper import IdleKeeper
 from trainer_hooks.place import Place
@@ -37,12 +38,11 @@ class Stored(IdleKeeper):
         return encode_blob(self.tracked.state_dict())
 
 
-def new_loader() -> Any:
+def new_loader(**options: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return StatefulDataLoader(
-            list(range(30)), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(1)
-        )
+        generator = torch.Generator().manual_seed(1)
+        return StatefulDataLoader(list(range(30)), batch_size=4, shuffle=True, generator=generator, **options)
 
 
 def tracked(keeper: Stored, rank: int, world: int, replica: Replica | None = None) -> Any:
@@ -87,3 +87,14 @@ def test_another_world_size_or_rank_is_refused_with_what_to_do(rank, world, reas
     next(iter(tracked(keeper, 1, 2)))
     with pytest.raises(NotRestorable, match=f"({reason}).*Use run.loader"):
         tracked(Stored(keeper.keep()), rank, world)
+
+
+def test_its_workers_end_with_the_generation():
+    loader = new_loader(num_workers=2)
+    run = Run(Place(), Stored())
+    run.track(loader=loader)
+    next(iter(loader))
+    workers = loader._iterator._workers
+    assert all(worker.is_alive() for worker in workers)
+    run.close()
+    until(lambda: not any(worker.is_alive() for worker in workers), "the end of the workers")
