@@ -167,7 +167,7 @@ def what_is_refused(rank: int, world: int, port: int) -> dict[str, str]:
         def track(mesh: DeviceMesh, optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> None:
             run, model = new_run(rank, world), fully_shard(nn.Linear(2, 2), mesh=mesh)
             run.replicate(model, virtual_ranks=8)
-            run.track(model=model, optimizer=optimizer(model.parameters()))
+            run.track(model=model, optimizers=[optimizer(model.parameters())])
 
         for case, refused in cases.items():
             try:

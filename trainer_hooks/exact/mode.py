@@ -68,8 +68,9 @@ class ExactMode:
 
     def require_elementwise(self, tracked: Iterable[object]) -> None:
         """Raises ValueError for an optimizer whose numbers depend on how its parameters are sharded."""
-        for optimizer in tracked:
-            if not self._sharded or not isinstance(optimizer, torch.optim.Optimizer):
+        every = [one for some in tracked for one in (some if isinstance(some, list | tuple) else (some,))]
+        for optimizer in every if self._sharded else ():
+            if not isinstance(optimizer, torch.optim.Optimizer):
                 continue
             name = type(optimizer).__name__
             if name in _WHOLE and type(optimizer).__module__.startswith("torch.optim"):
