@@ -64,8 +64,8 @@ class _Tally:
         self._began: float | None = None
         self._newest: float | None = None
         self._events = 0
-        self._now: list[Verdict] = []
-        self._then: list[str] = []
+        self._now: list[tuple[str, Verdict]] = []
+        self._then: list[tuple[str, str]] = []
         self._gaps: list[tuple[float, float]] = []
 
     def gap(self, until: float) -> None:
@@ -80,32 +80,32 @@ class _Tally:
         self._began = step.at if self._began is None else self._began
         self._events += 1
         if not step.ordered:
-            self._now += [verdict for verdict in step.verdicts if verdict.decision is Decision.EVICT]
-            self._then += [line for line in step.then if _evicted(line)]
+            self._now += [(verdict.node, verdict) for verdict in step.verdicts if verdict.decision is Decision.EVICT]
+            self._then += [(node, line) for line in step.then if (node := _evicted(line))]
 
     def told(self) -> WhatIf:
-        now = Counter(verdict.node for verdict in self._now)
-        then = Counter(_evicted(line) for line in self._then)
+        now = Counter(node for node, _ in self._now)
+        then = Counter(node for node, _ in self._then)
         more, fewer = now - then, then - now
         return WhatIf(
             since=self._began,
             events=self._events,
             evictions=len(self._now),
-            also=tuple(_last(self._now, [verdict.node for verdict in self._now], more)),
-            not_then=tuple(_last(self._then, [_evicted(line) for line in self._then], fewer)),
+            also=_last(self._now, more),
+            not_then=_last(self._then, fewer),
             gaps=tuple(self._gaps),
         )
 
 
-def _last(found: list[T], nodes: list[str], wanted: Counter[str]) -> list[T]:
+def _last(found: list[tuple[str, T]], wanted: Counter[str]) -> tuple[T, ...]:
     """The newest ``wanted`` of each node, oldest first."""
     left = wanted.copy()
-    kept = []
-    for one, node in zip(reversed(found), reversed(nodes), strict=True):
+    kept: list[T] = []
+    for node, one in reversed(found):
         if left[node] > 0:
             left[node] -= 1
             kept.append(one)
-    return kept[::-1]
+    return tuple(kept[::-1])
 
 
 def _reaching(found: list[Path], since: float) -> list[Path]:
