@@ -8,7 +8,7 @@ from controller.core.events import OperatorAction, OperatorCommand
 from everstep.errors import EverstepError
 from everstep.vocabulary import Action, Finding, FindingKind, Severity
 from tests.sim import facts
-from tests.sim.plan import Fault
+from tests.sim.faults import Fault
 
 if TYPE_CHECKING:
     from tests.sim.machine import Machine
@@ -93,9 +93,10 @@ class Mischief:
             machine.reboot()
 
     def slow_down(self, fault: Fault) -> None:
-        machine = self._machine(fault)
-        machine.slowness = fault.value
-        self._later(fault, lambda: setattr(machine, "slowness", 1.0))
+        """One machine, or several."""
+        for machine in (self.world.machines[name] for name in fault.target.split()):
+            machine.slowness = fault.value
+            self._later(fault, lambda m=machine: setattr(m, "slowness", 1.0))  # type: ignore[misc]
 
     def compute_wrongly(self, fault: Fault) -> None:
         self._machine(fault).lying = True

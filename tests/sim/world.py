@@ -20,10 +20,11 @@ from tests.sim.controller_process import ControllerProcess
 from tests.sim.crew import Crew
 from tests.sim.database import Database, NotUnique
 from tests.sim.facts import Fact, Violation
+from tests.sim.faults import FAULTS_END_S
 from tests.sim.machine import Machine
 from tests.sim.mischief import Mischief
 from tests.sim.outside import Outside
-from tests.sim.plan import FAULTS_END_S, MachinePlan, Plan
+from tests.sim.plan import MachinePlan, Plan
 from tests.sim.rank_memory import RankMemory
 from tests.sim.storage import Storage
 from tests.sim.timeline import MachineClock, Timeline

@@ -10,6 +10,7 @@ from tests.sim.checkers.durability import Durability
 from tests.sim.checkers.evidence import Evidence
 from tests.sim.checkers.fencing import Fencing
 from tests.sim.checkers.generations import Generations
+from tests.sim.checkers.paces import Paces
 from tests.sim.checkers.protection import Parities
 from tests.sim.checkers.recovery import Recovery
 from tests.sim.checkers.remedies import Remedies
@@ -29,6 +30,7 @@ def all_checkers() -> list[Any]:
         Evidence(),
         Blame(),
         Suspicion(),
+        Paces(),
         Durability(),
         Samples(),
         Remedies(),

@@ -122,6 +122,8 @@ class Evidence:
             elif finding.kind is FindingKind.DIGEST_MISMATCH:
                 if verdict.node not in self._lied:
                     raise Violation(self.name, f"{verdict.node} is evicted and never lied: {verdict.sentence}")
+            elif finding.kind is FindingKind.RANK_STRAGGLER:
+                pass  # its ranks told how long they take, which ``paces`` looks at
             elif finding.key not in self._told[verdict.node]:
                 raise Violation(self.name, f"{verdict.node} is evicted for {finding.key}, which it never told")
 

@@ -31,6 +31,7 @@ from controller.core import (
     losses,
     membership,
     outbreaks,
+    progress,
     protecting,
     quarantine,
     remedies,
@@ -38,6 +39,7 @@ from controller.core import (
     resuming,
     spilling,
     standing,
+    stragglers,
     verdict,
 )
 from controller.push import Outbox
@@ -223,6 +225,19 @@ def _orders_given_once() -> Iterator[None]:
         yield
 
 
+def _against_its_own_past() -> AbstractContextManager[None]:
+    """A rank is slow when it takes longer than in the window before, whatever the others take."""
+    real, before = progress.laggards_of, dict[tuple[str, int], float]()
+
+    def laggards_of(job: str, pace: Any, factor: float) -> Any:
+        busy = {rank: one.busy_s for rank, one in pace.progress.items() if one.busy_s is not None}
+        slow = {rank: own for rank, own in busy.items() if own > factor * before.get((job, rank), own)}
+        before.update({(job, rank): own for rank, own in busy.items()})
+        return msgspec.structs.replace(real(job, pace, factor), slow=slow)
+
+    return swapped(real, laggards_of)
+
+
 def _healthy_at_once() -> AbstractContextManager[None]:
     """Probation without any diagnostic."""
     real = quarantine.next_check
@@ -277,6 +292,23 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("nodes come back without a probe", _healthy_at_once),
     Mutant("quarantine never ends", lambda: swapped(quarantine.check_quarantine, _nothing)),
     Mutant("probation never ends", lambda: swapped(quarantine.check_probation, _nothing)),
+    # who is slow
+    Mutant(
+        "a node is named as slow a window too soon",
+        lambda: mistaken(stragglers.check_pace, ">= policy.straggler_count:", ">= policy.straggler_count - 1:"),
+        seeds=(128,),
+    ),
+    Mutant("a rank is compared with its own past", _against_its_own_past, seeds=(8,)),
+    Mutant(
+        "whoever is slow beside many others is named",
+        lambda: mistaken(stragglers.slow_nodes, "if len(slow) <= max(1.0, share * len(spec.seats)) else {}", ""),
+        seeds=(40,),
+    ),
+    Mutant(
+        "slow windows are never forgotten",
+        lambda: mistaken(stragglers.check_pace, "[w for w in seen if w > oldest]", "list(seen)"),
+        seeds=(55,),
+    ),
     # what is done to machines
     Mutant(
         "a foreign cordon is ignored",
