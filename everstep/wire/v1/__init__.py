@@ -8,5 +8,6 @@
 ``transfer``    frames between vaults
 ``operator``    answers of the operator routes
 
-All messages are ``msgspec`` structs that refuse unknown fields. JSON on HTTP, MessagePack on sockets.
+All messages are ``msgspec`` structs. What tells something may have fields that the reader does not know, what asks for
+something may not (``base``). JSON on HTTP, MessagePack on sockets.
 """

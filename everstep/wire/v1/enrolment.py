@@ -22,7 +22,7 @@ import msgspec
 
 from everstep.ids import JobId, NodeId, TraceId
 from everstep.tokens import TokenRole
-from everstep.wire.v1.base import Message
+from everstep.wire.v1.base import Message, Request
 
 CredentialId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}$")]
 SecretHash = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
@@ -58,7 +58,7 @@ class Enrolled(Message, frozen=True, kw_only=True):
     node: NodeId
 
 
-class _Issue(Message, frozen=True, kw_only=True, tag_field="role"):
+class _Issue(Request, frozen=True, kw_only=True, tag_field="role"):
     """``expires_in_s``: seconds that the credential lives; None: until it is revoked. ``note`` is for people."""
 
     reason: Why
@@ -140,7 +140,7 @@ class CredentialList(Message, frozen=True, kw_only=True):
     next: str = ""
 
 
-class Rotate(Message, frozen=True, kw_only=True):
+class Rotate(Request, frozen=True, kw_only=True):
     """A second credential for the same subject; the first lives for ``grace_s`` seconds more."""
 
     reason: Why

@@ -11,7 +11,7 @@ import msgspec
 
 from everstep.ids import JobId, NodeId, TraceId, Version
 from everstep.vocabulary import Finding, Verdict
-from everstep.wire.v1.base import Message, ShortText
+from everstep.wire.v1.base import Message, Request, ShortText
 
 Reason = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
@@ -112,7 +112,7 @@ class PolicyDocument(Message, frozen=True, kw_only=True):
     rules: tuple[dict[str, Any], ...]
 
 
-class PolicyChange(Message, frozen=True, kw_only=True):
+class PolicyChange(Request, frozen=True, kw_only=True):
     """A change to try: knobs by name, and rules that replace, key by key, those of the same kind and name."""
 
     knobs: Annotated[dict[str, float | int | bool | str | list[float | int] | None], msgspec.Meta(max_length=200)] = {}
@@ -127,7 +127,7 @@ class PolicyChecked(Message, frozen=True, kw_only=True):
     changes: dict[str, str] = {}
 
 
-class TryPolicy(Message, frozen=True, kw_only=True):
+class TryPolicy(Request, frozen=True, kw_only=True):
     """A change, and how far back to try it on what was recorded."""
 
     change: PolicyChange
@@ -150,7 +150,7 @@ class Tried(Message, frozen=True, kw_only=True):
     sentence: ShortText = ""
 
 
-class CancelMaintenance(Message, frozen=True, kw_only=True):
+class CancelMaintenance(Request, frozen=True, kw_only=True):
     """What is planned for a node, or for a rack, is not to begin."""
 
     reason: Reason
@@ -158,7 +158,7 @@ class CancelMaintenance(Message, frozen=True, kw_only=True):
     rack: Annotated[str, msgspec.Meta(min_length=1, max_length=64)] | None = None
 
 
-class Maintenance(Message, frozen=True, kw_only=True):
+class Maintenance(Request, frozen=True, kw_only=True):
     """A window for people to work on a node, or on all nodes of a rack.
 
     They leave their jobs at a boundary at ``starts_at`` (wall seconds; None: now), and come back by probation at

@@ -13,17 +13,17 @@ import msgspec
 from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, TraceId, Version
 from everstep.vocabulary import Finding, GenerationReason, JobState, NodeState, Verdict
 from everstep.wire.v1.agent import NO_HOST, Domain, Gpu, Host
-from everstep.wire.v1.base import Message, ShortText
+from everstep.wire.v1.base import Message, Request, ShortText
 from everstep.wire.v1.training import GenerationSpec, JobSpec, Member
 
 
-class Because(Message, frozen=True, kw_only=True):
+class Because(Request, frozen=True, kw_only=True):
     """Why an operator changes something; it stands in the audit log beside the operator's name."""
 
     reason: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
 
-class Resize(Message, frozen=True, kw_only=True):
+class Resize(Request, frozen=True, kw_only=True):
     """A bound on a job's nodes, from its next boundary on."""
 
     size: Annotated[int, msgspec.Meta(ge=1)]
@@ -253,7 +253,7 @@ class EventList(Message, frozen=True, kw_only=True):
     next_after: int
 
 
-class StartProbe(Message, frozen=True, kw_only=True):
+class StartProbe(Request, frozen=True, kw_only=True):
     """Ask nodes to run an all-reduce among them: latency and bus bandwidth by size."""
 
     nodes: Annotated[tuple[NodeId, ...], msgspec.Meta(min_length=1, max_length=64)]

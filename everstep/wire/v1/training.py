@@ -9,14 +9,14 @@ import msgspec
 
 from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, TraceId, Version, Whole
 from everstep.vocabulary import Finding, GenerationReason
-from everstep.wire.v1.base import Message, Report, ShortText
+from everstep.wire.v1.base import Message, Report, Request, ShortText
 from everstep.wire.v1.parity import Protection
 from everstep.wire.v1.vault_reports import VersionProtected, VersionSpilled
 
 LongText = Annotated[str, msgspec.Meta(max_length=65536)]
 
 
-class SpillPlan(Message, frozen=True, kw_only=True):
+class SpillPlan(Request, frozen=True, kw_only=True):
     """Which versions of a job also go to storage: the first committed one that is ``every`` steps or more after the
     last one that went there. ``to``: an absolute path or a URL, without credentials; the job gets a folder of its own
     under it. ``keep``: so many stay there, the ones written last (0: all).
@@ -27,7 +27,7 @@ class SpillPlan(Message, frozen=True, kw_only=True):
     keep: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 2
 
 
-class JobSpec(Message, frozen=True, kw_only=True):
+class JobSpec(Request, frozen=True, kw_only=True):
     """What a launcher asks for. All launchers of a job must say the same.
 
     ``min_nodes`` and ``max_nodes`` bound the roster; launchers beyond ``max_nodes`` are spares. A roster always has

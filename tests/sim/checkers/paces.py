@@ -60,6 +60,9 @@ class Paces:
             return
         now = self._now()
         self._slow_at[fact.node].append(now)
+        if self._newest[fact.job] is not spec:
+            self._since.pop(whose, None)  # its job leaves this generation at a boundary, and judges nobody meanwhile
+            return
         since = self._since.setdefault(whose, now)
         if now > self._due(since) and fact.node not in self._named and self._calm(since):
             raise Violation(self.name, f"{fact.node} has been slow for {now - since:.1f} s, and is not named")

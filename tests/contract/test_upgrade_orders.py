@@ -1,0 +1,195 @@
+"""Two releases understand each other whichever is upgraded first: by fields that only one of them knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from everstep.ids import Version
+from everstep.vocabulary import Finding, FindingKind, GenerationReason, Severity
+from everstep.wire.v1.agent import (
+    Domain,
+    Gpu,
+    Heartbeat,
+    HeartbeatAnswer,
+    Host,
+    Numbered,
+    Register,
+    Registered,
+    Reports,
+)
+from everstep.wire.v1.base import Message, Request
+from everstep.wire.v1.directives import Directive, NewGeneration, VersionNotice
+from everstep.wire.v1.local import Hello, Role
+from everstep.wire.v1.parity import NodeGroup, Protection
+from everstep.wire.v1.training import (
+    GenerationSpec,
+    Holder,
+    JobSpec,
+    LauncherJoined,
+    RankProgress,
+    RestoreRule,
+    Sealed,
+    SpillPlan,
+)
+
+GPU = Gpu(index=0, uuid="GPU-0", name="H100", pci_bus_id="0", memory_bytes=1 << 36, part_number="900-2G", vbios="96")
+SPEC = JobSpec(job="j", max_nodes=2)
+GENERATION = GenerationSpec(
+    job="j",
+    number=3,
+    reason=GenerationReason.FORMED,
+    sentence="forms",
+    trace="t",
+    seats=("n1", "n2"),
+    store="n1:8000",
+    store_node="n1",
+    restore=RestoreRule(
+        floor=Version(2, 5),
+        protection=Protection(
+            version=Version(2, 4),
+            seats=("n1", "n2"),
+            nproc_per_node=1,
+            groups=(NodeGroup(members=("n1", "n2"), parity=("n3", "n4")),),
+        ),
+        storage="/checkpoints/2-5",
+        storage_before=("/checkpoints/2-1",),
+    ),
+    holders=(Holder(node="n1", vault="n1:7000", rack="r1"),),
+    replica_nodes={"n1": ("n2",)},
+    secret="00",
+    spec=SPEC,
+    issued_at=1.0,
+)
+TOLD: tuple[Message, ...] = (
+    Register(
+        protocols=(1,),
+        node="n1",
+        incarnation=1,
+        agent_version="1",
+        vault="n1:7000",
+        domain=Domain(rack="r1"),
+        labels={"pool": "a"},
+        gpus=(GPU,),
+        host=Host(vendor="ACME", kernel="6.1"),
+        findings=(Finding(kind=FindingKind.GPU_XID, subject="GPU-0", severity=Severity.CRITICAL, message="m", xid=79),),
+    ),
+    Registered(protocol=1, heartbeat_interval_s=1.0, next_directive=1, controller="c", server_at=1.0),
+    Heartbeat(
+        incarnation=1,
+        seq=1,
+        sent_at=1.0,
+        ranks=(RankProgress(job="j", generation=3, rank=0, step=1, step_s=0.1),),
+    ),
+    HeartbeatAnswer(
+        server_at=1.0,
+        directives=(
+            Directive(seq=1, body=NewGeneration(spec=GENERATION)),
+            Directive(
+                seq=2,
+                body=VersionNotice(
+                    job="j", generation=3, committed=Version(2, 5), candidate=9, pinned=(Version(2, 4),)
+                ),
+            ),
+        ),
+    ),
+    Reports(
+        incarnation=1,
+        reports=(
+            Numbered(number=1, body=LauncherJoined(job="j", at=1.0, spec=SPEC, launcher=1, store="n1:8000")),
+            Numbered(
+                number=2,
+                body=Sealed(
+                    job="j", at=1.0, generation=3, rank=0, version=Version(3, 1), bytes=1, safe=True, digests={"w": "d"}
+                ),
+            ),
+        ),
+    ),
+    Hello(protocols=(1,), role=Role.RANK, job="j", pid=1, local_rank=0),
+)
+ADDED = [(Gpu, "vbios", GPU), (Register, "host", TOLD[0])] + [
+    (type(message), name, message)
+    for message, name in (
+        (GENERATION.holders[0], "rack"),
+        (GENERATION.restore, "storage_before"),
+        (GENERATION.restore, "protection"),
+        (TOLD[3].directives[1].body, "pinned"),  # type: ignore[attr-defined]
+    )
+]
+"""Fields of messages that were added to them, and a message that has something there."""
+
+
+def _of_later_release(told: Any) -> Any:
+    """The message as plain data, with a field more in it and in all that tells something in it."""
+    if isinstance(told, Request):
+        return msgspec.to_builtins(told)
+    if isinstance(told, msgspec.Struct):
+        values = {name: _of_later_release(getattr(told, name)) for name in told.__struct_fields__}
+        if told.__struct_config__.array_like:
+            return [*values.values(), *[{"of": "later"}] * isinstance(told, Message)]
+        return _tag(told) | values | ({"of_later": {"deep": [1]}} if isinstance(told, Message) else {})
+    if isinstance(told, tuple) and not hasattr(told, "_fields"):
+        return [_of_later_release(one) for one in told]
+    return msgspec.to_builtins(told)
+
+
+def _tag(told: msgspec.Struct) -> dict[str, Any]:
+    config = told.__struct_config__
+    return {config.tag_field: config.tag} if config.tag_field is not None else {}
+
+
+def _of_earlier_release(kind: type[Message], without: str) -> type[msgspec.Struct]:
+    """The message's kind as it was before it had that field."""
+    fields = [
+        (field.name, field.type, *([] if field.required else [msgspec.field(default=field.default)]))
+        if field.default_factory is msgspec.NODEFAULT
+        else (field.name, field.type, msgspec.field(default_factory=field.default_factory))
+        for field in msgspec.structs.fields(kind)
+        if field.name != without
+    ]
+    config = kind.__struct_config__
+    return msgspec.defstruct(
+        kind.__name__,
+        fields,
+        bases=(Message,),
+        frozen=True,
+        kw_only=True,
+        omit_defaults=True,
+        tag=config.tag,
+        tag_field=config.tag_field,
+    )
+
+
+@pytest.mark.parametrize("told", TOLD, ids=lambda told: type(told).__name__)
+def test_what_a_later_release_tells_is_understood_by_what_this_one_knows(told: Message) -> None:
+    plain = _of_later_release(told)
+    assert msgspec.json.decode(msgspec.json.encode(plain), type=type(told)) == told
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=type(told)) == told
+
+
+@pytest.mark.parametrize(("kind", "name", "message"), ADDED, ids=lambda value: getattr(value, "__name__", None))
+def test_a_field_that_was_added_is_passed_over_before_and_missed_by_nobody_after(
+    kind: type[Message], name: str, message: Message
+) -> None:
+    earlier = _of_earlier_release(kind, name)
+    understood = msgspec.json.decode(msgspec.json.encode(message), type=earlier)
+    back = msgspec.json.decode(msgspec.json.encode(understood), type=kind)
+    default = next(field for field in msgspec.structs.fields(kind) if field.name == name)
+    missing = default.default_factory() if default.default_factory is not msgspec.NODEFAULT else default.default
+    assert back == msgspec.structs.replace(message, **{name: missing}) != message
+
+
+@pytest.mark.parametrize("asked", [SPEC, SpillPlan(every=1, to="/c")], ids=lambda asked: type(asked).__name__)
+def test_what_is_asked_for_is_refused_where_it_is_not_understood(asked: Request) -> None:
+    strange = {**msgspec.to_builtins(asked), "of_later": 1}
+    with pytest.raises(msgspec.ValidationError, match="unknown field `of_later`"):
+        msgspec.convert(strange, type(asked))
+
+
+def test_a_job_that_asks_for_what_is_not_known_is_refused_with_its_launcher() -> None:
+    joined = msgspec.to_builtins(LauncherJoined(job="j", at=1.0, spec=SPEC, launcher=1, store="n1:8000"))
+    joined["spec"]["of_later"] = 1
+    with pytest.raises(msgspec.ValidationError, match=r"unknown field `of_later` - at `\$.spec`"):
+        msgspec.convert(joined, LauncherJoined)
