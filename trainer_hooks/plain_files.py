@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, Protocol
 
-import fsspec
 import torch
 import xxhash
 from torch.distributed.checkpoint import metadata as dcp
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from everstep.boxes import Box, Extent, whole
 from everstep.errors import ConfigurationError, DigestMismatch, MalformedMessage, NotRestorable
+from everstep.object_storage import filesystem_of
 from everstep.stored_digests import DIGESTS, decode_digests
 from trainer_hooks.archive_checks import Damaged, MappedArchive, check_archive
 from trainer_hooks.snapshot.copy import part_of
@@ -106,7 +106,7 @@ def open_checkpoint(url: str) -> Checkpoint:
 
 def _place(url: str) -> tuple[Any, str]:
     try:
-        filesystem, path = fsspec.core.url_to_fs(url)
+        filesystem, path = filesystem_of(url)
     except (ImportError, ValueError) as error:
         raise ConfigurationError(f"there is no way to {url!r}: {error}") from error
     return filesystem, path.rstrip("/")

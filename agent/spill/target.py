@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from everstep.errors import ConfigurationError
+from everstep.object_storage import filesystem_of
 
 
 class Growing(Protocol):
@@ -72,13 +73,11 @@ def open_target(url: str) -> Target:
             raise ConfigurationError(f"checkpoints cannot go to {url!r}: give an absolute path, or a URL")
         return Directory(path)
     try:
-        import fsspec
-
-        filesystem, path_of = fsspec.core.url_to_fs(url)
+        filesystem, path_of = filesystem_of(url)
     except (ImportError, ValueError) as error:
         raise ConfigurationError(
             f"checkpoints cannot go to {url!r}: {error}; install fsspec (the [agent] extra) and its part for "
-            f"{parts.scheme}:// on every node"
+            f"{parts.scheme}://, or obstore, on every node"
         ) from error
     return ObjectStore(filesystem, path_of)
 

@@ -17,7 +17,7 @@ from agent.spill.__main__ import carry_out
 from agent.spill.order import Order, Outcome, Refusal
 from agent.spill.retention import folder_of
 from agent.spill.target import Directory, open_target
-from everstep.errors import DigestMismatch, MalformedMessage, NotFound, NotRestorable
+from everstep.errors import ConfigurationError, DigestMismatch, MalformedMessage, NotFound, NotRestorable
 from everstep.ids import Version
 from everstep.slots import SegmentView
 from tests.support.killed_spill import contents
@@ -209,6 +209,11 @@ def test_the_command_says_what_is_wrong_and_ends_with_1(tmp_path: Path, change: 
     assert said.returncode == 1
     assert sentence in msgspec.json.decode(said.stdout, type=Refusal).message
     assert said.stderr == b""
+
+
+def test_a_store_whose_package_is_missing_is_refused_with_what_to_install() -> None:
+    with pytest.raises(ConfigurationError, match="its part for hdfs://, or obstore, on every node"):
+        open_target("hdfs://cluster/x")
 
 
 def test_an_order_that_is_none_is_refused() -> None:
