@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -194,21 +194,12 @@ class Trained:
         self.schedule.step()
 
     def gathered(self) -> dict[str, np.ndarray]:
-        """Everything by name, in full, from all ranks; one collective. Raises AssertionError where two ranks that have
-        the same element have it differently, or none has it."""
+        """Everything by name, in full, from all ranks; one collective. Raises AssertionError as ``merged`` does."""
         everyones: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, [*self._pieces()])
-        whole: dict[str, np.ndarray] = {}
-        missing: dict[str, np.ndarray] = {}
-        for name, shape, places, values in itertools.chain.from_iterable(everyones):
-            array = whole.setdefault(name, np.empty(shape, values.dtype)).reshape(-1)
-            new = missing.setdefault(name, np.ones(array.size, bool))
-            assert np.array_equal(array[places][~new[places]], values[~new[places]]), f"two ranks differ in {name}"
-            array[places], new[places] = values, False
-        assert not (gone := [name for name, new in missing.items() if new.any()]), f"no rank has all of {gone}"
-        return whole
+        dist.all_gather_object(everyones, [*self.pieces()])
+        return merged(itertools.chain.from_iterable(everyones))
 
-    def _pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[Piece]:
         """What this rank has."""
         yield equal_on_all("schedule", self.schedule.last_epoch)
         yield equal_on_all("lr", *self.learning_rates())
@@ -229,6 +220,20 @@ class Trained:
 
 Piece = tuple[str, tuple[int, ...], np.ndarray, np.ndarray]
 """Of an array: its name, its whole shape, and the flat places and the values of some elements."""
+
+
+def merged(pieces: Iterable[Piece]) -> dict[str, np.ndarray]:
+    """Everything by name, in full. Raises AssertionError where two ranks that have the same element have it
+    differently, or none has it."""
+    whole: dict[str, np.ndarray] = {}
+    missing: dict[str, np.ndarray] = {}
+    for name, shape, places, values in pieces:
+        array = whole.setdefault(name, np.empty(shape, values.dtype)).reshape(-1)
+        new = missing.setdefault(name, np.ones(array.size, bool))
+        assert np.array_equal(array[places][~new[places]], values[~new[places]]), f"two ranks differ in {name}"
+        array[places], new[places] = values, False
+    assert not (gone := [name for name, new in missing.items() if new.any()]), f"no rank has all of {gone}"
+    return whole
 
 
 def equal_on_all(name: str, *values: float) -> Piece:
