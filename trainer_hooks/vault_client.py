@@ -147,13 +147,22 @@ class VaultClient:
             known = self._segments[answer.path] = MappedSegment(answer.path)
         return known
 
-    def check_room(self, job: str, needs: tuple[SegmentNeed, ...], *, tentative: bool = False) -> None:
-        """Whether the node has all of these segments, or could make them. ``tentative``: and leave enough to the
-        training, since the job can do with less.
+    def check_room(
+        self,
+        job: str,
+        needs: tuple[SegmentNeed, ...],
+        *,
+        tentative: bool = False,
+        below: int = 0,
+        keep: tuple[Version, ...] = (),
+    ) -> None:
+        """Whether the node has all of these segments, or could make them. See CheckRoom for the rest.
 
         Raises OutOfSlotMemory, with the arithmetic, where it could not; Unavailable.
         """
-        self._ask(lambda n: CheckRoom(request=n, job=job, needs=needs, tentative=tentative)).result()
+        self._ask(
+            lambda n: CheckRoom(request=n, job=job, needs=needs, tentative=tentative, below=below, keep=keep)
+        ).result()
 
     def mapped(self, path: str) -> MappedSegment:
         """The rank's segment at ``path`` in the mapping that is there already, or in a new one that is kept as well.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 
 from agent.vault.findings import Findings
 from agent.vault.memory import FEWER_SLOTS
 from agent.vault.segments import SegmentKey, SegmentStore
 from everstep.errors import OutOfSlotMemory
 from everstep.segment_header import PAGE, segment_bytes
-from everstep.slots import SLOTS
+from everstep.slots import SLOTS, SlotState
 from everstep.wire.v1.local import CheckRoom, SegmentNeed
 
 LEFT_TO_TRAINING = 0.25
@@ -22,13 +23,32 @@ def check_room(store: SegmentStore, findings: Findings, asked: CheckRoom) -> Non
     keyed = [(SegmentKey(asked.job, "replica" if need.replica else "own", need.number), need) for need in asked.needs]
     wanted = [store.foresee(key, need.slot_bytes, need.slots + need.pinned) for key, need in keyed]
     missing = [file for file in wanted if file is not None]
+    margin = LEFT_TO_TRAINING if asked.tentative else 0.0
+    foresee = partial(store.budget.foresee, missing, _words(asked.job, asked.needs), _otherwise(asked), margin)
     try:
-        margin = LEFT_TO_TRAINING if asked.tentative else 0.0
-        store.budget.foresee(missing, _words(asked.job, asked.needs), _otherwise(asked), margin)
+        try:
+            foresee()
+        except OutOfSlotMemory:
+            if not _give_back(store, asked, {key for key, _ in keyed}):
+                raise
+            foresee()
     except OutOfSlotMemory as error:
         if not asked.tentative:
             findings.memory_short(asked.job, str(error))
         raise
+
+
+def _give_back(store: SegmentStore, asked: CheckRoom, needed: Collection[SegmentKey]) -> bool:
+    """Frees what copies hold that were made for another roster, but for what the job may still go back to."""
+    given = False
+    for segment in store.segments(asked.job):
+        if segment.key.kind == "replica" and segment.key.number < asked.below and segment.key not in needed:
+            for slot in range(segment.view.slots):
+                header = segment.view.header(slot)
+                if header is None or header.state is not SlotState.SEALED or header.version not in asked.keep:
+                    segment.give_back(slot)
+                    given = True
+    return given
 
 
 def _otherwise(asked: CheckRoom) -> str:

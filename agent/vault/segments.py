@@ -112,10 +112,12 @@ class Segment:
                 self._mend(partial(SegmentView.seal_for, slot=slot, header=header, digests=digests))
 
     def give_back(self, slot: int) -> None:
-        """Frees the memory of a slot, whatever it holds: for a segment that is about to be replaced."""
-        header = self.view.header(slot)
-        self.discard(slot, header)
-        descriptor = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        """Frees the memory of a slot, whatever it holds. The segment cannot be filled then: ``open`` makes another."""
+        self.discard(slot, self.view.header(slot))
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
         try:
             if os.path.samestat(os.fstat(descriptor), self._file):
                 give_back(descriptor, self._header.base(slot) + PAGE, self.view.slot_bytes)

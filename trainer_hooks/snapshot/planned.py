@@ -15,6 +15,7 @@ from everstep.manifests import encode_manifest
 from everstep.slots import PAGE, slot_bytes_for
 from everstep.wire.v1.training import GenerationSpec, Member
 from trainer_hooks.mapped_segment import MappedSegment
+from trainer_hooks.restore.choose import FIRST_CHECKPOINT_RANK
 from trainer_hooks.snapshot.choices import DEFAULT, Choices
 from trainer_hooks.snapshot.copy import slot_view
 from trainer_hooks.snapshot.exchange import Exchange
@@ -146,7 +147,8 @@ class Planner:
             return self._slot_bytes(provision, encoded, payload, whole)
 
         needs = needs_of(self._member.node, self._spec, shares, provision.slots, slot_bytes)
-        self._vault.check_room(self._spec.job, tuple(needs), tentative=tentative)
+        below = 0 if provision.spare else FIRST_CHECKPOINT_RANK  # not for the sake of a loss that may come
+        self._vault.check_room(self._spec.job, tuple(needs), tentative=tentative, below=below, keep=tuple(self._keep()))
 
     def _tell_lack(self) -> None:
         """Before anybody needs what there is no room for. Raises OutOfSlotMemory where the job requires checkpoints."""

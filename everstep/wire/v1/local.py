@@ -174,12 +174,17 @@ class CheckRoom(Message, frozen=True, kw_only=True, tag=True):
 
     Answer: Done; or ``Failed`` with OutOfSlotMemory, which the supervisor hears of as a finding. ``tentative``: there
     is a choice that takes less, so a part of the free memory must be left to the training, and a lack is only answered.
+
+    ``below``: before that lack, copies of ranks below this number that are not among ``needs`` give their memory back,
+    all versions but ``keep``. 0: nothing is given back.
     """
 
     request: int
     job: JobId
     needs: tuple[SegmentNeed, ...]
     tentative: bool = False
+    below: int = 0
+    keep: tuple[Version, ...] = ()
 
 
 class SlotSealed(Message, frozen=True, kw_only=True, tag=True):

@@ -236,7 +236,7 @@ def test_a_slot_has_room_for_the_share_after_a_loss_and_never_for_more_than_ever
             return [mine] * 2
 
     class Vault:
-        def check_room(self, _job: str, needs: tuple[SegmentNeed, ...], *, tentative: bool) -> None:
+        def check_room(self, _job: str, needs: tuple[SegmentNeed, ...], **_how: object) -> None:
             foreseen.extend(needs)
 
         def open_segment(self, _job: str, _local_rank: int, slot_bytes: int, slots: int, _keep: object) -> None:
@@ -261,7 +261,7 @@ def test_a_job_that_is_short_of_memory_gets_two_slots_of_the_size_of_its_share(n
             return [mine] * 2
 
     class Vault:
-        def check_room(self, _job: str, needs: tuple[SegmentNeed, ...], *, tentative: bool) -> None:
+        def check_room(self, _job: str, needs: tuple[SegmentNeed, ...], **_how: object) -> None:
             foreseen.extend(needs)
 
         def open_segment(self, _job: str, _local_rank: int, slot_bytes: int, slots: int, _keep: object) -> None:
@@ -292,7 +292,7 @@ def test_a_nodes_vault_is_foreseen_to_keep_its_ranks_slots_and_the_copies_that_a
             return layouts
 
     class Vault:
-        def check_room(self, _job: str, needs: tuple[SegmentNeed, ...], *, tentative: bool) -> None:
+        def check_room(self, _job: str, needs: tuple[SegmentNeed, ...], **_how: object) -> None:
             raise Asked(needs)
 
     layouts = sharded(1 << 16, 4)

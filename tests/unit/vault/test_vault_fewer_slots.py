@@ -6,13 +6,18 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from agent.vault.findings import Findings
+from agent.vault.room import check_room
 from agent.vault.segments import Segment, SegmentKey, SegmentStore
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
 from everstep.segment_header import PAGE, segment_bytes
+from everstep.wire.v1.local import CheckRoom, SegmentNeed
 from tests.support.vaults import JOB
 
 SLOT = 64 * PAGE
@@ -108,3 +113,23 @@ def test_five_slots_come_back_with_what_two_held(shared: Path) -> None:
     store.open(KEY, 2 * SLOT, 2, [Version(1, 3)])
     again = store.open(KEY, SLOT, 5, [Version(1, 3)])
     assert (again.view.slots, steps(again)) == (5, [3, 5])
+
+
+def test_copies_for_another_roster_give_back_what_nobody_may_go_back_to_where_room_is_short(shared: Path) -> None:
+    """After a loss ranks have other numbers: the copies of before stay whole in what is committed, and in that alone."""
+    store, copies = five(shared)
+    tier = store.open(SegmentKey(JOB, "replica", 99), PAGE, 1)
+    tier.view.begin(0, 99, Version(1, 1), b"", 8)[:] = b"not mine"
+    tier.view.seal(0)
+    store.budget._limit = store.budget.used_bytes() + segment_bytes(2, SLOT) - 3 * SLOT
+    needs = (SegmentNeed(replica=True, number=1, slot_bytes=SLOT, slots=2),)
+    told: list[str] = []
+    findings = cast(Findings, SimpleNamespace(memory_short=lambda _job, message: told.append(message)))
+    with pytest.raises(OutOfSlotMemory, match="fewer --replicas"):
+        check_room(store, findings, CheckRoom(request=1, job=JOB, needs=needs))
+    assert (len(told), steps(copies)) == (1, [1, 2, 3, 4, 5])
+    check_room(
+        store, findings, CheckRoom(request=2, job=JOB, needs=needs, below=99, keep=(Version(1, 2), Version(1, 5)))
+    )
+    assert (len(told), steps(copies), steps(tier)) == (1, [2, 5], [1])
+    assert store.open(SegmentKey(JOB, "replica", 1), SLOT, 2, ()).view.slots == 2
