@@ -116,7 +116,7 @@ def test_five_slots_come_back_with_what_two_held(shared: Path) -> None:
 
 
 def test_copies_for_another_roster_give_back_what_nobody_may_go_back_to_where_room_is_short(shared: Path) -> None:
-    """After a loss ranks have other numbers: the copies of before stay whole in what is committed, and in that alone."""
+    """After a loss ranks have other numbers: copies of before stay whole in what is committed, say, and that alone."""
     store, copies = five(shared)
     tier = store.open(SegmentKey(JOB, "replica", 99), PAGE, 1)
     tier.view.begin(0, 99, Version(1, 1), b"", 8)[:] = b"not mine"
