@@ -15,6 +15,7 @@ from everstep.errors import OutOfSlotMemory
 from everstep.slots import SLOTS
 from everstep.wire.v1.training import GenerationSpec, Member
 from trainer_hooks.snapshot.choices import LEAN_SLOTS, Choices
+from trainer_hooks.store_messages import decode
 
 
 class Provision(msgspec.Struct, frozen=True):
@@ -87,16 +88,17 @@ class Quartermaster:
 
     def agree(self, tag: str, ask: Ask) -> Agreed:
         """What all ranks take for the layouts that were exchanged under ``tag``. Asked again it is the same: what a
-        node has said once stands, since others may have read it. Raises Unavailable where a node is silent."""
+        node has said once stands, since others may have read it. Raises Unavailable where a node is silent,
+        MalformedMessage where it cannot be understood."""
         speaks = self._member.local_rank == 0  # once for the node
         if speaks and tag not in self._said:
             self._said[tag] = self._look(ask)
         if self._spec.world_size == 1:
             return self._least([self._said[tag]])
         if speaks:
-            self._put(_key(tag, self._member.node), msgspec.json.encode(self._said[tag]))
+            self._put(_key(tag, self._member.node), msgspec.msgpack.encode(self._said[tag]))
         bodies = self._get([_key(tag, node) for node in self._spec.seats])
-        return self._least([msgspec.json.decode(body, type=Room) for body in bodies])
+        return self._least([decode(body, Room) for body in bodies])
 
     def _look(self, ask: Ask) -> Room:
         why = ""
