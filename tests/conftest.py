@@ -7,7 +7,7 @@ import shutil
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -29,11 +29,13 @@ def pytest_configure(config: pytest.Config) -> None:
     """What a shell starts in the background ignores Ctrl-C, and so does all that it starts; some tests send it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # As launchers set it for ranks. Two processes whose torch computes in two threads each wait for one another.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if not hasattr(config, "workerinput"):  # xdist's workers are started later, and inherit it
-        own_temporary_directory(config)
+        own_temporary_directory()
 
 
-def own_temporary_directory(config: pytest.Config) -> None:
+def own_temporary_directory() -> None:
     """Gives the session, its workers and all that they start a directory for temporary files that is gone at the end:
     processes that tests kill leave theirs behind. ``tmp_path`` stays where it was, kept for who looks at a failure."""
     usual = tempfile.gettempdir()
@@ -44,11 +46,14 @@ def own_temporary_directory(config: pytest.Config) -> None:
     Finalize(None, shutil.rmtree, (own,), {"ignore_errors": True}, exitpriority=-200)
 
 
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Refuses two tests of one name: xdist would run one of them."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuses two tests of one name, of which xdist would run one. Files with slow tests come first: when the last are
+    begun, whoever shares the work should not have to wait for one of them."""
     twice = [name for name, times in Counter(item.nodeid for item in items).items() if times > 1]
     if twice:
         raise pytest.UsageError(f"tests must have names of their own: {', '.join(twice)}")
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope="session")

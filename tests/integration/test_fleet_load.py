@@ -15,6 +15,8 @@ import pytest
 from bench.load.agent import Agent
 from bench.load.trials import JUDGEMENTS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

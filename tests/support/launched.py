@@ -22,7 +22,8 @@ class Launched:
 
     def __init__(self, directory: Path, argv: list[str], environment: dict[str, str], *, warm: bool = True) -> None:
         self._out, self._err = directory / "launcher.out", directory / "launcher.err"
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("EVERSTEP_", "PET_"))}
+        ours = ("EVERSTEP_", "PET_", "OMP_NUM_THREADS")  # the last is the launcher's to set
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         inherited |= {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(directory / "state")} | environment
         self._out.write_bytes(b"")
         self._err.write_bytes(b"")

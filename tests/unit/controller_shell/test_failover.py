@@ -25,6 +25,8 @@ from tests.support.controllers import PATIENT, SECRET, VIEWER, ControllerProcess
 from tests.support.forked import ForkPool
 from tests.support.report_stream import EVERY_FINDING, ReportStream, events, reporting
 
+pytestmark = pytest.mark.slow
+
 BECAUSE = op.Because(reason="asked of the one asleep")
 N1 = bearer(TokenRole.AGENT, "n1")
 STOPPED_S = float(os.environ.get("EVERSTEP_TEST_STOPPED_S", "0"))

@@ -4,6 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 
 def test_writers_killed_two_hundred_times_lose_nothing_durable_and_leave_nothing_twice(
     tmp_path: Path,

@@ -22,6 +22,8 @@ from controller.store.writer import Writer
 from tests.support.controllers import OPERATOR, VIEWER, ControllerProcess, controller_process
 from tests.support.forked import ForkPool
 
+pytestmark = pytest.mark.slow
+
 EVENTS = 12_000
 LONG = "s" * 1024
 """With it events are more than the buffers of two sockets take (net.ipv4.tcp_wmem: 4 MiB)."""

@@ -24,6 +24,8 @@ from tests.support.core_fleet import xid
 from tests.support.forked import ForkPool
 from tests.support.hook import Receiver
 
+pytestmark = pytest.mark.slow
+
 SECRET = b"the webhook's own secret"
 DEADLINE_S = 30.0
 T = TypeVar("T")

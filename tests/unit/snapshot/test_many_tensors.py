@@ -22,6 +22,8 @@ from trainer_hooks.snapshot.snapshotter import Snapshotter
 from trainer_hooks.state import TrackedState
 from trainer_hooks.vault_client import VaultClient
 
+pytestmark = pytest.mark.slow
+
 MANY = 100_000
 PATH = "module_of_" * 14
 """Names of which 100,000 and their shapes are more than a frame may have."""

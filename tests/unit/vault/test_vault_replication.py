@@ -15,6 +15,8 @@ from everstep.wire.v1 import local, supervision
 from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, RankMemory, VaultClient, Vaults, map_segment, noise, until, vaults
 
+pytestmark = pytest.mark.slow
+
 BIG = 40 * CHUNK_BYTES
 
 
