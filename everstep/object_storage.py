@@ -7,8 +7,12 @@ obstore is one package without dependencies of its own; s3fs brings botocore, wh
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 from urllib.parse import urlsplit
+
+_ERRORS = {"obstore.exceptions": "BaseError", "botocore.exceptions": "BotoCoreError", "aiohttp": "ClientError"}
+"""Of packages below fsspec, what they raise that is no OSError where a storage fails."""
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:
@@ -29,3 +33,9 @@ def filesystem_of(url: str) -> tuple[Any, str]:
         register(scheme)
         filesystem, path = fsspec.core.url_to_fs(url)
     return filesystem, path
+
+
+def storage_errors() -> tuple[type[Exception], ...]:
+    """What is raised where a storage fails: OSError, and what the packages that are in use have for it besides."""
+    used = ((sys.modules[module], name) for module, name in _ERRORS.items() if module in sys.modules)
+    return OSError, *(getattr(module, name) for module, name in used)

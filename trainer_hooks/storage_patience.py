@@ -9,6 +9,7 @@ from time import sleep
 from typing import TypeVar
 
 from everstep.backoff import Backoff
+from everstep.object_storage import storage_errors
 from trainer_hooks.archive_checks import Damaged
 
 log = logging.getLogger(__name__)
@@ -32,8 +33,11 @@ def pause(seconds: float) -> None:
 
 
 def patiently(read: Callable[[], T], wait: Callable[[float], None] = pause) -> T:
-    """What ``read`` returns, which is called again where it raised OSError (a time-out is one), and once more where it
-    raised Damaged: a bit may have flipped on its way. Raises what it raised last."""
+    """What ``read`` returns, which is called again where a storage failed it (a time-out is that too), and once more
+    where it raised Damaged: a bit may have flipped on its way.
+
+    Raises what it raised last, and OSError for what only the storage's package has a name for.
+    """
     failed, damaged = 0, False
     while True:
         try:
@@ -45,9 +49,9 @@ def patiently(read: Callable[[], T], wait: Callable[[float], None] = pause) -> T
                 raise
             damaged = True
             log.warning("storage is read once more: %s", error)
-        except OSError as error:
+        except storage_errors() as error:
             failed += 1
             if failed == MOST_TRIES:
-                raise
+                raise error if isinstance(error, OSError) else OSError(str(error)) from error
             log.warning("storage fails, try %d of %d: %s", failed, MOST_TRIES, error)
             wait(AGAIN.delay_s(failed - 1, random.random()))

@@ -20,6 +20,7 @@ from agent.spill.target import open_target
 from agent.spill.work import Job, prune
 from everstep.errors import EverstepError, MalformedMessage, Unavailable
 from everstep.lineage import die_with_parent
+from everstep.object_storage import storage_errors
 
 
 def carry_out(order: Order) -> Outcome:
@@ -49,7 +50,7 @@ def _answer(data: bytes) -> Outcome | Refusal:
         return Refusal(code=MalformedMessage.code, message=f"the order cannot be read: {error}")
     except EverstepError as error:
         return Refusal(code=error.code, message=str(error))
-    except OSError as error:
+    except storage_errors() as error:
         return Refusal(code=Unavailable.code, message=f"the storage failed: {error}")
 
 

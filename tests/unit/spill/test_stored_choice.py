@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -26,7 +28,7 @@ from trainer_hooks import plain_files
 from trainer_hooks.archive_checks import Damaged
 from trainer_hooks.plain import Start, read_checkpoint
 from trainer_hooks.state import TrackedState
-from trainer_hooks.storage_patience import AGAIN, MOST_TRIES
+from trainer_hooks.storage_patience import AGAIN, MOST_TRIES, patiently
 from trainer_hooks.stored_choice import StoredChoice
 
 WORLD = 2
@@ -165,6 +167,22 @@ def test_storage_that_fails_while_rank_0_looks_is_asked_again(tmp_path: Path, mo
 
     monkeypatch.setattr(plain_files, "checkpoints_at", look)
     assert _load(tmp_path / "out")[1] == [5, 5]
+
+
+def test_what_only_a_storages_package_has_a_name_for_is_an_error_of_storage_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    package = ModuleType("botocore.exceptions")
+    package.BotoCoreError = type("BotoCoreError", (Exception,), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    waited: list[float] = []
+
+    def read() -> None:
+        raise package.BotoCoreError("the endpoint is away")
+
+    with pytest.raises(OSError, match="the endpoint is away"):
+        patiently(read, waited.append)
+    assert len(waited) == MOST_TRIES - 1
 
 
 @pytest.mark.parametrize("mended", [True, False])
