@@ -15,7 +15,7 @@ import msgspec
 
 from controller.core.budget import budget, budget_left
 from controller.core.holds import planned_for
-from controller.core.membership import able_nodes, jobs_seated_on, seats_of, spares, why_not
+from controller.core.membership import Rosters, able_nodes, jobs_seated_on, promised, seats_of, spares, why_not
 from controller.core.offenders import offender_score
 from controller.core.records import JobRecord, NodeRecord
 from controller.core.state import FleetState, JobLive
@@ -173,10 +173,12 @@ def _progress(spec: GenerationSpec | None, live: JobLive | None) -> list[RankPro
     return [known[rank] for rank in sorted(known) if known[rank].generation == spec.number]
 
 
-def _unable(state: FleetState, job: JobRecord) -> dict[str, str]:
+def unable(state: FleetState, job: JobRecord) -> dict[str, str]:
     """Nodes that offer themselves to the job and may not be seated now, and why."""
-    fit = {*able_nodes(state, job), *seats_of(job.generation)}
-    return {node: why_not(state, job, node) for node in job.launchers if node not in fit}
+    worked_out: Rosters = {}
+    promises = promised(state, job, worked_out)
+    fit = {*able_nodes(state, job, worked_out=worked_out), *seats_of(job.generation)}
+    return {node: why_not(state, job, node, promises) for node in job.launchers if node not in fit}
 
 
 def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
@@ -241,7 +243,7 @@ def job_detail(desk: Desk, job: str) -> op.JobDetail:
             for one in _progress(spec, desk.state.live_jobs.get(job))
             if spec is not None and one.rank < spec.world_size
         ),
-        unable=_unable(desk.state, record),
+        unable=unable(desk.state, record),
     )
 
 

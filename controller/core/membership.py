@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from controller.core.blocks import choose_seats, domain_of, least_seats, most_seats
 from controller.core.records import JobRecord, NodeRecord
@@ -224,14 +224,17 @@ def jobs_seated_on(state: FleetState, node: str) -> list[JobRecord]:
 # --- reasons -----------------------------------------------------------------------------------------------------
 
 
-def why_not(state: FleetState, job: JobRecord, node: str) -> str:
-    """Why the node has no seat in the job's current roster, in words; empty where it has one."""
+def why_not(state: FleetState, job: JobRecord, node: str, promises: Mapping[str, JobRecord] | None = None) -> str:
+    """Why the node has no seat in the job's current roster, in words; empty where it has one.
+
+    ``promises``: ``promised`` for the job, where many nodes are asked about.
+    """
     if job.generation is not None and node in job.generation.seated and job.state is not JobState.PAUSED:
         return ""
     words = obstacle(state, job, node)
     if words:
         return words
-    rival = promised(state, job).get(node)
+    rival = (promised(state, job) if promises is None else promises).get(node)
     if rival is not None:
         return f"job {rival.job} comes first (priority {rival.spec.priority} over {job.spec.priority})"
     if job.state in ENDED:

@@ -230,7 +230,7 @@ def _against_its_own_past() -> AbstractContextManager[None]:
     real, before = progress.laggards_of, dict[tuple[str, int], float]()
 
     def laggards_of(job: str, pace: Any, factor: float) -> Any:
-        busy = {rank: one.busy_s for rank, one in pace.progress.items() if one.busy_s is not None}
+        busy = {rank: one.busy_s for rank, one in pace.progress.items() if one.busy_s}
         slow = {rank: own for rank, own in busy.items() if own > factor * before.get((job, rank), own)}
         before.update({(job, rank): own for rank, own in busy.items()})
         return msgspec.structs.replace(real(job, pace, factor), slow=slow)
@@ -310,11 +310,7 @@ MUTANTS: tuple[Mutant, ...] = (
         seeds=(55,),
     ),
     # what is done to machines
-    Mutant(
-        "a foreign cordon is ignored",
-        lambda: mistaken(standing.kept_out, "if record.foreign:", "if False:"),
-        seeds=(1,),
-    ),
+    Mutant("a foreign cordon is ignored", lambda: mistaken(standing.kept_out, "if record.foreign:", "if False:"), (1,)),
     Mutant(
         "a hold of who is out already is ignored",
         lambda: mistaken(

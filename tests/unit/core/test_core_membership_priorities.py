@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
+from controller.core import membership
 from controller.core.events import OperatorAction
 from controller.core.membership import next_seats, why_not
+from controller.views import unable
 from everstep.ids import Version
 from everstep.vocabulary import GenerationReason, JobState
 from everstep.wire.v1.agent import Domain
@@ -274,3 +278,15 @@ def test_a_node_that_waits_for_growth_is_told_so() -> None:
     fleet.leave("n2")
     fleet.join("n2")
     assert _why(fleet, "job", "n2") == "it gets a seat at the next boundary"
+
+
+def test_a_rivals_roster_is_worked_out_once_for_all_the_nodes_that_it_is_promised() -> None:
+    fleet, names = _fleet(8), [f"n{at}" for at in range(3, 9)]
+    _start(fleet, "high", "n1", "n2", max_nodes=8, priority=5, join_wait_s=0)
+    fleet.join(*names, job="high")
+    _start(fleet, "low", *names, join_wait_s=1e6)
+    with patch.object(membership, "next_seats", wraps=membership.next_seats) as asked:
+        reasons = unable(fleet.state, fleet.job("low"))
+    assert set(reasons) == set(names)
+    assert all("job high comes first" in why for why in reasons.values())
+    assert asked.call_count == 1

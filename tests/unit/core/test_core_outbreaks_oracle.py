@@ -118,7 +118,7 @@ def _show(state: FleetState, rule: Rule, now: float, node: str, finding: Finding
     return bool(why), said
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=50)
 @given(rules, st.lists(st.sampled_from(["", "1", "1", "2"]), min_size=3, max_size=9), acts)
 def test_an_outbreak_is_what_everything_ever_shown_says(
     rule: Rule, drivers: list[str], history: list[tuple[str, int, int]]
