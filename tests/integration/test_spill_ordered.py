@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,12 +44,53 @@ everstep.main(train)
 
 LOADED = """
 import sys, torch, torch.distributed.checkpoint as dcp
-width = int(sys.argv[2])
-state = {"model": {"weight": torch.zeros(width, width), "bias": torch.zeros(width)}}
-dcp.load(state, checkpoint_id=sys.argv[1])
-assert state["model"]["weight"].abs().sum() > 0
-assert not any(name.split(".")[0] in ("everstep", "trainer_hooks", "agent") for name in sys.modules)
+for line in sys.stdin:
+    width, folder = line.rstrip().split(" ", 1)
+    width = int(width)
+    state = {"model": {"weight": torch.zeros(width, width), "bias": torch.zeros(width)}}
+    dcp.load(state, checkpoint_id=folder)
+    assert state["model"]["weight"].abs().sum() > 0
+    assert not any(name.split(".")[0] in ("everstep", "trainer_hooks", "agent") for name in sys.modules)
+    print("loaded", flush=True)
 """
+
+
+class Elsewhere:
+    """A process that has never heard of Everstep."""
+
+    def __init__(self, folder: Path) -> None:
+        clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        self._errors = folder / "errors"
+        with self._errors.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", LOADED],
+                cwd=folder,
+                env=clean,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+
+    def load(self, folder: Path, width: int) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{width} {folder}\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == "loaded\n", self._errors.read_text()
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elsewhere]:
+    process = Elsewhere(tmp_path_factory.mktemp("elsewhere"))
+    try:
+        yield process
+    finally:
+        process.end()
 
 
 class Stored:
@@ -87,32 +129,17 @@ def _named(launcher: Launched, words: str) -> int:
     return 0
 
 
-def _load_elsewhere(short_path: Path, folder: Path, width: int) -> None:
-    """In a process that has never heard of Everstep."""
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [sys.executable, "-c", LOADED, str(folder), str(width)],
-        cwd=short_path,
-        env=clean,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_versions_go_to_storage_as_ordinary_checkpoints_and_old_ones_go(short_path: Path) -> None:
+def test_versions_go_to_storage_as_ordinary_checkpoints_and_old_ones_go(short_path: Path, elsewhere: Elsewhere) -> None:
     stored = Stored(short_path / "stored", "spilled")
     with launched(short_path, *_argv(short_path, "--spill-keep", "2"), _script(short_path, 64)) as launcher:
         launcher.eventually(lambda: len(stored.whole()) == 2, "two checkpoints")
         first = stored.whole()[0]
         launcher.eventually(lambda: first not in stored.begun(), "the first goes when the third is there")
-    _load_elsewhere(short_path, stored.folder / stored.whole()[-1], 64)  # with nobody there any more who removes it
+    elsewhere.load(stored.folder / stored.whole()[-1], 64)  # with nobody there any more who removes it
 
 
 @pytest.mark.parametrize("victim", ["agent.vault.main", "agent.main", "controller.main"])
-def test_a_write_goes_on_when_who_asked_for_it_is_killed(short_path: Path, victim: str) -> None:
+def test_a_write_goes_on_when_who_asked_for_it_is_killed(short_path: Path, elsewhere: Elsewhere, victim: str) -> None:
     stored = Stored(short_path / "stored", "spilled")
     argv = _argv(short_path, "--spill-keep", "0", every=20)
     with launched(short_path, *argv, _script(short_path, 1024)) as launcher:
@@ -125,7 +152,7 @@ def test_a_write_goes_on_when_who_asked_for_it_is_killed(short_path: Path, victi
         (name,) = set(stored.begun()) - set(stored.whole())
         os.kill(_named(launcher, victim), signal.SIGKILL)
         launcher.eventually(lambda: name in stored.whole(), f"{name} whole after the death of {victim}")
-        _load_elsewhere(short_path, stored.folder / name, 1024)
+        elsewhere.load(stored.folder / name, 1024)
 
 
 def test_a_job_that_was_stopped_goes_on_from_storage_by_itself(short_path: Path) -> None:
@@ -182,7 +209,7 @@ everstep.main(train)
 """
 
 
-def test_several_nodes_write_one_checkpoint_and_people_see_it(short_path: Path) -> None:
+def test_several_nodes_write_one_checkpoint_and_people_see_it(short_path: Path, elsewhere: Elsewhere) -> None:
     script = short_path / "sharded.py"
     script.write_text(SHARDED)
     stored = Stored(short_path / "stored", "sharded")
@@ -207,4 +234,4 @@ def test_several_nodes_write_one_checkpoint_and_people_see_it(short_path: Path) 
         assert "storage" in said.stdout
     newest = stored.folder / stored.whole()[-1]
     assert sorted(path.name for path in newest.glob("*.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
-    _load_elsewhere(short_path, newest, 64)
+    elsewhere.load(newest, 64)
