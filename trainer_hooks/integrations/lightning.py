@@ -1,0 +1,124 @@
+"""PyTorch Lightning inside a training function: its Trainer's whole state is kept after every batch, and restored.
+
+    def train(run):
+        loader = run.loader(dataset, global_batch=64, seed=1, num_workers=2)
+        trainer = Trainer(
+            max_steps=10_000, accelerator="auto", devices=run.local_world_size, num_nodes=..., strategy="ddp",
+            plugins=[Ranks(run)], callbacks=[KeepState(run, seed=1)], enable_checkpointing=False,
+        )
+        trainer.fit(Model(), Batches(run, loader))
+
+A batch is a step. Lightning finds the process group that the generation has, and uses it; Regroup passes through
+``fit`` as through any function. Needs the distribution ``pytorch-lightning``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.plugins.environments import ClusterEnvironment
+from pytorch_lightning.strategies import DDPStrategy
+
+from trainer_hooks.loading.loader import Loader
+from trainer_hooks.run import Run
+
+
+class Ranks(ClusterEnvironment):
+    """Who this process is. Everstep has started it, and gives and takes process groups."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self._run = run
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Nobody meets there."""
+        return "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return self._run.world_size
+
+    def set_world_size(self, size: int) -> None:
+        """Nothing: it is the generation's."""
+
+    def global_rank(self) -> int:
+        return self._run.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Nothing: it is the generation's."""
+
+    def local_rank(self) -> int:
+        return self._run.local_rank
+
+    def node_rank(self) -> int:
+        return self._run.rank // self._run.local_world_size
+
+
+class Batches:
+    """The batches of ``run.loader`` from the first step that is still to do, without end: let ``max_steps`` end it."""
+
+    def __init__(self, run: Run, loader: Loader) -> None:
+        self._run = run
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._loader.batch, itertools.count(self._run.finished + 1))
+
+
+class _Progress:
+    """How far Lightning's loops are."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._loop = trainer.fit_loop
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._loop.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loop.load_state_dict(state)
+
+
+class KeepState(Callback):
+    """Tracks model, optimizers, schedulers and progress, and finishes a step of the run for each batch.
+
+    ``seed``: of what is drawn at random, as of ``run.steps``. ``also``: what else is to be kept, such as callbacks.
+    """
+
+    def __init__(self, run: Run, *, seed: int = 0, **also: Any) -> None:
+        self._run = run
+        self._seed = seed
+        self._also = also
+        self._steps: Iterator[int] = iter(())
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """After the strategy has set model and optimizers up, and before loops and data are."""
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        named = {f"scheduler{index}": scheduler for index, scheduler in enumerate(schedulers)}
+        model = trainer.strategy.model if isinstance(trainer.strategy, DDPStrategy) else pl_module
+        self._run.track(
+            model=model, optimizer=[*trainer.optimizers], progress=_Progress(trainer), **named, **self._also
+        )
+        self._steps = self._run.steps(until=sys.maxsize, seed=self._seed)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Only now Lightning counts the batch before this one as completed."""
+        next(self._steps)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        next(self._steps)
