@@ -147,7 +147,8 @@ class Credentials:
     def rotate(self, id: str, grace_s: float, order: Order, tx: Transaction, now: float) -> wire.Issued:
         """Issues a second credential for the same subject; the first lives for ``grace_s`` more, at most.
 
-        The second lives as long from now as the first did from its beginning. Raises NotFound, and Conflict where the
+        The second lives as long from now as the first did from its beginning. The uses that a join token has left go
+        over to it at once: nobody can enrol more nodes than it was issued for. Raises NotFound, and Conflict where the
         first is dead.
         """
         old = self._living(id, now)
@@ -160,7 +161,8 @@ class Credentials:
             expires_at=None if life_s is None else now + life_s,
         )
         end = now + grace_s
-        self._put(msgspec.structs.replace(old, expires_at=min(end, old.expires_at or end)), tx)
+        uses_left = None if old.uses_left is None else 0
+        self._put(msgspec.structs.replace(old, expires_at=min(end, old.expires_at or end), uses_left=uses_left), tx)
         sentence = f"{order.who.subject} rotated {_named(old)}, which lives for {grace_s:g} s more, into {new.id}"
         return self._issued(new, sentence, order, tx)
 

@@ -130,7 +130,7 @@ class Gate:
         Raises RateLimited, and AuthenticationError once what proved the identity has been revoked or has expired; then
         the session should end.
         """
-        if not self._holds(identity):
+        if not self.holds(identity):
             raise AuthenticationError(f"credential {identity.credential} is good no longer: come again with another")
         self._limits.charge(identity)
 
@@ -190,7 +190,8 @@ class Gate:
             raise AuthenticationError("the job's token does not verify: the job is over, or another began in its name")
         return Identity(TokenRole.TRAINER, job, _BY_JOB)
 
-    def _holds(self, identity: Identity) -> bool:
+    def holds(self, identity: Identity) -> bool:
+        """Whether what proved the identity is good still."""
         if identity.credential in (BY_CERTIFICATE, _BY_JOB):
             return True
         self._follow_keyring()

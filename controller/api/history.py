@@ -100,7 +100,7 @@ class HistoryRoutes:
             after,
             lambda seen: self._store.read(lambda reader: reader.following(seen, FRAME_ROWS)),
         )
-        return EventStream(frames, self._readers.take_place(who), self._cut)
+        return EventStream(frames, self._readers.take_place(who), self._cut, lambda: self._gate.holds(who))
 
     # --- pages -----------------------------------------------------------------------------------------------------
 

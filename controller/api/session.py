@@ -350,7 +350,10 @@ class Session(asyncio.Protocol):
     # --- frames out ----------------------------------------------------------------------------------------------
 
     def push(self, directives: Sequence[Outgoing]) -> None:
-        """Sends directives, in order. Never raises and never waits."""
+        """Sends directives, in order. Never raises and never waits. One whose credential died hears nothing more."""
+        if not self._gate.holds(self._identity):
+            self._hang_up(0, AuthenticationError(f"credential {self._identity.credential} is good no longer"))
+            return
         for parts in frames_of(directives):
             if not self._closed:
                 self._transport.writelines((self._before, *parts) if self._before else parts)

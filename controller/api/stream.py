@@ -96,15 +96,23 @@ class AuditFeed:
 class EventStream(StreamingResponse):
     """Sends frames to a reader as long as it reads; one that takes nothing for SLOW_S is cut off, and ``cut`` called.
 
-    What it did not get is in the audit log: it comes again with Last-Event-ID. ``place`` is left at the end.
+    What it did not get is in the audit log: it comes again with Last-Event-ID. ``place`` is left at the end. The stream
+    ends, with nothing more said, once the reader ``may`` not read any more.
     """
 
     def __init__(
-        self, frames: AsyncIterator[bytes], place: Place, cut: Callable[[], None], *, slow_s: float = SLOW_S
+        self,
+        frames: AsyncIterator[bytes],
+        place: Place,
+        cut: Callable[[], None],
+        may: Callable[[], bool] = lambda: True,
+        *,
+        slow_s: float = SLOW_S,
     ) -> None:
         super().__init__(frames, media_type="text/event-stream", headers={"cache-control": "no-store"})
         self._place = place
         self._cut = cut
+        self._may = may
         self._slow_s = slow_s
         self._hang_up: Callable[[], None] = lambda: None
 
@@ -119,6 +127,8 @@ class EventStream(StreamingResponse):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for frames in self.body_iterator:
+                if not self._may():
+                    break
                 self._place.hold(len(frames))
                 async with asyncio.timeout(self._slow_s):
                     await send({"type": "http.response.body", "body": frames, "more_body": True})

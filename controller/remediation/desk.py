@@ -164,7 +164,6 @@ class RemedyDesk:
         ask, asked, attempt, trouble = not look_first, False, 0, "it was not confirmed"
         while True:
             try:
-                self._check_leading()
                 if ask and self._now() > ask_until:
                     if not asked:
                         return "it is too late to ask for it: the next step is due before it could be done"
@@ -197,7 +196,14 @@ class RemedyDesk:
         log.error("%s of node %s %s", remedy.kind, remedy.node, what, extra=extra)
 
     async def _in_thread(self, call: Callable[[Remedy], Any], remedy: Remedy) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call, remedy)
+        """Runs ``call`` when a thread is free. Raises NotLeading where the lease has ended by then: the next leader may
+        have decided otherwise."""
+
+        def called() -> Any:
+            self._check_leading()
+            return call(remedy)
+
+        return await asyncio.get_running_loop().run_in_executor(self._threads, called)
 
     async def _end(self, row: RemedyRow, state: RemedyState, detail: str) -> None:
         ended = msgspec.structs.replace(row, state=state, detail=detail[:1024], ended_at=self._now())

@@ -23,6 +23,22 @@ from everstep.ids import NodeId
 TIMEOUT_S = 10.0
 OUT = frozenset({"DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "MAINT", "RESERVED"})
 """Flags of a node that takes no new jobs because somebody said so (``scontrol`` manual, NODE STATES)."""
+OF_ITSELF = (
+    "Not responding",
+    "Node unexpectedly rebooted",
+    "ResumeTimeout reached",
+    "Reboot ASAP",
+    "reboot timed out",
+    "Low ",
+    "gres/",
+    "Epilog error",
+    "Prolog error",
+    "Duplicate jobid",
+    "Kill task failed",
+    "batch job complete failure",
+    "Powered down",
+)
+"""How slurmctld's own reasons begin for a node that it took ``DOWN`` (its strings). With another one somebody did."""
 REBOOTING = frozenset({"REBOOT", "REBOOT_ISSUED", "REBOOT_REQUESTED"})
 BOOT_JITTER_S = 5.0
 """Seconds by which the time of one and the same boot may differ: Slurm reckons it anew, from the node's uptime and its
@@ -51,7 +67,8 @@ class SlurmNode(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_out(self) -> bool:
-        return bool(self.states & OUT)
+        by_somebody = bool(self.reason) and not self.is_ours and not self.reason.startswith(OF_ITSELF)
+        return bool(self.states & OUT) or ("DOWN" in self.states and by_somebody)
 
     @property
     def is_ours(self) -> bool:

@@ -69,6 +69,29 @@ def test_a_reader_that_takes_nothing_is_cut_off_and_counted() -> None:
     assert cut == [True]
 
 
+def test_a_reader_who_may_not_read_any_more_hears_nothing_more_and_the_stream_ends() -> None:
+    feed, sent, rights = AuditFeed(0), list[dict[str, Any]](), [True]
+    feed.publish(_rows(1, 3))
+
+    async def read(_after: int) -> Following:
+        raise AssertionError("memory reaches back that far")
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+        if b"id: 3\n" in message.get("body", b""):
+            rights[0] = False
+            feed.publish(_rows(4, 1))
+
+    async def bounded() -> None:
+        async with asyncio.timeout(10):
+            stream = EventStream(server_sent(feed, 0, read), place(), lambda: None, lambda: rights[0])
+            await stream(SCOPE, _nothing_more, send)
+
+    asyncio.run(bounded())
+    assert b"id: 4\n" not in b"".join(message.get("body", b"") for message in sent)
+    assert sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+
+
 def test_a_reader_far_behind_is_served_from_the_store_page_by_page() -> None:
     feed, asked, got = AuditFeed(0), list[int](), bytearray()
     feed.publish(_rows(5001, 10))

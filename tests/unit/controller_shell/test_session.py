@@ -166,6 +166,21 @@ def test_ranks_progress_in_a_beat_is_noted_without_a_transaction(controller: Ser
     assert before == after
 
 
+def test_an_agent_whose_credential_died_is_pushed_nothing_more(
+    controller: Served, dial: Dial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent, other = ready(dial), ready(dial, "n2")
+    silent.report(joined("j", 1.0, nodes=2))
+    gate = controller.controller.gate
+    monkeypatch.setattr(gate, "holds", lambda identity: identity.subject != "n1")
+    other.report(joined("j", 1.0, nodes=2))
+    assert other.directive(NewGeneration).spec.number == 1
+    refused = silent.answer(Refused)
+    assert (refused.of, refused.code) == (0, "unauthenticated")
+    assert silent.pushed == []
+    assert silent.ended()
+
+
 def test_beats_are_answered_in_order_though_one_waits_for_its_transaction(dial: Dial) -> None:
     session = dial()
     session.register()

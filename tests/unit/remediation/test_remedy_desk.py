@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +17,7 @@ from controller.core.events import ActionReported
 from controller.core.policy import CorePolicy
 from controller.lease import NotLeading
 from controller.remediation.base import Standing
-from controller.remediation.desk import PATIENCE_S, PATIENCE_SHARE, RemedyDesk
+from controller.remediation.desk import PATIENCE_S, PATIENCE_SHARE, THREADS, RemedyDesk
 from controller.store.records import RemedyRow, RemedyState
 from everstep.backoff import Backoff
 from everstep.errors import Conflict, Unavailable
@@ -193,6 +195,33 @@ def test_who_may_not_lead_any_more_asks_for_nothing() -> None:
     run(machine, book, wanted(1, RemedyKind.REBOOT), check_leading=check_leading)
     assert next(doubts, None) is None
     assert machine.applied == ["n1-a1"]
+
+
+def test_what_waited_for_a_thread_is_not_asked_for_once_another_may_lead() -> None:
+    machine, book = Machine(), Book()
+    ask, number, go = machine.apply, itertools.count(1), threading.Event()
+    leads, doubts, asked_as_leader = [True], list[int](), list[bool]()
+
+    def apply(remedy: Remedy) -> None:
+        mine = next(number)
+        if mine == THREADS:
+            leads[0] = False
+            go.set()
+        elif mine > THREADS:
+            asked_as_leader.append(leads[0])
+        assert go.wait(10)
+        ask(remedy)
+
+    def check_leading() -> None:
+        if not leads[0]:
+            doubts.append(1)
+            leads[0] = len(doubts) > THREADS
+            raise NotLeading("it was stopped")
+
+    machine.apply = apply  # type: ignore[method-assign]
+    run(machine, book, *(wanted(1, node=f"n{n}") for n in range(THREADS + 1)), check_leading=check_leading)
+    assert asked_as_leader == [True]
+    assert len(machine.applied) == THREADS + 1
 
 
 def test_a_cure_is_not_asked_for_any_more_when_patience_is_over_even_of_an_outside_that_was_away() -> None:

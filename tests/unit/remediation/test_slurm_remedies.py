@@ -52,6 +52,36 @@ def test_slurms_words_for_a_node_are_understood() -> None:
     assert parse_node("NodeName=n1 State=MIXED+MAINT").is_out
 
 
+@pytest.mark.parametrize(
+    ("reason", "somebodys"),
+    [
+        ("bad board, ticket 77", True),
+        ("Not responding", False),
+        ("Node unexpectedly rebooted", False),
+        ("Low RealMemory (reported:1 < 100.00% of configured:2)", False),
+        (f"{MARK} n1-a7 after boot of 2031-01-01T00:00:00: it hangs", False),
+    ],
+)
+def test_a_node_that_is_down_is_out_by_somebody_unless_slurm_or_we_took_it_down(reason: str, somebodys: bool) -> None:
+    assert parse_node(f"NodeName=n1 State=DOWN Reason={reason} [root@2026-11-20T10:00:00]").is_out is somebodys
+
+
+def test_a_person_who_took_a_node_down_keeps_it_down(real_slurm: slurm.Cluster) -> None:
+    real_slurm.make_idle()
+    real_slurm.scontrol("update", "NodeName=n1", "State=DOWN", "Reason=bad board")
+    remediator = Slurm(configuration=str(real_slurm.configuration))
+    try:
+        shown = remediator.standing(["n1"])["n1"]
+        assert (shown.cordoned_by, shown.reason) == ("slurm", "bad board")
+        assert remediator.is_done(remedy(21))  # it is out, as was wanted
+        for kind in (RemedyKind.UNCORDON, RemedyKind.REBOOT):
+            with pytest.raises(Conflict, match="out of service by somebody else"):
+                remediator.apply(remedy(22, kind))
+        assert "bad board" in real_slurm.shown()
+    finally:
+        real_slurm.make_idle()
+
+
 def test_slurm_that_is_not_installed_or_away_is_told_apart(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="not on this machine"):
         Slurm("no-such-scontrol")

@@ -98,6 +98,21 @@ def test_a_shared_token_enrols_as_many_as_it_says(client: TestClient) -> None:
         enrol(client, any_number, f"b{number}")
 
 
+def test_what_a_token_has_left_goes_over_to_the_one_it_is_rotated_into(client: TestClient) -> None:
+    wanted = wire.IssueJoin(reason="new nodes", uses=2)
+    old = post(client, "/v1/credentials", wanted, wire.Issued)
+    first = {"Authorization": f"Bearer {old.token}"}
+    enrol(client, first, "n1")
+    turn = wire.Rotate(reason="the mail went astray", grace_s=600.0)
+    new = post(client, f"/v1/credentials/{old.credential.id}/rotate", turn, wire.Issued)
+    assert new.credential.uses_left == 1
+    assert refusal(enrol, client, first, "n2").status == 403
+    enrol(client, first, "n1")  # its answer may have been lost
+    second = {"Authorization": f"Bearer {new.token}"}
+    enrol(client, second, "n2")
+    assert refusal(enrol, client, second, "n3").status == 403
+
+
 def test_a_token_enrols_only_nodes_whose_names_fit(client: TestClient) -> None:
     join = join_token(client, subject="rack3-n?", uses=None)
     enrol(client, join, "rack3-n1")
