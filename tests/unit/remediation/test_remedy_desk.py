@@ -64,8 +64,10 @@ class Book:
         self.away = away
         self.unsure = unsure
         self.now = 1000.0
+        self.loop: asyncio.AbstractEventLoop
 
     async def submit(self, stimulus: Callable[[Any, float], None]) -> None:
+        self.loop = asyncio.get_running_loop()
         if self.away > 0:
             self.away -= 1
             raise Unavailable("the database is away", 0.0)
@@ -202,11 +204,14 @@ def test_what_waited_for_a_thread_is_not_asked_for_once_another_may_lead() -> No
     ask, number, go = machine.apply, itertools.count(1), threading.Event()
     leads, doubts, asked_as_leader = [True], list[int](), list[bool]()
 
+    def stopped() -> None:
+        leads[0] = False
+        go.set()
+
     def apply(remedy: Remedy) -> None:
         mine = next(number)
         if mine == THREADS:
-            leads[0] = False
-            go.set()
+            book.loop.call_soon_threadsafe(stopped)  # after the last one has been handed to the threads
         elif mine > THREADS:
             asked_as_leader.append(leads[0])
         assert go.wait(10)
