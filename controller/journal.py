@@ -15,7 +15,7 @@ import errno
 import logging
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import BinaryIO
 import msgspec
 
 from controller.core import fleet
-from controller.core.describe import describe
+from controller.core.describe import describe, digest
 from controller.core.effects import Effect
 from controller.core.events import Event, ReportArrived
 from controller.core.records import JobRecord
@@ -69,12 +69,14 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """One event that was handled. ``decisions``: ``describe`` of its effects."""
+    """One event that was handled. ``decisions``: ``describe`` of its effects; ``digest``: of what these words leave out
+    as well, None in a journal of before."""
 
     at: float
     event: Event
     reads: tuple[Read, ...]
     decisions: tuple[str, ...]
+    digest: int | None = None
 
 
 class Journal:
@@ -136,13 +138,13 @@ class Journal:
             return now - segment.began_at >= RETRY_S
         return segment.written >= self._segment_bytes or now - segment.began_at >= SEGMENT_S
 
-    def _note(self, event: Event, now: float, turn: Turn, effects: Iterable[Effect]) -> None:
+    def _note(self, event: Event, now: float, turn: Turn, effects: Collection[Effect]) -> None:
         decisions = tuple(describe(effects))
         if turn.quiet and not decisions:
             return
         if isinstance(event, ReportArrived):
             event = msgspec.structs.replace(event, entropy=_BLANK)
-        self._add(Entry(now, event, tuple(turn.reads), decisions))
+        self._add(Entry(now, event, tuple(turn.reads), decisions, digest(effects)))
 
     def _add(self, frame: msgspec.Struct) -> None:
         body = _encoder.encode(frame)

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from controller.core import fleet
-from controller.core.describe import describe
+from controller.core.describe import describe, digest
 from controller.core.effects import Effect, PutVerdict
 from controller.core.events import Event, HeartbeatChanged, OperatorCommand, ReportArrived
 from controller.core.policy import CorePolicy
@@ -25,10 +25,15 @@ from everstep import __version__
 from everstep.errors import EverstepError, MalformedMessage
 from everstep.vocabulary import Verdict
 
+HIDDEN = "! other nodes than these words name, other seats or holders, or another record of a node or a job"
+
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One event, decided again. ``then`` and ``now`` are decisions in lines; ``verdicts`` are today's. ``ordered``: an
-    operator's order about a node."""
+    """One event, decided again.
+
+    ``then`` and ``now`` are decisions in lines; ``hidden``: these are the same, and what they leave out is not.
+    ``verdicts`` are today's. ``ordered``: an operator's order about a node.
+    """
 
     at: float
     what: str
@@ -39,13 +44,16 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     now: tuple[str, ...]
     verdicts: tuple[Verdict, ...]
     ordered: bool
+    hidden: bool = False
 
     @property
     def differs(self) -> bool:
-        return self.then != self.now
+        return self.hidden or self.then != self.now
 
     def difference(self) -> list[str]:
         """A unified difference without its header: ``-`` then, ``+`` now."""
+        if self.hidden:
+            return [*(f" {line}" for line in self.now), HIDDEN]
         return list(difflib.unified_diff(self.then, self.now, lineterm="", n=100))[3:]
 
 
@@ -99,7 +107,7 @@ def _recording(beginning: Beginning, state: FleetState, entries: Iterable[Entry]
 
 def _steps(state: FleetState, entries: Iterable[Entry]) -> Iterator[Step]:
     for entry in entries:
-        now, verdicts = _again(state, entry)
+        now, verdicts, today = _again(state, entry)
         event = entry.event
         yield Step(
             at=entry.at,
@@ -111,16 +119,18 @@ def _steps(state: FleetState, entries: Iterable[Entry]) -> Iterator[Step]:
             now=now,
             verdicts=verdicts,
             ordered=isinstance(event, OperatorCommand) and bool(event.node),
+            hidden=now == entry.decisions and entry.digest is not None and entry.digest != today,
         )
 
 
-def _again(state: FleetState, entry: Entry) -> tuple[tuple[str, ...], tuple[Verdict, ...]]:
+def _again(state: FleetState, entry: Entry) -> tuple[tuple[str, ...], tuple[Verdict, ...], int]:
+    """Today's decisions: in lines, the verdicts among them, and the digest of all of it."""
     try:
         effects: list[Effect] = fleet.take(state, entry.event, entry.at, entry.reads).finish()
     except EverstepError as error:  # in a world that went another way, a node or a job may not be there
-        return (f"refused ({error.code}): {error}",), ()
+        return (f"refused ({error.code}): {error}",), (), 0
     verdicts = tuple(effect.verdict for effect in effects if isinstance(effect, PutVerdict))
-    return tuple(describe(effects)), verdicts
+    return tuple(describe(effects)), verdicts, digest(effects)
 
 
 def _name(event: Event) -> str:

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Collection, Iterable, Iterator
 
-from controller.core.effects import Audit, Effect, PutGeneration, PutVerdict, PutVersion, RequestRemedy, Send
+import xxhash
+
+from controller.core.effects import (
+    Audit,
+    Effect,
+    PutGeneration,
+    PutJob,
+    PutNode,
+    PutVerdict,
+    PutVersion,
+    RequestRemedy,
+    Send,
+)
 from everstep.wire.v1.directives import (
     KillRank,
     NewGeneration,
@@ -19,13 +32,13 @@ NAMED_NODES = 8
 """Receivers of a directive that are named; of more, these and how many others."""
 
 
-def describe(effects: Iterable[Effect]) -> Iterator[str]:
-    """One line per decision; one per directive, with all who are sent it."""
+def describe(effects: Iterable[Effect], most: int = NAMED_NODES) -> Iterator[str]:
+    """One line per decision; one per directive, with all who are sent it, the first ``most`` by name."""
     sends: dict[str, list[str]] = {}
     for effect in effects:
         if isinstance(effect, PutGeneration):
             yield f"generation {effect.spec.number} ({effect.spec.reason}): {effect.spec.sentence}"
-            yield f"  restore {_rule(effect)}; store on {effect.spec.store_node}; copies {_copies(effect)}"
+            yield f"  restore {_rule(effect)}; store on {effect.spec.store_node}; copies {_copies(effect, most)}"
         elif isinstance(effect, PutVerdict):
             yield f"verdict {effect.verdict.id} ({effect.verdict.decision}): {effect.verdict.sentence}"
         elif isinstance(effect, PutVersion):
@@ -38,17 +51,35 @@ def describe(effects: Iterable[Effect]) -> Iterator[str]:
         elif isinstance(effect, Send):
             sends.setdefault(_directive(effect), []).append(effect.node)
     for directive, nodes in sends.items():
-        yield f"to {_several(nodes, ' ')}: {directive}"
+        yield f"to {_several(nodes, ' ', most)}: {directive}"
+
+
+def digest(effects: Collection[Effect]) -> int:
+    """xxh3-64 of all that is decided, also of what ``describe`` leaves out for brevity."""
+    lines = (*describe(effects, sys.maxsize), *_silent(effects))
+    return xxhash.xxh3_64_intdigest("\n".join(lines).encode())
+
+
+def _silent(effects: Iterable[Effect]) -> Iterator[str]:
+    for effect in effects:
+        if isinstance(effect, PutGeneration):
+            yield " ".join(effect.spec.seats)
+            yield " ".join(holder.node for holder in effect.spec.holders)
+        elif isinstance(effect, PutNode):
+            doc = effect.doc
+            yield f"{effect.node} {doc.state} {doc.offences:.6f} {doc.returns_at:.3f} {doc.sentence}"
+        elif isinstance(effect, PutJob):
+            yield f"{effect.job} {effect.doc.state} {effect.doc.last_number} {' '.join(effect.doc.excluded)}"
 
 
 def _is_verdict(effect: Audit) -> bool:
     return effect.entry.kind.startswith("verdict.")
 
 
-def _several(names: list[str], joint: str) -> str:
-    if len(names) <= NAMED_NODES:
+def _several(names: list[str], joint: str, most: int) -> str:
+    if len(names) <= most:
         return joint.join(names)
-    return f"{joint.join(names[:NAMED_NODES])}{joint}and {len(names) - NAMED_NODES} more"
+    return f"{joint.join(names[:most])}{joint}and {len(names) - most} more"
 
 
 def _rule(effect: PutGeneration) -> str:
@@ -57,8 +88,8 @@ def _rule(effect: PutGeneration) -> str:
     return "nothing" if rule.scratch else " ".join(filter(None, bounds)) or "the newest whole version"
 
 
-def _copies(effect: PutGeneration) -> str:
-    return _several([f"{node}->{'+'.join(to) or '-'}" for node, to in effect.spec.replica_nodes.items()], " ")
+def _copies(effect: PutGeneration, most: int) -> str:
+    return _several([f"{node}->{'+'.join(to) or '-'}" for node, to in effect.spec.replica_nodes.items()], " ", most)
 
 
 def _directive(effect: Send) -> str:

@@ -8,14 +8,16 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from controller import journal
+from controller.core import generations
 from controller.core.turn import Turn
 from controller.journal import MAGIC, RETRY_S, Journal, read_segment, segments
-from controller.replay import Step, replay
+from controller.replay import HIDDEN, Step, replay
 from everstep.errors import ConfigurationError, MalformedMessage
 from everstep.vocabulary import NodeState
 from tests.support.core_fleet import ENTROPY, START, CoreFleet, xid
@@ -79,6 +81,26 @@ def test_a_core_that_decides_otherwise_shows_the_difference(
     different = [step for step in _steps(tmp_path / "journal") if step.differs]
     assert different
     assert any(line.startswith("-verdict n2-1 (evict)") for line in different[0].difference())
+
+
+def test_other_places_for_copies_than_the_words_name_are_a_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = JournaledFleet(tmp_path / "journal")
+    fleet.start(12)
+    fleet.journal.close()
+    assert not any(step.differs for step in _steps(tmp_path / "journal"))
+    place = generations.place_replicas
+
+    def otherwise(*asked: Any) -> dict[str, tuple[str, ...]]:
+        placed = place(*asked)
+        (first, one), (second, other) = list(placed.items())[-2:]
+        return placed | {first: other, second: one}
+
+    monkeypatch.setattr(generations, "place_replicas", otherwise)
+    different = [step for step in _steps(tmp_path / "journal") if step.differs]
+    assert different
+    assert all(step.then == step.now and step.difference()[-1] == HIDDEN for step in different)
 
 
 def test_secrets_are_not_written_and_the_files_are_their_owners_only(fleet: JournaledFleet, tmp_path: Path) -> None:
