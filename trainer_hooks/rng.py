@@ -36,8 +36,17 @@ def seed_step(seed: int, step: int, replica: int, stage: int = 0) -> None:
 
 def seed_sample(seed: int, step: int, place: int) -> None:
     """The same for the sample at ``place`` of a step's global batch, on the host: streams that no rank has."""
-    digest = hashlib.blake2b(f"sample:{seed}:{step}:{place}".encode(), digest_size=8).digest()
-    _seed_host(int.from_bytes(digest, "big") >> 1)
+    _seed_host(_host_seed("sample", seed, step, place))
+
+
+def seed_batch(seed: int, step: int, first: int) -> None:
+    """For what is made of the samples from ``first`` on, once they are there: no sample's stream."""
+    _seed_host(_host_seed("batch", seed, step, first))
+
+
+def _host_seed(of: str, seed: int, step: int, place: int) -> int:
+    digest = hashlib.blake2b(f"{of}:{seed}:{step}:{place}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def _seed_host(value: int) -> None:

@@ -133,18 +133,30 @@ class Run:
         )
 
     def loader(
-        self, dataset: Any, *, global_batch: int, seed: int = 0, drop_last: bool = False, **options: Any
+        self,
+        dataset: Any,
+        *,
+        global_batch: int,
+        seed: int = 0,
+        drop_last: bool = False,
+        fetch_together: bool = False,
+        **options: Any,
     ) -> Loader:
         """A DataLoader whose batches are asked for by step: ``loader.batch(step)``, or ``parts(loader, step)``.
 
         Map-style data are shuffled as by ``sampler``. Iterable data come in their own order, each replica its share of
         every global batch; give the data set ``seek(position)`` (see trainer_hooks.loading.stream), or each rank reads
-        what the others need as well, and after a restore everything that came before. ``options`` go to DataLoader:
-        num_workers, prefetch_factor, collate_fn and so on. What a data set or a collate function draws at random for a
-        sample depends on (seed, step, its place in the global batch) only.
+        what the others need as well, and after a restore everything that came before. Whoever reads has to be given the
+        whole sequence: worker processes are hidden from the data set, and it must not split itself by rank either.
+        ``options`` go to DataLoader: num_workers, prefetch_factor, collate_fn and so on.
 
-        Raises TypeError for options that are not the user's to choose here, ValueError where a batch cannot be taken
-        from the data or split over the ranks.
+        What a data set draws at random for a sample depends on (seed, step, its place in the global batch) only, what
+        a collate function draws on (seed, step, the place of its first sample): on the number of replicas, then,
+        unless there are virtual ranks. So a data set with ``__getitems__`` is asked for one sample at a time.
+        ``fetch_together`` asks it for all that this rank needs at once; what it draws is then as for a collate function.
+
+        Raises TypeError for options that are not the user's to choose here, and for fetch_together with data that have
+        no ``__getitems__``; ValueError where a batch cannot be taken from the data or split over the ranks.
         """
         sampler: ElasticSampler | StreamSampler
         if is_stream(dataset):
@@ -154,7 +166,7 @@ class Run:
             sampler = StreamSampler(global_batch=global_batch, rank=replica.index, world_size=replica.count)
         else:
             sampler = self.sampler(len(dataset), global_batch=global_batch, seed=seed, drop_last=drop_last)
-        made = Loader(dataset, sampler, self._replication.played, seed, options)
+        made = Loader(dataset, sampler, self._replication.played, seed, options, together=fetch_together)
         self._loaders.append(made)
         return made
 

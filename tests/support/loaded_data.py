@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 SIZE = 41
 Sample = tuple[int, float]
@@ -74,6 +74,21 @@ class Jumping(Counted):
         for index in range(self._at, SIZE):
             self.read += 1
             yield sample(index)
+
+
+class SplitByWorker(Counted):
+    """Gives each worker its part, as torch's documentation of IterableDataset has it (Example 1)."""
+
+    def __iter__(self) -> Iterator[Sample]:
+        info = get_worker_info()
+        mine, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        for index in range(mine * self.size // workers, (mine + 1) * self.size // workers):
+            yield sample(index)
+
+
+def masked(samples: Sequence[Any]) -> tuple[tuple[Any, ...], float]:
+    """A collate function that draws at random, as one that masks tokens does."""
+    return tuple(samples), torch.rand(1).item() + random.random() + float(np.random.rand())
 
 
 class Stuck(Numbers):

@@ -41,7 +41,8 @@ class Loader:
     Args:
         sampler: of the data set's samples, for this rank.
         parts: the ranks, of how many, whose batches ``batches`` gives; asked when the first is wanted.
-        options: of DataLoader. Raises TypeError for those that are not the user's to choose here.
+        together: as of Mapped. options: of DataLoader. Raises TypeError for those that are not the user's to choose here, and for
+            ``together`` with data that cannot be asked so.
     """
 
     def __init__(
@@ -51,15 +52,20 @@ class Loader:
         parts: Callable[[], Sequence[tuple[int, int]]],
         seed: int,
         options: dict[str, Any],
+        *,
+        together: bool = False,
     ) -> None:
         for name, why in _OURS.items():
             if name in options:
                 raise TypeError(f"run.loader has no {name}: {why}")
+        if together and not hasattr(dataset, "__getitems__"):
+            raise TypeError(f"fetch_together needs a data set with __getitems__, which {type(dataset).__name__} has not")
         self._dataset = dataset
         self._sampler = sampler
         self._parts = parts
         self._seed = seed
         self._options = options
+        self._together = together
         self._next: tuple[int, int] | None = None
         self._iterator: Iterator[Any] | None = None
 
@@ -105,12 +111,14 @@ class Loader:
 
     def _begin(self, step: int, shares: Sequence[ElasticSampler | StreamSampler]) -> Iterator[Any]:
         portions, options = Portions(shares, step), dict(self._options)
+        collate = options.pop("collate_fn", None) or default_collate
         generator = torch.Generator()  # the default one would give a number away here, which a restored run takes later
         if not is_stream(self._dataset):
-            mapped: Any = Mapped(self._dataset, self._seed)
+            mapped: Any = Mapped(self._dataset, self._seed, collate, together=self._together)
             batches: Any = portions
-            return iter(DataLoader(mapped, batch_sampler=batches, generator=generator, **options))
-        collate = options.pop("collate_fn", None) or default_collate
+            return iter(
+                DataLoader(mapped, batch_sampler=batches, collate_fn=the_same, generator=generator, **options)
+            )
         streamed = Streamed(self._dataset, portions, collate, self._seed)
         return iter(DataLoader(streamed, batch_size=None, collate_fn=the_same, generator=generator, **options))
 

@@ -11,9 +11,8 @@ from typing import Any, Protocol
 
 import msgspec
 import torch
-from torch.utils.data import get_worker_info
 
-from trainer_hooks.rng import seed_sample
+from trainer_hooks.rng import seed_batch, seed_sample
 
 
 class Portion(msgspec.Struct, frozen=True):
@@ -49,15 +48,24 @@ class Portions:
                 yield Portion(step, share.share()[0], tuple(share.indices(step).tolist()))
 
 
-def seeded(
-    portion: Portion, seed: int, fetch: Callable[[int], Any], approach: Callable[[int], None] | None = None
-) -> list[Any]:
-    """``fetch(index)`` of each sample, with streams seeded from (seed, step, place in the global batch).
+Collate = Callable[[list[Any]], Any]
+
+
+def batch_of(
+    portion: Portion,
+    seed: int,
+    fetch: Callable[[int], Any],
+    collate: Collate,
+    approach: Callable[[int], None] | None = None,
+) -> Any:
+    """What ``collate`` makes of ``fetch(index)`` of each sample, with streams seeded from (seed, step, place in the
+    global batch) for each, and from (seed, step, place of the first) for ``collate``.
 
     ``approach(index)`` comes before the seeding: what it draws counts for nothing.
 
-    So what is drawn for a sample depends neither on the worker that fetches it nor on the number of ranks. In a main
-    process that fetches itself, the streams afterwards are what they were before.
+    So what is drawn for a sample depends neither on the worker that fetches it nor on the number of ranks, and what is
+    drawn for a batch on that number only. In a main process that fetches itself, the streams afterwards are what they
+    were before.
     """
     with _streams_kept():
         fetched = []
@@ -66,14 +74,12 @@ def seeded(
                 approach(index)
             seed_sample(seed, portion.step, place)
             fetched.append(fetch(index))
-        return fetched
+        seed_batch(seed, portion.step, portion.first)
+        return collate(fetched)
 
 
 @contextmanager
 def _streams_kept() -> Iterator[None]:
-    if get_worker_info() is not None:
-        yield
-        return
     numpy = sys.modules.get("numpy")
     before = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy is not None else None
     try:
@@ -86,25 +92,36 @@ def _streams_kept() -> Iterator[None]:
 
 
 class Mapped:
-    """A map-style data set that is asked for portions: what torch's fetcher hands over is the whole portion."""
+    """A map-style data set that is asked for portions: what torch's fetcher hands over is the whole portion.
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+    together: asks for all samples of a portion at once. What the data set draws is then seeded from the place of the
+    first.
+    """
+
+    def __init__(self, dataset: Any, seed: int, collate: Collate, *, together: bool = False) -> None:
         self._dataset = dataset
         self._seed = seed
+        self._collate = collate
+        self._together = together
 
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitems__(self, portion: Portion) -> list[Any]:
-        together = getattr(self._dataset, "__getitems__", None)
-        if together is None:
-            return seeded(portion, self._seed, self._dataset.__getitem__)
-        fetched: list[list[Any]] = []
+    def __getitems__(self, portion: Portion) -> Any:
+        if not self._together:
+            return batch_of(portion, self._seed, self._one, self._collate)
         whole = msgspec.structs.replace(portion, indices=portion.indices[:1])
-        seeded(whole, self._seed, lambda _: fetched.append(together(list(portion.indices))))
-        return fetched[0]
+        return batch_of(whole, self._seed, lambda _: self._dataset.__getitems__(list(portion.indices)), self._unpacked)
+
+    def _one(self, index: int) -> Any:
+        """As torch asks, which prefers ``__getitems__``: a data set may have that one only."""
+        several = getattr(self._dataset, "__getitems__", None)
+        return self._dataset[index] if several is None else several([index])[0]
+
+    def _unpacked(self, fetched: list[list[Any]]) -> Any:
+        return self._collate(fetched[0])
 
 
 def the_same(value: Any) -> Any:
-    """In the place of a collate function: a portion has its own already."""
+    """In the place of a collate function: a portion is collated already."""
     return value

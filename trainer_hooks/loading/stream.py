@@ -7,15 +7,17 @@ on ``n`` ranks with ``w`` workers ``n * w`` times as much as is used, and after 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from copy import copy
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker
 
 from trainer_hooks.data import share_of
-from trainer_hooks.loading.portions import Portions, seeded
+from trainer_hooks.loading.portions import Collate, Portions, batch_of
 
 
 @runtime_checkable
@@ -108,11 +110,13 @@ class Reader:
 
 class Streamed(IterableDataset[Any]):
     """Whole batches for a DataLoader without a batch size: worker ``w`` of ``n`` makes each ``n``-th, which is the
-    order in which the DataLoader asks them."""
+    order in which the DataLoader asks them.
 
-    def __init__(
-        self, dataset: Iterable[Any], portions: Portions, collate: Callable[[list[Any]], Any], seed: int
-    ) -> None:
+    Each worker reads the whole sequence. Data sets that split themselves by ``get_worker_info()``, as torch's
+    documentation shows and Hugging Face's do, would give it a part: it is hidden from them, from their threads too.
+    """
+
+    def __init__(self, dataset: Iterable[Any], portions: Portions, collate: Collate, seed: int) -> None:
         self._dataset = dataset
         self._portions = portions
         self._collate = collate
@@ -121,7 +125,16 @@ class Streamed(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         mine, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        worker._worker_info = None
         reader = Reader(self._dataset)
         for number, portion in enumerate(self._portions):
             if number % workers == mine:
-                yield self._collate(seeded(portion, self._seed, reader.read, reader.approach))
+                yield batch_of(portion, self._seed, reader.read, partial(self._collated, info), reader.approach)
+
+    def _collated(self, info: Any, samples: list[Any]) -> Any:
+        """With the worker to be seen: torch's own collate function then makes tensors in shared memory."""
+        worker._worker_info = info
+        try:
+            return self._collate(samples)
+        finally:
+            worker._worker_info = None

@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, random_split
 
-from tests.support.loaded_data import SIZE, Counted, Jumping, Numbers, Stuck, Together, as_tuple
+from tests.support.loaded_data import SIZE, Counted, Jumping, Numbers, SplitByWorker, Stuck, Together, as_tuple, masked
 from tests.support.vaults import until
 from trainer_hooks.data import ElasticSampler
 from trainer_hooks.keeper import IdleKeeper
@@ -22,7 +22,13 @@ from trainer_hooks.place import Place
 from trainer_hooks.run import Run
 
 BATCH, STEPS, SEED = 7, 20, 3  # 140 samples: several epochs of 41, which straddle
-KINDS = {"map-style": Numbers, "fetched together": Together, "stream": Counted, "stream that jumps": Jumping}
+KINDS = {
+    "map-style": Numbers,
+    "fetched together": Together,
+    "stream": Counted,
+    "stream that jumps": Jumping,
+    "stream that workers split": SplitByWorker,
+}
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
@@ -37,7 +43,7 @@ def run_of(rank: int = 0, world: int = 1) -> Run:
 def loaded(dataset: Any, first: int = 1, last: int = STEPS, rank: int = 0, world: int = 1, **options: Any) -> list[Any]:
     """What one rank loads, step by step."""
     run = run_of(rank, world)
-    loader = run.loader(dataset, global_batch=BATCH, seed=SEED, collate_fn=as_tuple, **options)
+    loader = run.loader(dataset, global_batch=BATCH, seed=SEED, **{"collate_fn": as_tuple} | options)
     try:
         return [loader.batch(step) for step in range(first, last + 1)]
     finally:
@@ -67,8 +73,6 @@ def test_neither_samples_nor_what_is_drawn_for_them_depend_on_workers(make, work
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_nor_on_the_number_of_ranks(make, world):
-    if make is Together:  # one draw for what is fetched at once
-        return
     ranks = [loaded(make(), rank=rank, world=world) for rank in range(world)]
     assert [sum(parts, ()) for parts in zip(*ranks, strict=True)] == loaded(make())
 
@@ -85,11 +89,43 @@ def test_steps_in_any_order_have_their_own_samples(make):
     assert [loader.batch(step) for step in (4, 5, 2, 3, 20)] == [whole[step - 1] for step in (4, 5, 2, 3, 20)]
 
 
+@pytest.mark.parametrize("part", [False, True], ids=["whole", "part"])
+def test_what_a_collate_function_draws_depends_neither_on_workers_nor_on_where_the_loading_began(make, part):
+    def data() -> Any:
+        return random_split(make(), [30, 11], torch.Generator().manual_seed(1))[0] if part else make()
+
+    if part and issubclass(make, Counted):
+        return
+    whole = loaded(data(), collate_fn=masked)
+    assert len({mask for _, mask in whole}) == STEPS, "each step has a mask of its own"
+    assert not {mask for _, mask in whole} & {noise for samples, _ in whole for _, noise in samples}
+    assert loaded(data(), collate_fn=masked, num_workers=2) == whole
+    assert loaded(data(), first=13, collate_fn=masked) == whole[12:]
+    ranks = [loaded(data(), rank=rank, world=2, collate_fn=masked) for rank in range(2)]
+    assert [one[0] + other[0] for one, other in zip(*ranks, strict=True)] == [samples for samples, _ in whole]
+    assert [one[1] for one in ranks[0]] == [mask for _, mask in whole], "the first rank's batch begins where it did"
+
+
+def test_data_that_are_asked_for_whole_batches_at_once_say_so_to_the_loader():
+    class Asked(Together):
+        asked: list[int] = []  # noqa: RUF012
+
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            self.asked.append(len(indices))
+            return super().__getitems__(indices)
+
+    batch = loaded(Asked(), last=1, fetch_together=True)
+    assert Asked.asked == [BATCH]
+    assert batch == loaded(Asked(), last=1, fetch_together=True, num_workers=1)
+    with pytest.raises(TypeError, match="__getitems__"):
+        loaded(Numbers(), fetch_together=True)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_loading_takes_no_random_number_from_the_training(make, workers):
     def draws(load: bool) -> list[float]:
         run, numbers = run_of(), []
-        loader = run.loader(make(), global_batch=BATCH, collate_fn=as_tuple, num_workers=workers)
+        loader = run.loader(make(), global_batch=BATCH, collate_fn=masked, num_workers=workers)
         for step in run.steps(until=3, seed=9):
             numbers.append(random.random())
             if load:
@@ -102,8 +138,6 @@ def test_loading_takes_no_random_number_from_the_training(make, workers):
 
 
 def test_virtual_ranks_load_each_its_own_part(make):
-    if make is Together:
-        return
     run = run_of()
     loader = run.loader(make(), global_batch=BATCH, seed=SEED, collate_fn=as_tuple, num_workers=2)
     run.replicate(torch.nn.Linear(1, 1), virtual_ranks=3)
