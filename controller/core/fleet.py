@@ -130,6 +130,7 @@ def take(state: FleetState, event: Event, now: float, recorded: Sequence[Read] |
     turn = Turn(state, now, _trace(event), event.entropy if isinstance(event, ReportArrived) else "", recorded)
     _EVENTS[type(event)](turn, event)
     verdict.judge_own(turn)
+    verdict.judge_returning(turn)
     if turn.departed:
         losses.regroup_departed(turn)
     if state.held:

@@ -174,7 +174,7 @@ def _readmit(turn: Turn, node: str, sentence: str) -> None:
     was_kept = record.maintenance_until > turn.now
     record.needs_operator, record.condemned, record.against = False, [], []
     clear_own(turn, node)
-    record.hold, record.undecided = "", {}
+    record.hold, record.undecided, record.vouched = "", {}, list(record.findings)
     if record.state is NodeState.REPAIR:
         record.offences = 0.0
     holds.end_early(turn, node)

@@ -128,11 +128,33 @@ def begin_probation(turn: Turn, node: str, because: str) -> None:
     sentence = f"{because}; on probation for {turn.policy.probation_beats} clean beats"
     set_state(turn, node, NodeState.PROBATION, sentence)
     turn.audit("node.probation", sentence, node=node)
+    if not _unwell(turn, node):
+        begin_checks(turn, node)
+
+
+def begin_checks(turn: Turn, node: str) -> None:
+    """The diagnostics of a node on probation, from the first one on."""
     if turn.policy.probe_required:
         next_check(turn, node)
     else:
-        record.probe = PROBE_SKIPPED
+        turn.state.nodes[node].probe = PROBE_SKIPPED
     check_probation(turn, node)
+
+
+def standing_against(turn: Turn, node: str) -> list[Finding]:
+    """What is known of the node that keeps it out, were it out; not what somebody has vouched for."""
+    record = turn.state.nodes[node]
+    known = (*record.findings.values(), *record.own.values())
+    return [finding for finding in known if convicts(turn.state, record, finding, turn.now)]
+
+
+def _unwell(turn: Turn, node: str) -> bool:
+    """Whether something stands against a node on its way back: agents tell of it once, and it may have been out then.
+    It is judged when all that this event tells is known (``verdict.judge_returning``)."""
+    if not standing_against(turn, node):
+        return False
+    turn.returning[node] = None
+    return True
 
 
 def next_check(turn: Turn, node: str) -> None:
@@ -287,7 +309,7 @@ def check_probation(turn: Turn, node: str) -> None:
     if record.course is not None and record.course.remedy:
         return
     beats = turn.pulse(node).beats
-    if beats < turn.policy.probation_beats or not record.reachable:
+    if beats < turn.policy.probation_beats or not record.reachable or _unwell(turn, node):
         return
     probe = "passed its probe and" if record.probe == PROBE_PASSED else "had no partner to be probed with, but"
     sentence = f"{node} {probe} sent {beats} clean beats: it is healthy"

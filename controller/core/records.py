@@ -118,6 +118,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     longer. ``verdicts`` counts verdicts ever given, for their ids; ``stands_by``: the one by which it is out, or back.
     ``probe``: the one it must pass. ``against``: with whom it was in an undecided digest vote. ``condemned``: UUIDs of
     GPUs (or its name, without any) that computed wrongly; when none of them is left, the node is repaired.
+    ``vouched``: keys of findings that stood when an operator readmitted it, and did not get worse.
     ``overruled``: key of the finding whose eviction is held, ``held_by`` what holds it (a scope of ``eviction``).
 
     ``booted_at``: when it was first seen after its last boot. ``reports`` of a finding are counted under its rule and
@@ -160,6 +161,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     probe_failures: int = 0
     against: list[NodeId] = []
     condemned: list[str] = []
+    vouched: list[str] = []
     overruled: str = ""
     held_by: str = ""
     booted_at: float = 0.0

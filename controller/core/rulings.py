@@ -13,9 +13,15 @@ INCURABLE = (FindingKind.DIGEST_MISMATCH, FindingKind.COMPUTE_WRONG, FindingKind
 
 
 def convicts(state: FleetState, record: NodeRecord, finding: Finding, now: float) -> bool:
-    """Whether the finding, just as it is, keeps a node out that does not serve: its rule would evict for it."""
+    """Whether the finding, just as it is, keeps a node out that does not serve: its rule would evict for it, and nobody
+    has vouched for the node all the same."""
     rule = state.policy.rules.rule(finding)
-    if not rule.applies(finding) or rule.mode_of(finding) is not Mode.ENFORCE or rule.heals:
+    if (
+        finding.key in record.vouched
+        or not rule.applies(finding)
+        or rule.mode_of(finding) is not Mode.ENFORCE
+        or rule.heals
+    ):
         return False
     if rule.n_of[0] > 1 or rule.second_pass is SecondPass.PAIR or now < record.booted_at + rule.boot_grace_s:
         return False

@@ -85,7 +85,8 @@ class Turn:
     heard in time; history can do without it. ``looks``: where the Tick of ``recorded`` looked; silence deadlines, which
     beats move, are not to be looked at otherwise then. ``freed``: scopes whose held evictions are to be looked at again
     (``eviction``). ``departed``: nodes lost in this turn, and why, by the jobs that they had a seat in. ``own``: what
-    the controller found itself and is not judged yet. ``regrouped``: jobs that a rule regroups once for all that it
+    the controller found itself and is not judged yet. ``returning``: nodes on probation against which something
+    stands, to be judged as well. ``regrouped``: jobs that a rule regroups once for all that it
     decides in this turn, so that nobody else need.
 
     Args:
@@ -108,6 +109,7 @@ class Turn:
         self.trace = trace
         self.entropy = entropy
         self.freed: dict[str, None] = {}
+        self.returning: dict[NodeId, None] = {}
         self.departed: dict[JobId, dict[NodeId, str]] = {}
         self.own: list[OwnNews] = []
         self.regrouped: set[JobId] = set()

@@ -12,10 +12,10 @@ from controller.core.finding_log import is_written, write
 from controller.core.generations import Cause
 from controller.core.losses import node_left_jobs
 from controller.core.outbreaks import UNDECIDED, is_of_outbreak, under_reserve_until
-from controller.core.quarantine import add_cause, check_quarantine, relapse
+from controller.core.quarantine import add_cause, begin_checks, check_quarantine, relapse, standing_against
 from controller.core.records import NodeRecord
 from controller.core.rules import Rule, Scope, SecondPass, bad_reports, in_words, is_taken, remember, remember_step
-from controller.core.rulings import by_rule, convicts, rung_of
+from controller.core.rulings import by_rule, rung_of
 from controller.core.standing import kept_out
 from controller.core.turn import Turn
 from controller.core.undecided import look_later
@@ -86,6 +86,7 @@ def _cleared(turn: Turn, node: str, finding: Finding, why: str = "") -> None:
     if record.overruled == finding.key:
         release(turn, node)
     record.undecided.pop(finding.key, None)
+    _unvouch(record, finding.key)
     if finding.key in record.causes:
         record.cleared[finding.key] = turn.now
     rule = turn.policy.rules.rule(finding)
@@ -103,10 +104,32 @@ def _settle(turn: Turn, node: str) -> None:
     if record.state is NodeState.QUARANTINED:
         check_quarantine(turn, node)
     elif record.state is NodeState.PROBATION:
-        known = (*record.findings.values(), *record.own.values())
-        standing = next((f for f in known if convicts(turn.state, record, f, turn.now)), None)
-        if standing is not None:
-            relapse(turn, node, standing, f"{node} cannot come back: {standing.message}")
+        _judge_standing(turn, node)
+
+
+def _judge_standing(turn: Turn, node: str) -> None:
+    """Whether what stands against a node on probation puts an end to that."""
+    for finding in standing_against(turn, node):
+        relapse(turn, node, finding, f"{node} cannot come back: {finding.message}")
+        return
+
+
+def judge_returning(turn: Turn) -> None:
+    """Judges what stood already when a node came on probation, or was to become healthy. Who may stay is examined."""
+    while turn.returning:
+        node = next(iter(turn.returning))
+        del turn.returning[node]
+        record = turn.state.nodes[node]
+        if record.state is NodeState.PROBATION:
+            _judge_standing(turn, node)
+        if record.state is NodeState.PROBATION and not record.probe:
+            begin_checks(turn, node)
+
+
+def _unvouch(record: NodeRecord, key: str) -> None:
+    """An operator's word on the finding is over: it has cleared, or got worse."""
+    if key in record.vouched:
+        record.vouched.remove(key)
 
 
 # --- what the controller found itself ----------------------------------------------------------------------------
@@ -133,6 +156,8 @@ def _judge_if_new(turn: Turn, node: str, before: Finding | None, finding: Findin
         finding.action,
         finding.mode,
     )
+    if not same:
+        _unvouch(turn.state.nodes[node], finding.key)
     written = _is_news(before, finding, same=same) and is_written(turn, node, finding, more=True)
     if written:
         write(turn, node, finding)

@@ -15,6 +15,7 @@ from tests.sim.checkers.protection import Parities
 from tests.sim.checkers.recovery import Recovery
 from tests.sim.checkers.remedies import Remedies
 from tests.sim.checkers.restores import Restores
+from tests.sim.checkers.returns import Returns
 from tests.sim.checkers.samples import Samples
 from tests.sim.checkers.spills import Spills
 from tests.sim.checkers.suspicion import Suspicion
@@ -29,6 +30,7 @@ def all_checkers() -> list[Any]:
         Budget(),
         Evidence(),
         Blame(),
+        Returns(),
         Suspicion(),
         Paces(),
         Durability(),

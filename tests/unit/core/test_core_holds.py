@@ -162,7 +162,6 @@ def test_what_still_stands_at_the_end_keeps_the_node_out() -> None:
     _maintain(fleet, 5.0, node="n2")
     fleet.raise_finding("n2", xid())
     fleet.advance(6.0, *EVERYONE)
-    fleet.beat("n2", xid())
     assert fleet.node_state("n2") is NodeState.QUARANTINED
 
 

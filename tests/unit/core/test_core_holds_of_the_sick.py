@@ -14,8 +14,9 @@ from controller.core.policy import CorePolicy
 from controller.core.rules import Rulebook
 from controller.core.turn import Turn
 from everstep.errors import Conflict
-from everstep.vocabulary import Action, Mode, NodeState
-from tests.support.core_fleet import CoreFleet, audits, xid
+from everstep.vocabulary import Action, Finding, Mode, NodeState
+from everstep.wire.v1.directives import RunProbe
+from tests.support.core_fleet import CoreFleet, audits, sent, xid
 
 EVERYONE = [f"n{i}" for i in range(1, 6)]
 HUNG = xid(119, Action.RESET_GPU)
@@ -146,6 +147,60 @@ def test_what_stands_when_a_held_node_is_released_keeps_it_out() -> None:
     fleet = _sick()
     fleet.order(OperatorAction.HOLD, node="n3")
     fleet.raise_finding("n3", xid())
+    before = len(fleet.effects)
     fleet.order(OperatorAction.RELEASE, node="n3")
-    fleet.beat("n3", xid())
+    assert fleet.node_state("n3") is NodeState.QUARANTINED
+    assert not sent(fleet.effects[before:], RunProbe)
+
+
+def test_what_stands_when_a_cordon_is_lifted_keeps_the_node_out() -> None:
+    fleet = _sick()
+    fleet.feed(NodeObserved(node="n3", cordoned_by="maria", trace=fleet.trace()))
+    fleet.raise_finding("n3", xid())
+    fleet.feed(NodeObserved(node="n3", trace=fleet.trace()))
+    assert fleet.node_state("n3") is NodeState.QUARANTINED
+
+
+def test_what_a_reboot_cured_does_not_count_when_the_node_is_heard_again() -> None:
+    fleet = _sick()
+    fleet.order(OperatorAction.HOLD, node="n3")
+    fleet.raise_finding("n3", xid())
+    fleet.disconnect("n3")
+    fleet.advance(30.0, "n1", "n2", "n4", "n5")
+    fleet.order(OperatorAction.RELEASE, node="n3")
+    assert fleet.node_state("n3") is NodeState.LOST
+    fleet.register("n3", boot_id="boot-2")
+    assert fleet.node_state("n3") is NodeState.PROBATION
+    assert fleet.state.nodes["n3"].probe
+
+
+def _readmitted_with(finding: Finding) -> CoreFleet:
+    fleet = _sick()
+    fleet.order(OperatorAction.REPAIR, node="n3")
+    fleet.raise_finding("n3", finding)
+    fleet.order(OperatorAction.READMIT, node="n3")
+    return fleet
+
+
+def _examined(fleet: CoreFleet) -> NodeState:
+    """n3 passes its diagnostics, and all beat for as long as probation takes."""
+    fleet.probe_result("n3")
+    fleet.probe_result(next(reversed(fleet.state.probes.values())).nodes[0])
+    fleet.advance(fleet.policy.probation_beats + 1.0, *EVERYONE)
+    return fleet.node_state("n3")
+
+
+def test_who_is_readmitted_with_a_finding_serves_at_the_operators_word_until_it_gets_worse() -> None:
+    fleet = _readmitted_with(xid())
+    fleet.beat("n3", xid(), xid(31, Action.NONE))
+    fleet.restart()
+    assert _examined(fleet) is NodeState.HEALTHY
+    fleet.raise_finding("n3", xid(79, Action.REBOOT_NODE))
+    assert fleet.node_state("n3") is NodeState.QUARANTINED
+
+
+def test_a_finding_that_comes_again_after_a_readmission_is_nobodys_word() -> None:
+    fleet = _readmitted_with(xid())
+    fleet.clear_finding("n3", xid().key)
+    fleet.raise_finding("n3", xid())
     assert fleet.node_state("n3") is NodeState.QUARANTINED

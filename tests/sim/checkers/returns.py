@@ -1,0 +1,81 @@
+"""Who comes back into service is well: nobody becomes healthy with a finding standing for which a node is evicted."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from controller.core.effects import DropNode, PutNode
+from controller.core.events import OperatorAction, OperatorCommand
+from controller.core.records import NodeRecord
+from controller.core.rules import SecondPass
+from everstep.vocabulary import Action, Finding, Mode, NodeState
+from tests.sim import facts
+from tests.sim.facts import Violation
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+SERVING = (NodeState.HEALTHY, NodeState.SUSPECT)
+
+
+class Returns:
+    """Looks at each record as it becomes healthy: at what its node and the controller say of it then. An operator's
+    word is above that, and what others show as well is nobody's own."""
+
+    name = "returns"
+
+    def __init__(self) -> None:
+        self.world: World | None = None
+        self._epoch = 0
+        self._states: dict[str, NodeState] = {}
+        self._shown: dict[str, set[tuple[str, int | None]]] = {}
+        self._vouched: dict[str, set[str]] = defaultdict(set)
+
+    def watches(self) -> dict[type, Callable[[Any], None]]:
+        return {facts.Handled: self._handled, facts.TookOver: self._took_over}
+
+    def complaint(self) -> str:
+        return ""
+
+    def _took_over(self, fact: facts.TookOver) -> None:
+        self._epoch = fact.epoch
+
+    def _handled(self, fact: facts.Handled) -> None:
+        if fact.epoch != self._epoch:
+            return  # decided by one whose time is over: nothing of it can be written
+        for effect in fact.effects:
+            if isinstance(effect, DropNode):
+                self._states.pop(effect.node, None)
+                self._shown.pop(effect.node, None)
+            elif isinstance(effect, PutNode):
+                self._take(fact, effect.doc)
+
+    def _take(self, fact: facts.Handled, record: NodeRecord) -> None:
+        node, event = record.node, fact.event
+        known = {finding.key: finding for finding in (*record.findings.values(), *record.own.values())}
+        self._shown[node] = {_alike(finding) for finding in known.values()}
+        self._vouched[node] &= set(known)
+        if isinstance(event, OperatorCommand) and event.kind is OperatorAction.READMIT and event.node == node:
+            self._vouched[node] = set(known)
+        before, self._states[node] = self._states.get(node), record.state
+        if record.state is not NodeState.HEALTHY or before is None or before in SERVING:
+            return
+        for key, finding in known.items():
+            others = [other for other, shown in self._shown.items() if other != node and _alike(finding) in shown]
+            if key not in self._vouched[node] and not others and self._evicts(record, finding, fact.at):
+                raise Violation(self.name, f"{node} becomes healthy while {key} stands")
+
+    def _evicts(self, record: NodeRecord, finding: Finding, now: float) -> bool:
+        assert self.world is not None
+        rule = self.world.plan.policy.rules.rule(finding)
+        if rule.n_of[0] > 1 or rule.heals or rule.second_pass is SecondPass.PAIR:
+            return False  # not as it is
+        if finding.action is Action.RESTART_RANK or now < record.booted_at + rule.boot_grace_s:
+            return False
+        return rule.applies(finding) and rule.mode_of(finding) is Mode.ENFORCE
+
+
+def _alike(finding: Finding) -> tuple[str, int | None]:
+    return str(finding.kind), finding.xid
