@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from trainer_hooks.data import ElasticSampler, Part, Sampler
 from trainer_hooks.data_parallel import DataParallel, Replica
@@ -25,6 +26,7 @@ from trainer_hooks.replication import Replication
 from trainer_hooks.rng import seed_step
 from trainer_hooks.snapshot.choices import Choices
 from trainer_hooks.spikes import SpikeRule
+from trainer_hooks.state import several
 from trainer_hooks.tier import Tier
 from trainer_hooks.waits import Waits
 
@@ -45,6 +47,7 @@ class Run:
         self._loaders: list[Loader | OfOneRank] = []
         self._tier: Tier | None = None
         self._guard: Guard | None = None
+        self._hooks: list[RemovableHandle] = []
 
     @property
     def rank(self) -> int:
@@ -309,9 +312,9 @@ class Run:
         self._finished = self._keeper.track(kept, choices)
         if self._guard is not None:
             self._guard.watch({key: tracked for key, tracked in kept.items() if tracked is not self._guard})
-        for tracked in objects.values():
-            if isinstance(tracked, torch.optim.Optimizer):
-                tracked.register_step_pre_hook(lambda *_: self._keeper.before_update())
+        for optimizer in (one for tracked in objects.values() for one in several(tracked)):
+            if isinstance(optimizer, torch.optim.Optimizer):
+                self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._keeper.before_update()))
 
     def steps(self, until: int, *, seed: int = 0) -> Iterator[int]:
         """The steps still to do, up to and including ``until``. A step is finished when the loop asks for the next.
@@ -359,7 +362,12 @@ class Run:
         return self._keeper.atomic()
 
     def close(self) -> None:
-        """The training function was left: ends its loaders' workers, and what threads of it save. For its caller."""
+        """The training function was left: ends its loaders' workers, and what threads of it save. For its caller.
+
+        An optimizer that outlives it asks this run no more.
+        """
+        for hook in self._hooks:
+            hook.remove()
         for loader in self._loaders:
             loader.close()
         if self._tier is not None:

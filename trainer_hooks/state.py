@@ -35,7 +35,7 @@ from trainer_hooks.snapshot.identity import Identity
 from trainer_hooks.snapshot.layout import Layout, Sharing, Tensor
 from trainer_hooks.snapshot.live import Still, TrackedTensor, local_parts
 
-__all__ = ["TrackedState", "TrackedTensor"]
+__all__ = ["TrackedState", "TrackedTensor", "several"]
 
 _Named = tuple[str, Mapping[Any, Any], Any, torch.Tensor]
 
@@ -61,7 +61,7 @@ class TrackedState:
         self._optimizers: list[tuple[str, torch.optim.Optimizer]] = []
         self._others: dict[str, Any] = {}
         for key, tracked in objects.items():
-            for one in _several(tracked):
+            for one in several(tracked):
                 self._sort_in(key, one)
         self._fqns = self._names()
         self._identity = Identity()
@@ -348,8 +348,8 @@ class TrackedState:
         return self._packed
 
 
-def _several(tracked: object) -> Sequence[object]:
-    """A list of modules or of optimizers one by one."""
+def several(tracked: object) -> Sequence[object]:
+    """A list of modules or of optimizers one by one; anything else alone."""
     if isinstance(tracked, list | tuple) and tracked:
         for kind in (torch.nn.Module, torch.optim.Optimizer):
             if all(isinstance(one, kind) for one in tracked):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -12,8 +13,9 @@ from torch import nn
 from everstep.ids import Version
 from everstep.slots import SegmentView
 from everstep.wire.v1.training import FindingRaised, RestoreRule, Sealed
+from tests.support.forked import ForkPool
 from tests.support.generations import JOB, generation
-from tests.support.vaults import Vaults, map_segment
+from tests.support.vaults import Vaults, map_segment, vaults
 from trainer_hooks.restore import Restoration, RestoreResult
 from trainer_hooks.snapshot.snapshotter import Snapshotter
 from trainer_hooks.state import TrackedState
@@ -91,3 +93,16 @@ class LoneRank:
         """Flips one bit of a stored weight."""
         view = self.view()
         view.payload(self.slot_of(version))[4000] ^= 4
+
+
+@contextmanager
+def lone_rank(forks: ForkPool) -> Iterator[LoneRank]:
+    """With a vault of its own, which ends with it."""
+    with vaults(forks) as fleet:
+        vault = fleet.start("n1")
+        fleet.configure()
+        client = VaultClient(str(vault.run_dir / "vault.sock"))
+        try:
+            yield LoneRank(fleet, client)
+        finally:
+            client.close()

@@ -19,26 +19,19 @@ from everstep.vocabulary import FindingKind
 from everstep.wire.v1.training import FindingRaised, JobSpec, RestoreRule, Sealed
 from tests.support.forked import ForkPool
 from tests.support.generations import JOB, generation
-from tests.support.lone_rank import LoneRank
-from tests.support.vaults import until, vaults
+from tests.support.lone_rank import LoneRank, lone_rank
+from tests.support.vaults import until
 from trainer_hooks.snapshot import snapshotter as module
 from trainer_hooks.snapshot.choices import Choices
 from trainer_hooks.snapshot.job import Phase
 from trainer_hooks.snapshot.snapshotter import Snapshotter
 from trainer_hooks.state import TrackedState
-from trainer_hooks.vault_client import VaultClient
 
 
 @pytest.fixture
 def rank(program_forks: ForkPool) -> Iterator[LoneRank]:
-    with vaults(program_forks) as fleet:
-        vault = fleet.start("n1")
-        fleet.configure()
-        client = VaultClient(str(vault.run_dir / "vault.sock"))
-        try:
-            yield LoneRank(fleet, client)
-        finally:
-            client.close()
+    with lone_rank(program_forks) as made:
+        yield made
 
 
 def test_a_snapshot_is_of_the_step_it_was_begun_after_whatever_comes_later(rank: LoneRank) -> None:
