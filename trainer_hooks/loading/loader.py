@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.util import get_temp_dir
 from time import sleep
 from typing import Any
 
@@ -111,6 +112,8 @@ class Loader:
 
     def _begin(self, step: int, shares: Sequence[ElasticSampler | StreamSampler]) -> Iterator[Any]:
         portions, options = Portions(shares, step), dict(self._options)
+        if options.get("num_workers"):
+            get_temp_dir()  # this process's, for their sockets: else each makes one, which stays when it is killed
         collate = options.pop("collate_fn", None) or default_collate
         generator = torch.Generator()  # the default one would give a number away here, which a restored run takes later
         if not is_stream(self._dataset):

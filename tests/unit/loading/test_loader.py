@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import multiprocessing.util
 import random
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -108,7 +109,7 @@ def test_what_a_collate_function_draws_depends_neither_on_workers_nor_on_where_t
 
 def test_data_that_are_asked_for_whole_batches_at_once_say_so_to_the_loader():
     class Asked(Together):
-        asked: list[int] = []  # noqa: RUF012
+        asked: list[int] = []
 
         def __getitems__(self, indices: list[int]) -> list[Any]:
             self.asked.append(len(indices))
@@ -183,6 +184,19 @@ def test_positions_of_a_stream_do_not_depend_on_the_world_sizes(batch, worlds):
 def test_options_that_are_not_the_users_are_refused_by_name(option):
     with pytest.raises(TypeError, match=f"run.loader has no {option}: "):
         run_of().loader(Numbers(), global_batch=BATCH, **{option: 1})
+
+
+def test_workers_that_are_killed_leave_no_directory_behind(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)
+    before = set(multiprocessing.active_children())
+    loader = run_of().loader(Numbers(), global_batch=BATCH, num_workers=2)
+    loader.batch(1)
+    workers = set(multiprocessing.active_children()) - before
+    assert len(workers) == 2
+    loader.close()
+    until(lambda: not any(worker.is_alive() for worker in workers), "the end of the workers")
+    assert [str(path) for path in tmp_path.iterdir()] == [multiprocessing.util.get_temp_dir()]
 
 
 def test_a_stream_has_no_last_batch_to_drop():
