@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from everstep.errors import NotRestorable
 from trainer_hooks.plain_files import Checkpoint, Path, open_checkpoint
-from trainer_hooks.python_state import Merged, PythonState, decode
+from trainer_hooks.python_state import Merged, PythonState, decode, difference
 from trainer_hooks.snapshot.blob import as_bytes, dtype_name
 from trainer_hooks.snapshot.copy import part_of
 from trainer_hooks.snapshot.layout import Part, Sharing, Tensor
-from trainer_hooks.state import TrackedState, TrackedTensor
+from trainer_hooks.state import WRAPPERS, TrackedState, TrackedTensor
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +69,15 @@ class Start:
                 self._optimizers[key] = optimizers
             else:
                 self._others[key] = tracked
+        self._names: dict[int, str] = {}
         self._prefixes: dict[str, str | None] = {}
         self._within: dict[str, list[str]] = defaultdict(list)
         self._rows: dict[str, list[int]] = defaultdict(list)
+        self._stored_as: dict[str, str] = {}
         for key in checkpoint.paths:
-            self._within[key.rpartition(".")[0]].append(key)
+            name = _plain(key)
+            self._stored_as[name] = key if name not in checkpoint.paths else name
+            self._within[name.rpartition(".")[0]].append(key)
             if (own := _OWN.fullmatch(key)) is not None:
                 self._rows[own[2]].append(int(own[1]))
         optimizers = [optimizer for several in self._optimizers.values() for optimizer in several]
@@ -110,7 +114,8 @@ class Start:
         mine = [p for p in parts.values() if p.name.partition(".")[0] in self._modules]
         keys = self._keys_of(mine)
         catalog = [self._as_stored(part, keys[part.name]) for part in mine]
-        moments = list(self._moments({id(t.place[t.key]): t.name for t in live if t.parameter}))
+        self._names = {id(t.place[t.key]): t.name for t in live if t.parameter}
+        moments = list(self._moments())
         stored = self._checkpoint.tensors
         for top, parameter, name, key in moments:
             if key in stored:
@@ -144,10 +149,11 @@ class Start:
         return keys
 
     def _places(self, name: str) -> Iterator[str]:
+        """Keys under which it may be, those of a model that was compiled when it was saved among them."""
         top, _, rest = name.partition(".")
         for prefix in _prefixes(top, ("model", "state_dict") if len(self._modules) == 1 else None):
-            yield f"{prefix}{rest}"
-            yield f"{prefix}module.{rest}"
+            for place in (f"{prefix}{rest}", f"{prefix}module.{rest}"):
+                yield self._stored_as.get(place, place)
 
     def _as_stored(self, part: Part, key: str) -> Tensor:
         """A catalog entry that the live tensor fits; torch converts between dtypes while it copies."""
@@ -162,12 +168,12 @@ class Start:
             return Tensor(part.name, part.dtype, part.itemsize, shape, False)
         return Tensor(part.name, part.dtype, part.itemsize, (rows[-1] + 1, *shape), True, ranks=tuple(rows))
 
-    def _moments(self, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor, str, str]]:
+    def _moments(self) -> Iterator[tuple[str, torch.Tensor, str, str]]:
         """What the checkpoint has of optimizers' state: optimizer, parameter and its full name, and the key."""
         for top in self._optimizers:
             prefix = self._prefix(top)
             for number, parameter in enumerate(p for group in self._groups_of(top) for p in group["params"]):
-                name = names.get(id(parameter), "")
+                name = self._names.get(id(parameter), "")
                 for called in (name.partition(".")[2], name, str(number)) if name and prefix else ():
                     found = self._within[f"{prefix}.state.{called}"]
                     yield from ((top, parameter, name, key) for key in found)
@@ -218,7 +224,7 @@ class Start:
 
     def _under(self, prefix: str) -> Any:
         """The nested state under a key, or None where there is nothing."""
-        found = [key for key in self._checkpoint.paths if key.startswith(f"{prefix}.")]
+        found = [key for name, key in self._stored_as.items() if name.startswith(f"{prefix}.")]
         if not found:
             return None
         return _nested({_rest(self._checkpoint.paths[key], prefix): self._checkpoint.value(key) for key in found})
@@ -231,7 +237,8 @@ class Start:
                     self._read_extra(f"{name}._extra_state", module)
         for top in self._optimizers:
             if (prefix := self._prefix(top)) is not None:
-                self._read_groups(top, self._under(f"{prefix}.param_groups"))
+                groups = self._under(f"{prefix}.param_groups")
+                self._read_groups(top, groups if isinstance(groups, list) else self._by_name(top, prefix))
         for key, tracked in self._others.items():
             found = [f for p in _prefixes(key, None) if (f := self._under(p.rstrip("."))) is not None]
             if found:
@@ -247,17 +254,50 @@ class Start:
                 return
         log.warning("%s has no %s: it starts as it was made", self._checkpoint.url, name)
 
-    def _read_groups(self, top: str, groups: Any) -> None:
+    def _read_groups(self, top: str, groups: list[dict[str, Any]]) -> None:
         live = self._groups_of(top)
-        if not isinstance(groups, list) or len(groups) != len(live):
+        if len(groups) != len(live):
             now, then = len(live), len(groups)
             raise NotRestorable(f"{top} has {now} parameter groups now, and {then} in {self._checkpoint.url}")
         for group, stored in zip(live, groups, strict=True):
             self._puts.append(partial(group.update, {key: value for key, value in stored.items() if key != "params"}))
 
+    def _by_name(self, top: str, prefix: str) -> list[dict[str, Any]]:
+        """The options of each live group, where they are stored for each parameter by its name
+        (``flatten_optimizer_state_dict``, as torchtitan has it)."""
+        stored: dict[str, dict[str, Any]] = defaultdict(dict)
+        begin = f"{prefix}.param_groups."
+        for key in self._checkpoint.paths:
+            if key.startswith(begin):
+                name, _, option = _plain(key.removeprefix(begin)).rpartition(".")
+                stored[name][option] = self._checkpoint.value(key)
+        return [self._agreed(top, stored, self._names_in(group)) for group in self._groups_of(top)]
+
+    def _names_in(self, group: Mapping[str, Any]) -> list[str]:
+        """Of a group's parameters that are tracked, without the key of their module."""
+        names = (self._names.get(id(parameter), "") for parameter in group["params"])
+        return [name.partition(".")[2] for name in names if name]
+
+    def _agreed(self, top: str, stored: Mapping[str, dict[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+        """What is stored for these names. Raises NotRestorable where that differs, or is not there."""
+        for name in names:
+            if name not in stored:
+                raise NotRestorable(f"{self._checkpoint.url} has no options of {name}, which {top} trains now")
+            if different := difference(stored[names[0]], stored[name]):
+                raise NotRestorable(
+                    f"{top} has {names[0]} and {name} in one parameter group now, and in {self._checkpoint.url} they "
+                    f"differ in {different}: keep them in groups of their own"
+                )
+        return stored[names[0]] if names else {}
+
 
 def _trains(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
     return any(parameter is one for group in optimizer.param_groups for one in group["params"])
+
+
+def _plain(key: str) -> str:
+    """A key as it would be, had the model not been compiled."""
+    return WRAPPERS.sub("", key).removeprefix(".")
 
 
 def _prefixes(top: str, usual: tuple[str, ...] | None) -> Iterator[str]:
@@ -271,7 +311,7 @@ def _prefixes(top: str, usual: tuple[str, ...] | None) -> Iterator[str]:
 
 def _rest(path: Path, prefix: str) -> Path:
     """A path without the parts that make up a flattened key."""
-    return next(path[n:] for n in range(1, len(path) + 1) if len(".".join(map(str, path[:n]))) >= len(prefix))
+    return next(path[n:] for n in range(1, len(path) + 1) if len(_plain(".".join(map(str, path[:n])))) >= len(prefix))
 
 
 def _nested(leaves: Mapping[Path, Any]) -> Any:

@@ -173,7 +173,7 @@ class Merged:
             if other is not first and encode_blob(other) != encode_blob(first):
                 raise NotRestorable(
                     f"{members[0]} and {fqn} are in one parameter group of {top} now, and were stored in groups of "
-                    f"different hyper-parameters ({_difference(first, other)}): keep them in groups of their own"
+                    f"different hyper-parameters ({difference(first, other)}): keep them in groups of their own"
                 )
         return first
 
@@ -184,7 +184,8 @@ class Merged:
                 raise NotRestorable(f"{top} is tracked now, but was not when the version was stored")
 
 
-def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """What differs, in words; nothing where nothing does."""
     keys = sorted(k for k in one.keys() | other.keys() if encode_blob(one.get(k)) != encode_blob(other.get(k)))
     return ", ".join(f"{key} {one.get(key)!r} and {other.get(key)!r}" for key in keys)
 

@@ -39,7 +39,7 @@ __all__ = ["TrackedState", "TrackedTensor", "several"]
 
 _Named = tuple[str, Mapping[Any, Any], Any, torch.Tensor]
 
-_WRAPPERS = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)(?=\.|$)")
+WRAPPERS = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)(?=\.|$)")
 
 
 class TrackedState:
@@ -197,7 +197,7 @@ class TrackedState:
     def _all_modules(self) -> Iterator[tuple[str, str, torch.nn.Module]]:
         for top, root in self._modules:
             for name, module in root.named_modules(prefix=top):
-                yield top, _WRAPPERS.sub("", name), module
+                yield top, WRAPPERS.sub("", name), module
 
     def _moments(self) -> Iterator[tuple[str, Mapping[str, Any], str, torch.Tensor]]:
         for top, optimizer in self._optimizers:
@@ -234,7 +234,7 @@ class TrackedState:
         for top, root in self._modules:
             for prefix, module in root.named_modules(prefix=top, remove_duplicate=False):
                 for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-                    name = f"{_WRAPPERS.sub('', prefix)}.{key}"
+                    name = f"{WRAPPERS.sub('', prefix)}.{key}"
                     known = first.get(_memory(tensor)) if tensor is not None else None
                     if known not in (None, name) and key not in module._non_persistent_buffers_set:
                         aliases[known] = (*aliases.get(known, ()), name)

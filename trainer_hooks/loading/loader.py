@@ -60,7 +60,9 @@ class Loader:
             if name in options:
                 raise TypeError(f"run.loader has no {name}: {why}")
         if together and not hasattr(dataset, "__getitems__"):
-            raise TypeError(f"fetch_together needs a data set with __getitems__, which {type(dataset).__name__} has not")
+            raise TypeError(
+                f"fetch_together needs a data set with __getitems__, which {type(dataset).__name__} has not"
+            )
         self._dataset = dataset
         self._sampler = sampler
         self._parts = parts
@@ -119,9 +121,7 @@ class Loader:
         if not is_stream(self._dataset):
             mapped: Any = Mapped(self._dataset, self._seed, collate, together=self._together)
             batches: Any = portions
-            return iter(
-                DataLoader(mapped, batch_sampler=batches, collate_fn=the_same, generator=generator, **options)
-            )
+            return iter(DataLoader(mapped, batch_sampler=batches, collate_fn=the_same, generator=generator, **options))
         streamed = Streamed(self._dataset, portions, collate, self._seed)
         return iter(DataLoader(streamed, batch_size=None, collate_fn=the_same, generator=generator, **options))
 

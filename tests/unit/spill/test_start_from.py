@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from agent.spill.__main__ import carry_out
@@ -117,24 +117,45 @@ def alone() -> Iterator[None]:
 
 
 @ANY_TORCH
-def test_what_dcp_saved_of_an_fsdp2_job_is_read_into_one(tmp_path: Path, alone: None) -> None:
+@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
+def test_what_dcp_saved_of_an_fsdp2_job_is_read_into_one(tmp_path: Path, alone: None, flat: bool) -> None:
     before, after = Job(trained=True, sharded=True), Job(trained=False, sharded=True)
-    model, optimizer = get_state_dict(before.model, before.optimizer)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)  # as torchtitan saves
+    model, optimizer = get_state_dict(before.model, before.optimizer, options=options)
     state = {"model": model, "optimizer": optimizer, "schedule": before.schedule.state_dict()}
     dcp.save(state, checkpoint_id=tmp_path / "theirs")
     assert after.start_from(tmp_path / "theirs") == 0
     assert after.contents() == before.contents()
 
 
-@pytest.mark.parametrize("form", ["named", "usual", "wrapped"])
+@ANY_TORCH
+@pytest.mark.parametrize("harm", ["differ", "missing"])
+def test_options_by_name_have_to_be_those_of_a_group(tmp_path: Path, before: Job, harm: str) -> None:
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, optimizer = get_state_dict(before.model, before.optimizer, options=flat)
+    if harm == "differ":
+        optimizer["param_groups.norm.weight.lr"] = 0.5
+        sentence = r"optimizer has first\.weight and norm\.weight in one parameter group now, .* differ in lr"
+    else:
+        for name in [name for name in optimizer if name.startswith("param_groups.norm.weight.")]:
+            del optimizer[name]
+        sentence = r"has no options of norm\.weight, which optimizer trains now"
+    torch.save({"model": model, "optimizer": optimizer}, tmp_path / "flat.pt")
+    with pytest.raises(NotRestorable, match=sentence):
+        Job(trained=False).start_from(tmp_path / "flat.pt")
+
+
+@pytest.mark.parametrize("form", ["named", "usual", "wrapped", "compiled"])
 @pytest.mark.parametrize("url", ["{}/file.pt", "memory://{}/file.pt"], ids=["path", "url"])
 def test_a_torch_save_file_is_read(tmp_path: Path, before: Job, form: str, url: str) -> None:
     model = before.model.state_dict()
     wrapped = {f"module.{name}": value for name, value in model.items()}
+    compiled = {f"_orig_mod.{name.replace('norm.', 'norm._orig_mod.')}": value for name, value in model.items()}
     optimizer, schedule = before.optimizer.state_dict(), before.schedule.state_dict()
     state = {
         "named": {"model": model, "optimizer": optimizer, "schedule": schedule},
         "usual": {"model_state_dict": model, "optimizer_state_dict": optimizer, "schedule_state_dict": schedule},
+        "compiled": {"model": compiled, "optimizer": optimizer, "schedule": schedule},
         "wrapped": {"state_dict": wrapped, "optimizer": optimizer, "schedule": schedule, "epoch": 3},
     }[form]
     url = url.format(tmp_path)
