@@ -156,7 +156,7 @@ class Run:
         What a data set draws at random for a sample depends on (seed, step, its place in the global batch) only, what
         a collate function draws on (seed, step, the place of its first sample): on the number of replicas, then,
         unless there are virtual ranks. So a data set with ``__getitems__`` is asked for one sample at a time.
-        ``fetch_together`` asks it for all that this rank needs at once; what it draws is then as for a collate function.
+        ``fetch_together`` asks it for all that this rank needs at once, and what it draws is as for a collate function.
 
         Raises TypeError for options that are not the user's to choose here, and for fetch_together with data that have
         no ``__getitems__``; ValueError where a batch cannot be taken from the data or split over the ranks.

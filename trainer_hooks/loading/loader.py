@@ -42,8 +42,9 @@ class Loader:
     Args:
         sampler: of the data set's samples, for this rank.
         parts: the ranks, of how many, whose batches ``batches`` gives; asked when the first is wanted.
-        together: as of Mapped. options: of DataLoader. Raises TypeError for those that are not the user's to choose here, and for
-            ``together`` with data that cannot be asked so.
+        together: as of Mapped.
+        options: of DataLoader. Raises TypeError for those that are not the user's to choose here, and for ``together``
+            with data that cannot be asked so.
     """
 
     def __init__(
