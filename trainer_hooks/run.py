@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.hooks import RemovableHandle
 
 from trainer_hooks.data import ElasticSampler, Part, Sampler
 from trainer_hooks.data_parallel import DataParallel, Replica
@@ -26,8 +25,8 @@ from trainer_hooks.replication import Replication
 from trainer_hooks.rng import seed_step
 from trainer_hooks.snapshot.choices import Choices
 from trainer_hooks.spikes import SpikeRule
-from trainer_hooks.state import several
 from trainer_hooks.tier import Tier
+from trainer_hooks.updates import Updates
 from trainer_hooks.waits import Waits
 
 
@@ -47,7 +46,7 @@ class Run:
         self._loaders: list[Loader | OfOneRank] = []
         self._tier: Tier | None = None
         self._guard: Guard | None = None
-        self._hooks: list[RemovableHandle] = []
+        self._updates = Updates(keeper.before_update, {"generation": place.generation, "rank": place.rank})
 
     @property
     def rank(self) -> int:
@@ -312,9 +311,7 @@ class Run:
         self._finished = self._keeper.track(kept, choices)
         if self._guard is not None:
             self._guard.watch({key: tracked for key, tracked in kept.items() if tracked is not self._guard})
-        for optimizer in (one for tracked in objects.values() for one in several(tracked)):
-            if isinstance(optimizer, torch.optim.Optimizer):
-                self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._keeper.before_update()))
+        self._updates.watch(objects)
 
     def steps(self, until: int, *, seed: int = 0) -> Iterator[int]:
         """The steps still to do, up to and including ``until``. A step is finished when the loop asks for the next.
@@ -366,8 +363,7 @@ class Run:
 
         An optimizer that outlives it asks this run no more.
         """
-        for hook in self._hooks:
-            hook.remove()
+        self._updates.close()
         for loader in self._loaders:
             loader.close()
         if self._tier is not None:

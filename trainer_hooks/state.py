@@ -33,7 +33,8 @@ from trainer_hooks.snapshot.changes import refuse_other_model
 from trainer_hooks.snapshot.exclude import Exclusions
 from trainer_hooks.snapshot.identity import Identity
 from trainer_hooks.snapshot.layout import Layout, Sharing, Tensor
-from trainer_hooks.snapshot.live import Still, TrackedTensor, local_parts
+from trainer_hooks.snapshot.live import Still, TrackedTensor, local_parts, require_dense
+from trainer_hooks.snapshot.refusals import refuse_fsdp1, refuse_zero
 
 __all__ = ["TrackedState", "TrackedTensor", "several"]
 
@@ -49,7 +50,7 @@ class TrackedState:
         objects: modules (DDP and FSDP2 are seen through), optimizers, and anything else with ``state_dict`` and
             ``load_state_dict``; under one key also a list of modules or of optimizers, such as a rank's stages of a
             pipeline, whose names are taken to be those of one model. Raises TypeError for what is none of these, or was
-            sharded by FSDP1.
+            sharded by FSDP1 or ZeroRedundancyOptimizer.
         exclude: patterns of names of tensors that are neither stored nor restored. Raises ValueError for one that
             matches nothing, here or, of optimizer state, when that is there.
     """
@@ -83,6 +84,7 @@ class TrackedState:
         if isinstance(tracked, torch.nn.Module):
             self._modules.append((key, tracked))
         elif isinstance(tracked, torch.optim.Optimizer):
+            refuse_zero(key, tracked)
             self._optimizers.append((key, tracked))
         elif hasattr(tracked, "state_dict") and hasattr(tracked, "load_state_dict"):
             self._others[key] = tracked
@@ -99,7 +101,7 @@ class TrackedState:
         """All tensors now, in an order that is the same on every rank. Tied ones once, under their first name.
 
         Call it between an optimizer step and the next forward pass. Raises TypeError for placements other than
-        Shard and Replicate.
+        Shard and Replicate, and for tensors whose memory is not all of them.
         """
         self._reshard()
         self._fqns = self._names()
@@ -174,6 +176,7 @@ class TrackedState:
         before each forward pass, and each rank's own elsewhere."""
         if isinstance(buffer, DTensor):
             return Sharing.EQUAL
+        require_dense(name, buffer)
         still = self._settled.get(name)
         if name not in self._changing and still is not None and still.holds(buffer):
             self._still.append(still)
@@ -185,7 +188,7 @@ class TrackedState:
         for top, prefix, module in self._all_modules():
             for key, parameter in module._parameters.items():
                 if parameter is not None:
-                    _refuse_fsdp1(top, parameter)
+                    refuse_fsdp1(top, parameter)
                     yield f"{prefix}.{key}", module._parameters, key, parameter
 
     def _buffers(self) -> Iterator[tuple[str, Mapping[str, Any], str, torch.Tensor]]:
@@ -362,15 +365,12 @@ def _is_complete(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer.state) and all(p in optimizer.state for p in trained)
 
 
-def _refuse_fsdp1(top: str, parameter: torch.Tensor) -> None:
-    if type(parameter).__name__ == "FlatParameter" or hasattr(parameter, "_is_flat_param"):
-        raise TypeError(f"{top} is sharded by FSDP1, whose parameters have no boxes: use fully_shard (FSDP2)")
-
-
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
     """What two tensors have in common that are tied."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return (local.data_ptr(), local.size(), local.stride(), local.dtype) if local.numel() else (id(tensor),)
+    if local.layout is not torch.strided or not local.numel():
+        return (id(tensor),)
+    return (local.data_ptr(), local.size(), local.stride(), local.dtype)
 
 
 def _moment_like(parameter: torch.Tensor, tensor: Tensor, capturable: bool) -> torch.Tensor:

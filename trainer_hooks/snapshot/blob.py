@@ -16,8 +16,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from everstep.errors import ConfigurationError, MalformedMessage
+from trainer_hooks.snapshot.refusals import require_bytes_of_its_own
 
 MAX_BLOB_BYTES = 8 << 20
 MAX_DEPTH = 32
@@ -195,6 +197,7 @@ def _pack_rest(value: Any, path: str, depth: int) -> Any:
     if isinstance(value, Number):
         return _Coming(value.tensor, number=True)
     if isinstance(value, torch.Tensor):
+        _require_plain(value, path)
         elements = _Coming(value, number=False) if value.is_cuda else as_bytes(value)
         return _Nested(_TENSOR, [dtype_name(value.dtype), list(value.shape), elements])
     if isinstance(value, np.ndarray | np.generic):
@@ -211,6 +214,14 @@ def _pack_rest(value: Any, path: str, depth: int) -> Any:
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored without pickle: "
         "leave it out of state_dict(), or store the numbers it is made of"
     )
+
+
+def _require_plain(tensor: torch.Tensor, path: str) -> None:
+    if isinstance(tensor, DTensor):
+        raise TypeError(
+            f"{path} is a DTensor: track the module that holds it (AveragedModel, say), so that it is stored in parts"
+        )
+    require_bytes_of_its_own(path, tensor, "leave it out of state_dict(), or store the dense tensors it is made of")
 
 
 def _plain(value: Any) -> Any:

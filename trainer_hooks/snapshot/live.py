@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement
 from trainer_hooks.snapshot.blob import dtype_name
 from trainer_hooks.snapshot.layout import Box, Extent, Part, Sharing, whole
 from trainer_hooks.snapshot.placement import boxes_of
+from trainer_hooks.snapshot.refusals import require_bytes_of_its_own
 
 ALWAYS_COMPARED_BYTES = 1 << 20
 """Buffers up to this size are compared at every step, at some 10 GB/s."""
@@ -85,8 +86,10 @@ class Still(msgspec.Struct):
 def local_parts(name: str, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Box]]:
     """The live local memory of a tensor and its box in the whole; several where this rank's part is not one box.
 
-    Raises TypeError for placements with no box, and for a mesh of a generation in which this process was another rank.
+    Raises TypeError for placements with no box, for a mesh of a generation in which this process was another rank, and
+    for a tensor that is not dense, or made of others.
     """
+    require_dense(name, tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
     if not isinstance(tensor, DTensor):
         return [(tensor.detach(), whole(tuple(tensor.shape)))]
     boxes = _boxes_on_mesh(name, tuple(tensor.shape), tensor.device_mesh, tensor.placements)
@@ -99,6 +102,13 @@ def local_parts(name: str, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Box
             f"{name} holds a local part of shape {tuple(local.shape)} where its mesh says {[b.size for _, b in boxes]}"
         )
     return [(_narrowed(local, at, box), box) for at, box in boxes] if len(boxes) > 1 else [(local, boxes[0][1])]
+
+
+def require_dense(name: str, local: torch.Tensor) -> None:
+    """Raises TypeError for what of a module or an optimizer cannot be stored."""
+    require_bytes_of_its_own(
+        name, local, "only plain dense tensors are stored; leave it out by run.track(exclude=...), or hold it in such"
+    )
 
 
 def _narrowed(local: torch.Tensor, at: Extent, box: Box) -> torch.Tensor:

@@ -1,0 +1,99 @@
+"""Tensors and optimizers whose memory is not all of them: refused by name, instead of stored without the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.two_tensor import TwoTensor
+
+from tests.support.layouts import playing
+from trainer_hooks.keeper import IdleKeeper
+from trainer_hooks.place import Place
+from trainer_hooks.run import Run
+from trainer_hooks.snapshot.blob import encode_blob
+from trainer_hooks.state import TrackedState
+
+MADE = {
+    "which wraps other tensors": lambda: TwoTensor(torch.ones(4, 2), torch.zeros(4, 2)),
+    "has the layout torch.sparse_coo": lambda: torch.eye(4).to_sparse(),
+    "has the layout torch.sparse_csr": lambda: torch.eye(4).to_sparse_csr(),
+    "meta device": lambda: torch.ones(4, device="meta"),
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")  # torch tells that sparse tensors are in beta
+
+
+@pytest.mark.parametrize("what", MADE)
+def test_a_buffer_that_is_not_all_in_its_memory_is_refused_unless_it_is_left_out(what: str) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("odd", MADE[what]())
+    state = TrackedState({"model": model})
+    with pytest.raises(TypeError, match=rf"model\.odd .*{what}.*exclude="):
+        state.tensors()
+    left = TrackedState({"model": model}, exclude=["model.odd"])
+    tensors = left.tensors()
+    assert {tensor.name for tensor in tensors} == {"model.weight", "model.bias"}
+    left.layout(tensors, 0, 1)
+    assert left.unchanged()
+
+
+def test_optimizer_state_that_wraps_others_is_refused_and_not_taken_for_tied() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    optimizer.state[model.weight]["momentum_buffer"] = TwoTensor(torch.ones(4, 4), torch.ones(4, 4))
+    with pytest.raises(TypeError, match=r"optimizer\.model\.weight\.momentum_buffer is a TwoTensor"):
+        TrackedState({"model": model, "optimizer": optimizer}).tensors()
+
+
+def test_a_shard_that_wraps_others_is_refused() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    with playing(0, (2,)) as mesh:
+        local = TwoTensor(torch.ones(2, 4), torch.ones(2, 4))
+        model.weight = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
+        with pytest.raises(TypeError, match=r"model\.weight is a TwoTensor"):
+            TrackedState({"model": model}).tensors()
+
+
+@pytest.mark.parametrize("what", MADE)
+def test_the_same_in_python_state_is_refused_with_its_path(what: str) -> None:
+    with pytest.raises(TypeError, match=rf"state\['ema'\] .*{what}.*leave it out of state_dict"):
+        encode_blob({"ema": MADE[what]()})
+
+
+def test_a_shard_in_python_state_is_for_the_module_that_holds_it() -> None:
+    with playing(0, (2,)) as mesh:
+        shard = DTensor.from_local(torch.ones(2, 4), mesh, [Shard(0)], run_check=False)
+        with pytest.raises(TypeError, match=r"state\['ema'\] is a DTensor: track the module that holds it"):
+            encode_blob({"ema": shard})
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_optimizer_that_shards_its_state_by_itself_is_refused() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    optimizer = object.__new__(ZeroRedundancyOptimizer)  # to make one needs a process group, and is nothing to us
+    with pytest.raises(TypeError, match=r"optimizer is a ZeroRedundancyOptimizer.*use fully_shard"):
+        TrackedState({"optimizer": [optimizer]})
+
+
+class Outer(torch.optim.SGD):
+    """Keeps its state elsewhere, as optimizers that wrap another one do."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": {0: {"momentum": 1.0}}, "param_groups": []}
+
+
+@pytest.mark.parametrize(("kind", "said"), [(Outer, 1), (torch.optim.SGD, 0)])
+def test_an_optimizer_whose_state_is_not_found_is_told_of_once(
+    kind: type[torch.optim.Optimizer], said: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+    Run(Place(), IdleKeeper()).track(model=model, optimizer=optimizer)
+    for _ in range(6):
+        optimizer.step()
+    assert caplog.text.count("optimizer, a Outer, has no state where torch's optimizers have it") == said
