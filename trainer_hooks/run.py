@@ -17,9 +17,10 @@ from trainer_hooks.exact.norm import clip_in_fixed_order
 from trainer_hooks.guard import Guard, Loss, Policy
 from trainer_hooks.keeper import Keeper
 from trainer_hooks.loading.loader import Loader, is_stream
-from trainer_hooks.loading.stateful import OfOneRank, is_stateful_loader
+from trainer_hooks.loading.stateful import OwnLoader, is_stateful_loader
 from trainer_hooks.loading.stream import StreamSampler
 from trainer_hooks.model_parallel import warn_of_model_parallelism
+from trainer_hooks.one_rank import apart
 from trainer_hooks.place import Place
 from trainer_hooks.replication import Replication
 from trainer_hooks.rng import seed_step
@@ -43,7 +44,7 @@ class Run:
         self._seed = 0
         self._parallel = DataParallel(place.rank, place.world_size, place.device if self.distributed else None)
         self._replication = Replication(place, self._parallel, keeper.waited)
-        self._loaders: list[Loader | OfOneRank] = []
+        self._loaders: list[Loader | OwnLoader] = []
         self._tier: Tier | None = None
         self._guard: Guard | None = None
         self._updates = Updates(keeper.before_update, {"generation": place.generation, "rank": place.rank})
@@ -263,6 +264,7 @@ class Run:
         self,
         *,
         exclude: Sequence[str] = (),
+        per_rank: Sequence[str] = (),
         overlap: bool | None = None,
         slots: int | None = None,
         every: int | None = None,
@@ -278,6 +280,10 @@ class Run:
         ``exclude``: patterns, as of fnmatch, of full names such as ``model.teacher.*``: these tensors are neither
         stored nor restored. Each must match something.
 
+        ``per_rank``: names of those, neither modules nor optimizers, whose state is this rank's alone (a position in
+        its own file). It is given back to the same rank of as many only. Of all others any rank's state is taken for
+        every rank's where the own one is gone.
+
         ``overlap``: state that no other rank holds (shards) on a CPU is copied before the next step begins, so that a
         lost rank costs no finished step; True copies it under the next step, as is done on a GPU where False is not
         said. ``slots``: 5 stores each step, 2 what is to be committed alone, in less memory; not said, 5 where every
@@ -285,10 +291,10 @@ class Run:
         or of fewer where training would be blocked for over a tenth of its time. See
         trainer_hooks.snapshot.choices. ``require_checkpoints``: raise OutOfSlotMemory where a node has no memory for
         checkpoints, instead of training on without: here, or, where an optimizer has no state yet, before the second
-        step changes anything. All five must be the same on all ranks.
+        step changes anything. All six must be the same on all ranks.
 
         Raises TypeError for an object that cannot be tracked, NotRestorable where the objects are others than those
-        that were stored, or a StatefulDataLoader meets another world size.
+        that were stored, or one that is a rank's own (or a StatefulDataLoader) meets another rank or world size.
         """
         if isinstance(exclude, str):
             raise TypeError(f"exclude takes a list of patterns: exclude=[{exclude!r}]")
@@ -300,10 +306,10 @@ class Run:
         if self.rank == 0 and not self._parallel.said:
             warn_of_model_parallelism(objects.values(), self.world_size)
         kept = {
-            key: OfOneRank(tracked, replica.index, replica.count) if is_stateful_loader(tracked) else tracked
-            for key, tracked in objects.items()
+            key: OwnLoader(tracked, replica.index, replica.count) if is_stateful_loader(tracked) else tracked
+            for key, tracked in apart(objects, per_rank, self.rank, self.world_size).items()
         }
-        self._loaders += [loader for loader in kept.values() if isinstance(loader, OfOneRank)]
+        self._loaders += [loader for loader in kept.values() if isinstance(loader, OwnLoader)]
         if self._guard is not None:
             if "guard" in objects:
                 raise ValueError("the run's guard is tracked under the name guard: give what you track another one")

@@ -312,6 +312,13 @@ class Restoration:
                 told.append(decode_python(loader.python_state(supply)))
         merged = Merged(told, names)
         state.require_python(merged)
+        if first.rank != self._member.rank and merged.objects:
+            log.info(
+                "the state of %s comes from rank %d: what is not alike on all ranks, name in track(per_rank=...)",
+                ", ".join(sorted(merged.objects)),
+                first.rank,
+                extra=self._where,
+            )
         return merged
 
     def _lives_there(self, slot: SlotInfo, lacking: frozenset[Name]) -> bool:
