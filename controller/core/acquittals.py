@@ -1,7 +1,8 @@
 """Whoever was convicted before an outbreak was recognised is acquitted: out by the same fault as everybody, and for it.
 
-An eviction is taken back whole: its place in the budgets, its weight among offences, its step of the ladder. The node
-serves again by the way that leads back, on probation, since its jobs have gone on without it.
+An eviction is taken back whole: its place in the budgets, its weight among offences, its step of the ladder; and so is
+the quarantine of a node that was ill before it served. The node serves again by the way that leads back, on probation,
+since its jobs have gone on without it.
 """
 
 from __future__ import annotations
@@ -62,13 +63,15 @@ def _take_back(turn: Turn, node: str, findings: list[Finding], why: str) -> None
     at = course.evicted_at if course is not None else 0.0
     state.fleet.evicted = [one for one in state.fleet.evicted if (one.node, one.at) != (node, at)]
     turn.fleet_changed()
+    what = "eviction" if at in record.evictions else "quarantine"
     record.evictions = [one for one in record.evictions if one != at]
-    offenders.forgive(turn, node, offenders.EVICTED, at)
+    offenders.forgive(turn, node, course.offence if course is not None else 0.0, at)
     record.steps = {rule: kept for rule, steps in record.steps.items() if (kept := [s for s in steps if s[0] < at])}
     record.needs_operator, record.condemned = False, []
-    sentence = f"the eviction of {node} is taken back: {why}"
+    sentence = f"the {what} of {node} is taken back: {why}"
     turn.verdict(node, Decision.CORRELATED, sentence, evidence=tuple(findings))
-    turn.audit("node.acquitted", f"the eviction of {node} counts against no budget any more", node=node)
+    counts = "counts against no budget" if what == "eviction" else "is no offence"
+    turn.audit("node.acquitted", f"the {what} of {node} {counts} any more", node=node)
     if record.state is NodeState.QUARANTINED and record.reachable:
         begin_probation(turn, node, sentence)
     elif record.state is NodeState.QUARANTINED:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from controller.core.acquittals import spared
 from controller.core.correlation import count, expect, mind
 from controller.core.holds import enter_maintenance, window_of
 from controller.core.liveness import drop_launchers, expect_launchers, heard, watch
 from controller.core.own_findings import clear_own
-from controller.core.quarantine import begin_quarantine
+from controller.core.quarantine import begin_quarantine, refuse
 from controller.core.records import NodeRecord, Unfit
 from controller.core.rulings import convicts
 from controller.core.state import FleetState, NodeLive, Pulse
@@ -78,12 +79,13 @@ def _new_node(turn: Turn, words: Register) -> None:
     turn.audit("node.registered", f"{node} joined the fleet", node=node)
     watch(turn, node)
     _note_maintenance(turn, record)
-    sick = next((one for one in words.findings if convicts(turn.state, record, one, turn.now)), None)
-    if sick is not None:
-        sentence = f"{node} came with {sick.message}: it must get well before it serves"
-        cure = Action.strongest(Action.DRAIN, sick.action)
-        begin_quarantine(turn, node, sentence, (sick,), action=cure, offence=0.0)
-        turn.verdict(node, Decision.QUARANTINE, sentence, action=record.action, evidence=(sick,))
+    for sick in words.findings:
+        if not convicts(turn.state, record, sick, turn.now):
+            continue
+        if not spared(turn, turn.policy.rules.rule(sick), node, sick):
+            sentence = f"{node} came with {sick.message}: it must get well before it serves"
+            refuse(turn, node, sick, sentence, action=Action.strongest(Action.DRAIN, sick.action))
+            break
     if (unfit := turn.state.fleet.unfit.pop(node, None)) is not None:
         turn.fleet_changed()
         _come_back(turn, record, unfit)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from controller.core.budget import FLEET, fleet_scope, recent_evictions, scopes_of
 from controller.core.degraded import STORE
-from controller.core.membership import jobs_seated_on, least_nodes, next_seats
+from controller.core.membership import computes, jobs_seated_on, least_nodes, next_seats
 from controller.core.outbreaks import shared, signature
 from controller.core.quarantine import begin_quarantine
 from controller.core.records import Eviction, JobRecord
@@ -69,8 +69,12 @@ def _note_eviction(turn: Turn, node: str) -> None:
 
 
 def serving(turn: Turn, node: str) -> bool:
-    """Whether the node counts among those that can be evicted."""
-    return turn.state.nodes[node].state in (NodeState.HEALTHY, NodeState.SUSPECT)
+    """Whether the node counts among those that can be evicted: one on probation too that kept its seat, having been
+    only held, since a job computes on it."""
+    state = turn.state.nodes[node].state
+    if state is NodeState.PROBATION:
+        return computes(turn.state, node)
+    return state in (NodeState.HEALTHY, NodeState.SUSPECT)
 
 
 # --- what speaks against it --------------------------------------------------------------------------------------

@@ -221,6 +221,11 @@ def jobs_seated_on(state: FleetState, node: str) -> list[JobRecord]:
     return [job for job in jobs if is_seated(job, node)]
 
 
+def computes(state: FleetState, node: str) -> bool:
+    """Whether a running job has a seat on the node."""
+    return any(job.state is JobState.RUNNING for job in jobs_seated_on(state, node))
+
+
 # --- reasons -----------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from controller.core import ladder, offenders, second_pass
 from controller.core.joining import offer_to_jobs
 from controller.core.losses import forgive
-from controller.core.membership import jobs_seated_on
+from controller.core.membership import computes, jobs_seated_on
 from controller.core.outbreaks import signature
 from controller.core.own_findings import raise_own
 from controller.core.probes import Outcome, partner_for, start_probe
@@ -50,7 +50,7 @@ def begin_quarantine(
     if offence:
         offenders.offend(turn, node, offence)
     record.causes, record.cleared, record.action = [], {}, action
-    record.course = Course()
+    record.course = Course(offence=offence)
     for finding in causes:
         add_cause(turn, node, finding)
     set_state(turn, node, NodeState.QUARANTINED, sentence)
@@ -273,17 +273,25 @@ def _found_wrong(turn: Turn, node: str, outcome: Outcome) -> None:
         trace=turn.trace,
     )
     raise_own(turn, node, finding)
-    if convicts(turn.state, turn.state.nodes[node], finding, turn.now):
-        relapse(turn, node, finding, f"{outcome.failure}; {node} stays out until it is mended")
-    else:
+    if not convicts(turn.state, turn.state.nodes[node], finding, turn.now):
         failed(turn, node, outcome.failure)
+    elif not computes(turn.state, node):  # else it is judged as any of those is that a job computes on
+        relapse(turn, node, finding, f"{outcome.failure}; {node} stays out until it is mended")
 
 
 def relapse(turn: Turn, node: str, finding: Finding, sentence: str) -> None:
-    """Ill again on its way back. One that was only held still computes: its jobs go on without it."""
-    begin_quarantine(turn, node, sentence, (finding,), action=finding.action, offence=offenders.RELAPSED)
+    """Ill again on its way back: under reserve, as evictions are."""
+    refuse(turn, node, finding, sentence, action=finding.action, offence=offenders.RELAPSED)
     _leave_jobs(turn, node, sentence)
-    turn.verdict(node, Decision.QUARANTINE, sentence, action=turn.state.nodes[node].action, evidence=(finding,))
+
+
+def refuse(turn: Turn, node: str, finding: Finding, sentence: str, *, action: Action, offence: float = 0.0) -> None:
+    """Into quarantine before it served: that costs no budget, and is taken back where others show the same."""
+    begin_quarantine(turn, node, sentence, (finding,), action=action, offence=offence)
+    record = turn.state.nodes[node]
+    if record.course is not None:
+        record.course.evicted_at = turn.now
+    turn.verdict(node, Decision.QUARANTINE, sentence, action=record.action, evidence=(finding,))
 
 
 def _blamed_by(turn: Turn, node: str) -> Iterable[str]:

@@ -84,7 +84,8 @@ class Course(msgspec.Struct, kw_only=True, omit_defaults=True):
     ``alone``: it had no partner for what takes one. ``clear_s``: for how long its causes must be clear. ``remedy``: id
     of the action that was asked for and not reported, ``remedy_due``: when it is given up. ``settles_at``: when the
     causes must have cleared after a confirmed one. ``hindered``: why no action was asked for, as it was last said.
-    ``evicted_at``: when it was evicted, 0.0 where it is out otherwise; ``signs``: of what signature (``outbreaks``)
+    ``offence``: what was held against it for being out. ``evicted_at``: when it was evicted, or found ill before it
+    served, 0.0 where it is out otherwise; ``signs``: of what signature (``outbreaks``)
     each cause is that was known since then, cleared ones too; ``reserve_s``: for how long after it one of them may turn
     out to be an outbreak's.
     """
@@ -101,6 +102,7 @@ class Course(msgspec.Struct, kw_only=True, omit_defaults=True):
     remedy_due: float = 0.0
     settles_at: float = 0.0
     hindered: str = ""
+    offence: float = 0.0
     evicted_at: float = 0.0
     signs: dict[str, str] = {}
     reserve_s: float = 0.0

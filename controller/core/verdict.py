@@ -108,10 +108,21 @@ def _settle(turn: Turn, node: str) -> None:
 
 
 def _judge_standing(turn: Turn, node: str) -> None:
-    """Whether what stands against a node on probation puts an end to that."""
+    """Whether what stands against a node on probation puts an end to that. One on which a job computes is judged as
+    one that serves: a budget, or its job, may hold it, and it is on probation for as long."""
+    record = turn.state.nodes[node]
     for finding in standing_against(turn, node):
-        relapse(turn, node, finding, f"{node} cannot come back: {finding.message}")
-        return
+        rule = turn.policy.rules.rule(finding)
+        if serving(turn, node):
+            if not record.overruled:
+                _judge_by_rule(turn, node, finding, rule, written=True)
+        elif why := spared(turn, rule, node, finding):
+            _say_spared(turn, node, finding, rule, why)
+        else:
+            release(turn, node)
+            relapse(turn, node, finding, f"{node} cannot come back: {finding.message}")
+        if record.state is not NodeState.PROBATION:
+            return
 
 
 def judge_returning(turn: Turn) -> None:
@@ -230,10 +241,7 @@ def _judge_by_rule(turn: Turn, node: str, finding: Finding, rule: Rule, *, writt
         return
     if why := spared(turn, rule, node, finding):
         if written:
-            words = (
-                f"{node}: {finding.message}; not evicted: {why} within {rule.correlated_s:g} s, which is no node's own"
-            )
-            _say(turn, node, Decision.CORRELATED, words, finding)
+            _say_spared(turn, node, finding, rule, why)
         return
     rung = rung_of(record, rule, finding, turn.now)
     if mode is Mode.RECOMMEND:
@@ -244,6 +252,11 @@ def _judge_by_rule(turn: Turn, node: str, finding: Finding, rule: Rule, *, writt
         _ask_others(turn, node, finding)
     else:
         convict(turn, node, finding, because)
+
+
+def _say_spared(turn: Turn, node: str, finding: Finding, rule: Rule, why: str) -> None:
+    words = f"{node}: {finding.message}; not evicted: {why} within {rule.correlated_s:g} s, which is no node's own"
+    _say(turn, node, Decision.CORRELATED, words, finding)
 
 
 def _spared_outside(turn: Turn, node: str, finding: Finding, rule: Rule) -> bool:
@@ -406,5 +419,6 @@ def reconsider(turn: Turn) -> None:
                 or spared(turn, rule, node, finding)
             ):
                 release(turn, node)
+                _settle(turn, node)
             else:
                 convict(turn, node, finding)

@@ -291,6 +291,11 @@ MUTANTS: tuple[Mutant, ...] = (
     # the way back
     Mutant("nodes come back without a probe", _healthy_at_once),
     Mutant("quarantine never ends", lambda: swapped(quarantine.check_quarantine, _nothing)),
+    Mutant(
+        "what was told while a node was held is forgotten",
+        lambda: swapped(quarantine._unwell, _no),
+        seeds=(124,),
+    ),
     Mutant("probation never ends", lambda: swapped(quarantine.check_probation, _nothing)),
     # who is slow
     Mutant(
