@@ -58,6 +58,9 @@ class Gate:
 
     def again(self, identity: Identity) -> None: ...
 
+    def holds(self, identity: Identity) -> bool:
+        return True
+
 
 class Wire:
     """The controller's end of a line, as asyncio's transport; behind it the real session."""
