@@ -393,9 +393,9 @@ def look_again(turn: Turn, node: str) -> None:
             continue
         rule = turn.policy.rules.rule(finding)
         due = record.booted_at + rule.boot_grace_s
-        if serving(turn, node) and turn.now < due:
+        if turn.now < due:
             look_later(turn, node, key, "boot grace", due)
-        elif serving(turn, node) or (why == UNDECIDED and record.state is NodeState.QUARANTINED):
+        elif serving(turn, node) or record.state is NodeState.QUARANTINED:
             _judge_by_rule(turn, node, finding, rule, written=False)
         elif why == UNDECIDED and is_of_outbreak(turn.state, rule, node, finding, turn.now):
             look_later(turn, node, key, UNDECIDED, turn.now + rule.correlated_s)

@@ -232,6 +232,25 @@ def test_links_that_are_down_at_boot_judge_nobody_and_those_that_stay_down_do() 
     assert said == [("n1", "evict")]
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_links_that_stay_down_after_the_reboot_of_a_quarantined_node_keep_it_out(first: bool) -> None:
+    fleet = _fleet()
+    fleet.advance(301.0, *SIX)
+    fleet.raise_finding("n2", xid())
+    fleet.register("n2", boot_id="boot-2", findings=(xid(), _port()))
+    if first:  # what cleared in the grace had it out, and it is on probation when that ends
+        fleet.clear_finding("n2", xid().key)
+    fleet.advance(310.0, *SIX)
+    if not first:
+        assert fleet.state.nodes["n2"].causes == [xid().key, _port().key]
+        fleet.clear_finding("n2", xid().key)
+    fleet.advance(100.0, *SIX)
+    assert fleet.node_state("n2") is NodeState.QUARANTINED
+    fleet.clear_finding("n2", _port().key)
+    fleet.advance(100.0, *SIX)
+    assert fleet.node_state("n2") is not NodeState.QUARANTINED
+
+
 def test_an_agents_restart_is_no_boot_and_gives_no_new_grace() -> None:
     fleet = _fleet()
     fleet.advance(301.0, *SIX)
