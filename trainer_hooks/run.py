@@ -326,15 +326,20 @@ class Run:
         what failed before. With virtual ranks ``parts`` seeds them for each of these, and outside of it they are the
         same on all ranks. Leaving the loop by ``break`` leaves its step unfinished.
         """
-        self._seed = seed
-        stream = self._replication.stream()
         for step in range(self._finished + 1, until + 1):
-            seed_step(seed, step, *stream)
+            self.seed_step(step, seed=seed)
             yield step
             self.step_finished()
 
+    def seed_step(self, step: int, *, seed: int = 0) -> None:
+        """For a loop of one's own: the random streams that ``steps`` has in ``step``. They are not restored otherwise."""
+        self._seed = seed
+        seed_step(seed, step, *self._replication.stream())
+
     def step_finished(self) -> None:
         """For a loop of one's own instead of ``steps``: the next step is finished, tracked state stands.
+
+        Call ``seed_step`` where a step begins.
 
         Raises RuntimeError where a loop over ``parts`` was left before its end: the gradients were not there.
         """

@@ -114,6 +114,16 @@ def test_random_streams_depend_on_seed_step_and_rank_only():
     assert 0 <= stream_seed(1, 2, 3) < 1 << 63
 
 
+def test_a_loop_of_ones_own_has_the_same_random_streams():
+    run, others = Run(Place(rank=1, world_size=2), IdleKeeper()), []
+    for step in (1, 2, 3):
+        run.seed_step(step, seed=4)
+        others.append(draws())
+        run.step_finished()
+    run = Run(Place(rank=1, world_size=2), IdleKeeper())
+    assert [draws() for _ in run.steps(until=3, seed=4)] == others
+
+
 def test_a_step_that_was_left_is_not_finished():
     run = Run(Place(), IdleKeeper())
     for step in run.steps(until=10):
