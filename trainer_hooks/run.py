@@ -332,7 +332,7 @@ class Run:
             self.step_finished()
 
     def seed_step(self, step: int, *, seed: int = 0) -> None:
-        """For a loop of one's own: the random streams that ``steps`` has in ``step``. They are not restored otherwise."""
+        """For a loop of one's own: the random streams that ``steps`` has in ``step``; none is restored otherwise."""
         self._seed = seed
         seed_step(seed, step, *self._replication.stream())
 
