@@ -10,7 +10,7 @@ from controller.core.membership import jobs_seated_on
 from controller.core.outbreaks import GATHER_S, under_reserve_until
 from controller.core.own_findings import clear_own
 from controller.core.records import Course, NodeRecord
-from controller.core.rules import in_words
+from controller.core.rules import in_words, remember_step
 from controller.core.standing import kept_out, set_state
 from controller.core.turn import Turn
 from everstep.vocabulary import Action, Decision, FindingKind, Mode, NodeState, Severity
@@ -69,6 +69,8 @@ def _carry_out(turn: Turn, node: str, course: Course) -> None:
         course.remedy = remedies.treat(turn, node, cure, sentence)
         course.remedy_due = turn.now + turn.policy.remedy_timeout_s
         course.hindered, record.action = "", cure
+        if (rule := turn.policy.rules.called(course.rule)) is not None:  # a repeat takes the step after this one
+            record.steps[rule.id] = remember_step(record.steps.get(rule.id, []), rule, cure, turn.now)
         turn.audit("remedy.asked", sentence, node=node, data={"remedy": course.remedy})
         turn.wake(course.remedy_due, "care", node)
 

@@ -142,6 +142,10 @@ class Rulebook(msgspec.Struct, frozen=True):
         """The rule of the kind that has no name."""
         return self.kinds[kind][-1]
 
+    def called(self, name: str) -> Rule | None:
+        """The rule of that id; None where a site has none of it any more."""
+        return next((rule for rules in self.kinds.values() for rule in rules if rule.id == name), None)
+
     def missing(self) -> list[str]:
         """Kinds that nothing judges."""
         return [str(kind) for kind in FindingKind if not self.kinds.get(kind)]

@@ -1,0 +1,55 @@
+"""Repeats escalate: what came back takes the step after the last that was taken, whoever or whatever chose that one."""
+
+from __future__ import annotations
+
+import msgspec
+
+from controller.core.effects import Effect, RemedyKind, RequestRemedy
+from controller.core.events import ActionReported
+from controller.core.policy import CorePolicy
+from everstep.vocabulary import Action, Finding, FindingKind, Mode, NodeState, Severity
+from tests.support.core_fleet import CoreFleet
+
+EVERYONE = [f"n{i}" for i in range(1, 6)]
+CURES = (RemedyKind.RESET_GPU, RemedyKind.REBOOT, RemedyKind.REPAIR)
+RESET_ME = Finding(
+    kind=FindingKind.GPU_RECOVERY_ACTION,
+    subject="GPU-0",
+    severity=Severity.CRITICAL,
+    message="the driver wants a reset",
+    action=Action.RESET_GPU,
+)
+
+
+def _falls_ill(fleet: CoreFleet, *cured: bool) -> list[RemedyKind]:
+    """n2 shows the finding until a cure is of use, in the order of ``cured``; what was asked for. Then time passes."""
+    before = len(fleet.effects)
+    fleet.raise_finding("n2", RESET_ME)
+    fleet.resume(step=60)
+    for ok in cured:
+        fleet.advance(5.0, *EVERYONE)
+        (*_, cure) = (one.remedy for one in fleet.effects[before:] if isinstance(one, RequestRemedy) and one.remedy.due)
+        fleet.feed(ActionReported(id=cure.id, node="n2", ok=ok, detail="it hangs", trace=fleet.trace()))
+    fleet.advance(5.0, *EVERYONE)
+    fleet.clear_finding("n2", RESET_ME.key)
+    fleet.advance(200.0, *EVERYONE)
+    return _cures(fleet.effects[before:])
+
+
+def _cures(effects: list[Effect]) -> list[RemedyKind]:
+    kinds = [effect.remedy.kind for effect in effects if isinstance(effect, RequestRemedy)]
+    return [kind for kind in kinds if kind in CURES]
+
+
+def test_after_a_failed_reset_and_a_reboot_that_cured_a_repeat_goes_to_repair() -> None:
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), remediate=Mode.ENFORCE, probe_required=False))
+    fleet.start(4, 1)
+    fleet.seal(10)
+    assert _falls_ill(fleet, False, True) == [RemedyKind.RESET_GPU, RemedyKind.REBOOT]
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+    fleet.restart()
+    before = len(fleet.effects)
+    fleet.raise_finding("n2", RESET_ME)
+    fleet.advance(130.0, *EVERYONE)
+    assert _cures(fleet.effects[before:]) == [RemedyKind.REPAIR]
+    assert fleet.node_state("n2") is NodeState.REPAIR
