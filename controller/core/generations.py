@@ -25,6 +25,7 @@ from controller.core.records import JobRecord, NodeRecord
 from controller.core.signals import send_generation, send_kill
 from controller.core.spilling import reconsider_spill
 from controller.core.state import FleetState, JobLive
+from controller.core.staying import in_words, next_roster
 from controller.core.turn import Turn
 from controller.core.wording import named, nodes
 from everstep.backoff import Backoff
@@ -103,7 +104,7 @@ def _seats(turn: Turn, job: JobRecord, cause: Cause) -> list[str]:
         seats = next_seats(turn.state, job, cause.without | going)
         if len(seats) >= least_nodes(job):
             return seats
-    return next_seats(turn.state, job, cause.without)
+    return next_roster(turn, job, cause.without)
 
 
 def hand_on(turn: Turn, job: JobRecord) -> None:
@@ -142,7 +143,7 @@ def _spec(turn: Turn, job: JobRecord, cause: Cause, seats: list[str], boundary: 
         job=job.job,
         number=number,
         reason=cause.reason,
-        sentence=f"{cause.sentence[:CAUSE_CHARS]}; {when}generation {number} {change}",
+        sentence=f"{cause.sentence[:CAUSE_CHARS]}; {when}generation {number} {change}{in_words(state, job, seats)}",
         trace=cause.trace,
         seats=tuple(seats),
         store=job.launchers[leader].store,

@@ -6,10 +6,11 @@ import msgspec
 
 from controller.core import jobs
 from controller.core.generations import Cause, heard_beyond_boundary, regroup
-from controller.core.membership import is_seated, jobs_seated_on, least_nodes, next_seats, seats_of
+from controller.core.membership import is_seated, jobs_seated_on, least_nodes, seats_of
 from controller.core.own_findings import raise_own
 from controller.core.records import JobRecord
 from controller.core.state import Pending
+from controller.core.staying import next_roster
 from controller.core.turn import Turn
 from controller.core.wording import named
 from everstep.backoff import Backoff
@@ -79,7 +80,7 @@ def replace_rank(turn: Turn, job: JobRecord, node: str, cause: Cause) -> None:
     sentence = f"{node} lost {count} ranks of {job.job} within {window_s:g} s"
     job.excluded[node] = sentence
     _note_flapping(turn, node, sentence, count)
-    if len(next_seats(turn.state, job)) < least_nodes(job):
+    if len(next_roster(turn, job)) < least_nodes(job):
         jobs.fail(turn, job, f"{cause.sentence}; {sentence}, and no other node can take its place")
         return
     regroup(turn, job, Cause(reason=cause.reason, sentence=f"{cause.sentence}; {sentence}", trace=cause.trace))

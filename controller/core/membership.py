@@ -77,22 +77,23 @@ def most_nodes(job: JobRecord) -> int:
     return max(least_seats(job.spec), min(job.size // block * block, most))
 
 
-def obstacle(state: FleetState, job: JobRecord, node: str) -> str:
+def obstacle(state: FleetState, job: JobRecord, node: str, staying: Collection[str] = ()) -> str:
     """Why a node cannot be in the job's next roster; empty where it can.
 
     A node computes for one job at a time; between jobs that want it, ``promised`` decides.
     """
-    words = unfit(state, job, node)
+    words = unfit(state, job, node, staying)
     if words or (job.state is JobState.RUNNING and job.generation is not None and node in job.generation.seated):
         return words
     owner = owner_of(state, job, node)
     return f"it computes for job {owner.job}" if owner is not None else ""
 
 
-def unfit(state: FleetState, job: JobRecord, node: str) -> str:
+def unfit(state: FleetState, job: JobRecord, node: str, staying: Collection[str] = ()) -> str:
     """What in the node or its launcher keeps it out of the job's next roster, whoever else computes on it.
 
-    A suspect node may stay where it is, but is not chosen anew: a refuted suspicion must leave no trace.
+    A suspect node may stay where it is, but is not chosen anew: a refuted suspicion must leave no trace. So may those
+    that are ``staying`` in their seats, whatever their state.
     """
     launcher, record = job.launchers.get(node), state.nodes.get(node)
     if launcher is None:
@@ -111,7 +112,8 @@ def unfit(state: FleetState, job: JobRecord, node: str) -> str:
     running = seated and job.state is JobState.RUNNING
     if not running and node in state.unmet:
         return "this controller, which has just begun, has not heard it yet"
-    if record.state is not NodeState.HEALTHY and not (running and record.state is NodeState.SUSPECT):
+    stays = node in staying or (running and record.state is NodeState.SUSPECT)
+    if record.state is not NodeState.HEALTHY and not stays:
         return record.sentence or f"it is {record.state}"
     if not seated and not launcher.confirmed:
         return "its agent began anew, and the launcher has not said so"
@@ -154,7 +156,11 @@ def promised(state: FleetState, job: JobRecord, worked_out: Rosters | None = Non
 
 
 def able_nodes(
-    state: FleetState, job: JobRecord, without: Collection[str] = (), worked_out: Rosters | None = None
+    state: FleetState,
+    job: JobRecord,
+    without: Collection[str] = (),
+    worked_out: Rosters | None = None,
+    staying: Collection[str] = (),
 ) -> list[str]:
     """Every node that may be in the job's next roster, in the order in which a free seat is given to them.
 
@@ -167,7 +173,7 @@ def able_nodes(
     others: list[str] = []
     doubted: list[str] = []
     for node in job.launchers:
-        if node in without or obstacle(state, job, node):
+        if node in without or obstacle(state, job, node, staying):
             continue
         if node in seated and (job.state is JobState.RUNNING or node not in gone):
             (stay if state.nodes[node].state is NodeState.HEALTHY else doubted).append(node)
@@ -189,16 +195,21 @@ def spares(state: FleetState, job: JobRecord) -> list[str]:
 
 
 def next_seats(
-    state: FleetState, job: JobRecord, without: Collection[str] = (), worked_out: Rosters | None = None
+    state: FleetState,
+    job: JobRecord,
+    without: Collection[str] = (),
+    worked_out: Rosters | None = None,
+    staying: Collection[str] = (),
 ) -> list[str]:
     """The roster the job would get now, leaving out ``without``; whole blocks.
 
     Nodes that were replaced as stragglers are left out too, unless the job would fall below its minimum: one slow node
     costs all others its delay, one that is missing costs only its own share.
 
-    ``worked_out``: what was found for jobs of higher priority on the way here, so that each is asked once.
+    ``worked_out``: what was found for jobs of higher priority on the way here, so that each is asked once. ``staying``:
+    as of ``unfit``.
     """
-    able = able_nodes(state, job, without, worked_out)
+    able = able_nodes(state, job, without, worked_out, staying)
     swift = [node for node in able if node not in job.slow]
     seats = seats_among(state, job, swift)
     if len(seats) < least_nodes(job) and len(swift) < len(able):
