@@ -350,6 +350,14 @@ class Run:
         self._finished += 1
         self._keeper.step_finished(self._finished)
 
+    def before_update(self) -> None:
+        """Tracked state is about to change otherwise than by the ``step`` of a tracked optimizer, which asks by itself.
+
+        Waits until the copy of the last step lets it change: call it right before an update by hand, by an optimizer
+        that is not tracked, or of a momentum encoder in a forward pass. May be called several times in a step.
+        """
+        self._keeper.before_update()
+
     def report(self, *, loss: torch.Tensor | float) -> None:
         """This rank's loss, for people to watch. A tensor is read later, and never waited for."""
         self._keeper.report(loss)

@@ -132,6 +132,11 @@ class TrackedState:
         """Whether every optimizer has state for every parameter it trains, as it has after a step or a restore."""
         return all(_is_complete(optimizer) for _, optimizer in self._optimizers)
 
+    @property
+    def asks(self) -> bool:
+        """Whether an optimizer is tracked, whose steps are announced."""
+        return bool(self._optimizers)
+
     def unchanged(self) -> bool:
         """Whether the tensors are still those that ``tensors`` found, in the same memory. Fast: every step asks."""
         return self._looked and self._identity.unchanged() and all(still.holds(still.buffer) for still in self._still)
@@ -368,9 +373,8 @@ def _is_complete(optimizer: torch.optim.Optimizer) -> bool:
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
     """What two tensors have in common that are tied."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    if local.layout is not torch.strided or not local.numel():
-        return (id(tensor),)
-    return (local.data_ptr(), local.size(), local.stride(), local.dtype)
+    dense = local.layout is torch.strided and local.numel()
+    return (local.data_ptr(), local.size(), local.stride(), local.dtype) if dense else (id(tensor),)
 
 
 def _moment_like(parameter: torch.Tensor, tensor: Tensor, capturable: bool) -> torch.Tensor:

@@ -19,6 +19,7 @@ from trainer_hooks.snapshot.device import gpus_of
 from trainer_hooks.snapshot.gather import Gather, Targets
 from trainer_hooks.snapshot.layout import BLOB_PREFIX, Box, Manifest
 from trainer_hooks.snapshot.plan import Share
+from trainer_hooks.snapshot.standing import Writes
 from trainer_hooks.state import TrackedTensor
 
 MOST_GATHERS = 16
@@ -50,6 +51,7 @@ class Sources:
         self._volatile = [(i, t) for i, t in enumerate(tensors) if t.volatile and (wanted is None or i in wanted)]
         self._staged = {i: torch.empty_like(t.local) for i, t in self._volatile}
         self._tensors = tensors
+        self.writes = Writes(t for t in tensors if t.parameter)
         gpus = gpus_of(tensors)
         self.mover = DeviceMover(gpus) if gpus else HostMover()
         self._views: list[torch.Tensor] | None = None

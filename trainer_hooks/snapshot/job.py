@@ -47,9 +47,13 @@ class Filled(NamedTuple):
 
 
 class Job:
-    """One snapshot on its way. ``kept``: its version may be committed. ``held``: ``begin`` waits until it is copied."""
+    """One snapshot on its way. ``kept``: its version may be committed. ``held``: ``begin`` waits until it is copied, as
+    it does where it must (``hold``). ``released``: its state may change; ``overtaken``: it did before.
+    """
 
-    def __init__(self, version: Version, look: Look, sources: Sources, blob: Blob, overlap: bool | None) -> None:
+    def __init__(
+        self, version: Version, look: Look, sources: Sources, blob: Blob, overlap: bool | None, *, hold: bool = False
+    ) -> None:
         self.version = version
         self.look = look
         self.sources = sources
@@ -58,7 +62,17 @@ class Job:
         self.filled: Filled | None = None
         share = sources.share  # known from the second snapshot on: of a pipeline's stage it says what the look cannot
         alone = look.sharded or (share is not None and share.alone)
-        self.held = alone and not (sources.on_gpu if overlap is None else overlap)
+        self.held = hold or (alone and not (sources.on_gpu if overlap is None else overlap))
+        self.released = self.overtaken = False
+        self._stood: list[int] | None = None
         self.phase = Phase.QUEUED
         self.copied = threading.Event()
         self.over = threading.Event()
+
+    def stands(self) -> None:
+        """Notes the state as it is to be copied; from the training thread."""
+        self._stood = self.sources.writes.counts()
+
+    def moved(self) -> list[str]:
+        """Names of parameters that were written to since then."""
+        return [] if self._stood is None else self.sources.writes.since(self._stood)

@@ -34,6 +34,7 @@ from trainer_hooks.snapshot.planned import Planned, Planner
 from trainer_hooks.snapshot.plans import Plans
 from trainer_hooks.snapshot.reports import Reports, SealedShare
 from trainer_hooks.snapshot.retention import Retention
+from trainer_hooks.snapshot.standing import Standing
 from trainer_hooks.snapshot.stopwatch import Stopwatch
 from trainer_hooks.state import TrackedState
 from trainer_hooks.vault_client import VaultClient
@@ -92,7 +93,8 @@ class Snapshotter:
         self._changed = threading.Condition()
         self._queue: Job | None = None
         self._last: Job | None = None
-        self._standing: Job | None = None
+        self._still: Job | None = None
+        self._standing = Standing(state.asks, self._where)
         self._closing = False
         self._retention = Retention(spec.number, spec.restore, restored)
         self._pace = Pace(store, member.rank, 1 if choices.lean else choices.every)
@@ -146,20 +148,25 @@ class Snapshotter:
         sources = self._fitting_sources(self._look)
         sources.begin()
         version = Version(self._spec.number, step)
-        job = Job(version, self._look, sources, self._state.taken(), self._choices.overlap)
+        hold = self._standing.must_hold()
+        job = Job(version, self._look, sources, self._state.taken(), self._choices.overlap, hold=hold)
         small = self._small(job)
+        if small is None or small.with_covers is not None:
+            job.stands()
         with self._changed:
             if self._closing:
                 return
-            self._last = self._standing = job
+            self._last = self._still = job
             self._wanted.clear()
             if small is None:
                 self._queue = job
                 self._changed.notify_all()
         if small is not None:
+            job.released = True  # when it is copied this thread may go on
             self._fill_at_once(job, small)
         elif job.held:
             self._await(job, job.copied)
+            job.released = True
 
     def _small(self, job: Job) -> Planned | None:
         """The plan under which the training thread copies this itself; None where it is for the copier, which alone may
@@ -191,7 +198,8 @@ class Snapshotter:
             with self._watch.held_up():
                 self._await(self._last, self._last.copied)
                 self._last.sources.mover.order_before_step()
-        self._standing = None
+        self._standing.may_change(self._still)
+        self._still = None
         self.first_plan.check()
 
     def _await(self, job: Job, event: threading.Event) -> None:
@@ -226,8 +234,8 @@ class Snapshotter:
         self._thread.join(timeout=FINISH_S)
         if self._thread.is_alive():
             log.warning("the last copy did not end in %.0f s and is left behind", FINISH_S, extra=self._where)
-        elif finish and self._standing is not None:
-            self._attempt(partial(self._cover, self._standing), f"cover step {self._standing.version.step}")
+        elif finish and self._still is not None and not self._still.moved():
+            self._attempt(partial(self._cover, self._still), f"cover step {self._still.version.step}")
 
     def _look_again(self, tag: str) -> Look:
         """Finds the tensors anew; only where their layout is another one is there something to plan under ``tag``."""
@@ -339,6 +347,8 @@ class Snapshotter:
         if not job.held and job.sources.on_gpu:
             job.copied.set()  # the next step is ordered behind the copy
         job.sources.mover.finish()
+        if self._standing.is_overtaken(job):
+            return
         write_blob(payload, manifest, job.blob.data())
         view.copied(slot)
         job.filled = Filled(planned, slot, digests, self._clock.monotonic() - began)
@@ -348,6 +358,9 @@ class Snapshotter:
         view, manifest, share = filled.planned.segment.view, filled.planned.manifest, filled.planned.share
         if not job.sources.on_gpu:
             self._wanted.wait(min(LONGEST_REST_S, filled.copy_s))
+        if self._standing.is_overtaken(job):  # by what had begun before it was copied, and was counted when it ended
+            view.discard(filled.slot)
+            return
         view.seal(filled.slot)
         if job.kept:
             self._retention.keeps(job.version)

@@ -9,11 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from everstep.ids import Version
+from everstep.slots import SegmentView
 from everstep.wire.v1.training import RestoreRule
 from tests.support.forked import ForkPool
 from tests.support.generations import generation
+from tests.support.layouts import playing
 from tests.support.lone_rank import LoneRank, lone_rank
 from trainer_hooks.interrupt import Regroup
 from trainer_hooks.keeper import IdleKeeper
@@ -23,6 +26,7 @@ from trainer_hooks.run import Run
 from trainer_hooks.snapshot import snapshotter as module
 from trainer_hooks.snapshot.choices import Choices
 from trainer_hooks.snapshot.snapshotter import Snapshotter
+from trainer_hooks.snapshot.standing import Writes
 from trainer_hooks.state import TrackedState
 
 
@@ -63,6 +67,19 @@ class CopyingKeeper(IdleKeeper):
     def step_finished(self, step: int) -> None:
         self.snapshots.begin(step)
 
+    def is_copied(self) -> bool:
+        assert self.snapshots._last is not None
+        return self.snapshots._last.copied.is_set()
+
+    def ended(self) -> None:
+        assert self.snapshots._last is not None
+        assert self.snapshots._last.over.wait(10)
+
+
+def large() -> nn.Linear:
+    """More than the training thread copies itself."""
+    return nn.Linear(1024, 1024, bias=False)
+
 
 def restored(rank: LoneRank, objects: Mapping[str, object]) -> Version | None:
     spec = generation(2, restore=RestoreRule())
@@ -101,3 +118,91 @@ def test_an_optimizer_that_outlives_a_generation_asks_only_the_run_that_goes_on(
     first.close()
     Run(Place(), IdleKeeper()).track(model=model, optimizer=[optimizer])
     optimizer.step()
+
+
+def test_a_copy_that_an_update_overtook_is_dropped_and_training_waits_for_later_ones(
+    rank: LoneRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, keeper = large(), CopyingKeeper(rank, monkeypatch)
+    run = Run(Place(), keeper)
+    run.track(model=model, optimizer=torch.optim.SGD(model.parameters()))
+    run.step_finished()
+    assert keeper.begun.wait(10)
+    with torch.no_grad():
+        model.weight.add_(1)  # as a momentum encoder in a forward pass
+    keeper.go_on.set()
+    keeper.ended()
+    for _ in range(2):
+        run.step_finished()
+        assert keeper.is_copied()
+        with torch.no_grad():
+            model.weight.add_(1)
+    keeper.snapshots.close(finish=True)
+    assert {version.step for version in rank.sealed()} == {2, 3}
+    assert caplog.text.count("model.weight changed while step 1 was copied") == 1
+    assert caplog.text.count("run.before_update()") == 1
+    again = large()
+    assert restored(rank, {"model": again}) == Version(1, 3)
+    assert torch.equal(again.weight + 1, model.weight)
+
+
+def test_an_update_that_began_under_the_copy_and_is_counted_after_it_drops_it_too(
+    rank: LoneRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch counts a write when it is done."""
+    model, keeper = large(), CopyingKeeper(rank, monkeypatch)
+    copied = SegmentView.copied
+
+    def copied_and_changed(view: SegmentView, slot: int) -> None:
+        copied(view, slot)
+        with torch.no_grad():
+            model.weight.add_(1)
+
+    monkeypatch.setattr(SegmentView, "copied", copied_and_changed)
+    keeper.go_on.set()
+    run = Run(Place(), keeper)
+    run.track(model=model, optimizer=torch.optim.SGD(model.parameters()))
+    run.step_finished()
+    keeper.ended()
+    keeper.snapshots.close(finish=True)
+    assert rank.sealed() == set()
+    assert not list(rank.view().whole())
+
+
+def test_without_an_optimizer_training_waits_for_each_copy_unless_it_asks_before_it_updates(
+    rank: LoneRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, keeper = large(), CopyingKeeper(rank, monkeypatch)
+    run = Run(Place(), keeper)
+    run.track(model=model)
+    keeper.go_on.set()
+    for _ in range(2):
+        run.step_finished()
+        assert keeper.is_copied()
+        model.weight.data.add_(1)  # which torch does not count
+    run.before_update()
+    stood = model.weight.detach().clone()
+    keeper.go_on.clear()
+    run.step_finished()
+    assert not keeper.is_copied()
+    run.before_update()
+    assert keeper.is_copied()
+    model.weight.data.add_(1)
+    keeper.snapshots.close(finish=True)
+    again = large()
+    assert restored(rank, {"model": again}) == Version(1, 3)
+    assert torch.equal(again.weight, stood)
+
+
+def test_what_optimizers_do_to_shards_and_whole_parameters_is_counted() -> None:
+    model = nn.Linear(4, 4)
+    with playing(0, (2,)) as mesh:
+        model.bias = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False))
+        state = TrackedState({"model": model})
+        writes = Writes(state.tensors())
+        counts = writes.counts()
+        assert writes.since(counts) == []
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+            torch.optim.AdamW([parameter], foreach=parameter is model.weight).step()
+        assert writes.since(counts) == ["model.bias", "model.weight"]
