@@ -241,7 +241,7 @@ class FleetCollector(Collector):
         yield _gauge("correlated_silence", "1 while many are silent at once, and none is lost for it.", together)
         counts = Tally(node.state for node in state.nodes.values())
         yield _gauge_by("nodes", "Nodes by state.", "state", {s.value: counts[s] for s in NodeState})
-        found = Tally(finding.severity for node in state.nodes.values() for finding in node.findings.values())
+        found = Tally(finding.severity for node in state.nodes.values() for finding in node.known())
         text = "Findings raised and not cleared."
         yield _gauge_by("node_findings", text, "severity", {s.value: found[s] for s in Severity})
         ignored = CounterMetricFamily(_PREFIX + "ignored", "Reports the core dropped by rule.", labels=["reason"])

@@ -48,6 +48,7 @@ def of_nodes(desk: views.Desk, page: op.NodeList) -> str:
             one.labels,
             nodes[one.node].incarnation,
             list(nodes[one.node].findings),
+            list(nodes[one.node].own),
             nodes[one.node].maintenance_until,
             planned_for(desk.state, nodes[one.node]),
         )

@@ -19,7 +19,7 @@ def evidence_of(state: FleetState, node: str, now: float, verdicts: Iterable[Ver
     record = state.nodes.get(node)
     if record is None:
         raise NotFound(f"no node {node}: `everstep nodes` lists them")
-    findings = (*record.findings.values(), *record.own.values())
+    findings = record.known()
     return Evidence(
         format=FORMAT,
         made_at=now,

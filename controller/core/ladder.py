@@ -154,7 +154,7 @@ def to_repair(turn: Turn, node: str, sentence: str) -> None:
     record = turn.state.nodes[node]
     set_state(turn, node, NodeState.REPAIR, sentence)
     record.action, record.probe, record.overruled = Action.REPAIR, "", ""
-    evidence = tuple(f for f in (*record.findings.values(), *record.own.values()) if f.key in record.causes)
+    evidence = tuple(f for f in record.known() if f.key in record.causes)
     turn.verdict(node, Decision.REPAIR, sentence, action=Action.REPAIR, evidence=evidence)
     remedies.repair(turn, node, sentence)
 

@@ -30,7 +30,7 @@ def signature(finding: Finding) -> str:
 
 def shown(record: NodeRecord, name: str) -> list[Finding]:
     """The node's findings of that signature which stand."""
-    return [finding for finding in (*record.findings.values(), *record.own.values()) if signature(finding) == name]
+    return [finding for finding in record.known() if signature(finding) == name]
 
 
 def correlated(turn: Turn, rule: Rule, node: str, finding: Finding) -> str:
@@ -138,7 +138,7 @@ def recall(state: FleetState, now: float) -> None:
     for node, record in state.nodes.items():
         if now < under_reserve_until(record) and record.course is not None:
             found += [(record.course.evicted_at, name, node) for name in record.course.signs.values()]
-        for finding in (*record.findings.values(), *record.own.values()):
+        for finding in record.known():
             if record.undecided.get(finding.key) == UNDECIDED:
                 found.append((now, signature(finding), node))
                 waiting.append((node, finding))

@@ -136,7 +136,7 @@ def is_known_good(state: FleetState, record: NodeRecord) -> bool:
         or state.live_nodes[record.node].gone_at is not None
     ):
         return False
-    standing = (*record.findings.values(), *record.own.values())
+    standing = record.known()
     if any(finding.severity is Severity.CRITICAL for finding in standing) or record.undecided:
         return False
     return not any(record.node in case.suspects for case in state.cases.values())

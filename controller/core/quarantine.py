@@ -144,8 +144,7 @@ def begin_checks(turn: Turn, node: str) -> None:
 def standing_against(turn: Turn, node: str) -> list[Finding]:
     """What is known of the node that keeps it out, were it out; not what somebody has vouched for."""
     record = turn.state.nodes[node]
-    known = (*record.findings.values(), *record.own.values())
-    return [finding for finding in known if convicts(turn.state, record, finding, turn.now)]
+    return [finding for finding in record.known() if convicts(turn.state, record, finding, turn.now)]
 
 
 def _unwell(turn: Turn, node: str) -> bool:

@@ -182,6 +182,10 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     maintenance_until: float = 0.0
     notes: list[Note] = []
 
+    def known(self) -> tuple[Finding, ...]:
+        """What stands: as its agent tells, and as the controller found itself."""
+        return (*self.findings.values(), *self.own.values())
+
 
 class LauncherRecord(msgspec.Struct, kw_only=True):
     """A node's offer to a job.

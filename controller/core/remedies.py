@@ -62,7 +62,7 @@ def _request(turn: Turn, node: str, kind: RemedyKind, sentence: str, due: float 
     turn.fleet_changed()
     turn.node_changed(node)
     name = f"remedy-{state.epoch}-{state.fleet.remedies}"
-    standing = (*record.findings.values(), *record.own.values())
+    standing = record.known()
     gpus = (suspect_gpus(record, standing) or record.gpus) if kind is RemedyKind.RESET_GPU else ()
     casebook.enter(record, turn.now, "action", f"{kind.replace('_', ' ')} asked for: {sentence}", {"remedy": name})
     turn.remedy(

@@ -40,8 +40,7 @@ def _may_stay(turn: Turn, node: str) -> bool:
         return True
     if record.state is not NodeState.HELD or record.maintenance_until:
         return False
-    known = (*record.findings.values(), *record.own.values())
-    return not any(convicts(turn.state, record, finding, turn.now) for finding in known)
+    return not any(convicts(turn.state, record, finding, turn.now) for finding in record.known())
 
 
 def in_words(state: FleetState, job: JobRecord, seats: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 from controller.api.routes import ROUTES
 from controller.core.policy import CorePolicy
 from everstep.clock import ManualClock
+from everstep.vocabulary import FindingKind
 from everstep.wire.v1 import enrolment as wire
 from everstep.wire.v1 import history as past
 from everstep.wire.v1 import operator as op
@@ -176,6 +177,20 @@ def test_probes_come_in_pages_newest_first_and_by_node(client: TestClient) -> No
     ]
     with pytest.raises(Refused, match="no cursor"):
         get(client, "/v1/probes?cursor=nonsense", op.ProbeList)
+
+
+def test_what_the_controller_found_itself_is_shown_with_what_the_agent_tells(tmp_path: Path) -> None:
+    policy = msgspec.structs.replace(CorePolicy.lab(), slow_link_bytes_per_s=1e9)
+    app = InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=ManualClock(), policy=policy)
+    with TestClient(app) as client:
+        fleet(client, "n1", "n2")[0].report(FindingRaised(finding=FELL_OFF))
+        etag, name = tag(client, "/v1/nodes"), probe(client, "n1", "n2")
+        Speaker(client, "n2").report(ProbeFinished(probe=name, ok=True, rows=((1 << 20, 1e-4, 1e6),)), first=2)
+        assert tag(client, "/v1/nodes") != etag
+        known = {node: get(client, f"/v1/nodes/{node}", op.NodeDetail) for node in ("n1", "n2")}
+    assert [finding.kind for finding in known["n1"].findings] == [FindingKind.GPU_XID]
+    assert [finding.kind for finding in known["n2"].findings] == [FindingKind.NETWORK_SLOW_LINK]
+    assert [known[node].summary.findings for node in known] == [1, 1]
 
 
 def test_credentials_come_in_pages_oldest_first_though_all_are_of_one_moment(client: TestClient) -> None:
