@@ -63,15 +63,16 @@ class MappedArchive:
 
     Args:
         path: of the file, on this machine.
+        what: its name in errors.
         load: maps it, and returns what is in it.
 
     Raises Damaged where the archive, or a record that is no tensor's, is not what was written.
     """
 
-    def __init__(self, path: str, load: Callable[[], object]) -> None:
-        self._path = path
+    def __init__(self, path: str, what: str, load: Callable[[], object]) -> None:
+        self._what = what
         self._unchecked: dict[str, zipfile.ZipInfo] = {}
-        with _zip_errors(path):
+        with _zip_errors(what):
             self._zip = zipfile.ZipFile(path)
             for record in self._zip.infolist():
                 if _DATA.fullmatch(record.filename):
@@ -92,7 +93,7 @@ class MappedArchive:
     def _check(self, records: list[zipfile.ZipInfo]) -> None:
         for record in records:
             if record.filename in self._unchecked:
-                with _zip_errors(self._path):
+                with _zip_errors(self._what):
                     _check_record(self._zip, record)
                 del self._unchecked[record.filename]
 

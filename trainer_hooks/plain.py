@@ -95,12 +95,14 @@ class Start:
         """Puts what is no tensor into the objects; returns the step the checkpoint is of, 0 where it does not say."""
         for put in self._puts:
             put()
+        self._checkpoint.close()
         self._state.settle()
         log.info("started from %s at step %d", self._checkpoint.url, self._step)
         return self._step
 
     def undo(self) -> None:
         """Takes away the optimizers' state that was made for this checkpoint: another one may have none of it."""
+        self._checkpoint.close()
         for optimizer, held in self._held:
             optimizer.state.clear()
             optimizer.state.update(held)

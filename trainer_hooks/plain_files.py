@@ -9,12 +9,12 @@ and no other.
 from __future__ import annotations
 
 import io
+import pathlib
 import pickle
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from pathlib import PurePosixPath
 from typing import Any, BinaryIO, Protocol
 
 import torch
@@ -27,6 +27,7 @@ from everstep.errors import ConfigurationError, DigestMismatch, MalformedMessage
 from everstep.object_storage import filesystem_of
 from everstep.stored_digests import DIGESTS, decode_digests
 from trainer_hooks.archive_checks import Damaged, MappedArchive, check_archive
+from trainer_hooks.fetched_file import fetched
 from trainer_hooks.snapshot.copy import part_of
 
 Path = tuple[str | int, ...]
@@ -46,8 +47,8 @@ _KNOWN = {
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
     ("collections", "OrderedDict"): dict,
-    ("pathlib", "PosixPath"): PurePosixPath,  # where it was saved: of no use here
-    ("pathlib._local", "PosixPath"): PurePosixPath,
+    ("pathlib", "PosixPath"): pathlib.PurePosixPath,  # where it was saved: of no use here
+    ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,
 } | {
     ("torch.distributed.checkpoint.metadata", kind.__name__): kind
     for kind in (
@@ -77,6 +78,10 @@ class Checkpoint(Protocol):
     def value(self, key: str) -> Any:
         """A tensor in full, or another value. Raises NotRestorable for what would have to be unpickled, Damaged,
         OSError."""
+
+    def close(self) -> None:
+        """All ranks of the node have opened it, or this one has no use for it: a file that was fetched goes. What was
+        read stays."""
 
 
 def checkpoints_at(url: str) -> list[str]:
@@ -181,6 +186,9 @@ class Folder:
             part_of(value, whole(shape), box).copy_(part)
         return value
 
+    def close(self) -> None:
+        """Nothing was fetched."""
+
     def _tensor(self, key: str, offset: Extent, held: Box) -> torch.Tensor:
         tensor = self._load(key, dcp.MetadataIndex(key, offset))
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != held.size:
@@ -245,20 +253,19 @@ def _restricted(file: BinaryIO, what: str, **how: Any) -> Any:
 
 
 class TorchFile:
-    """What torch.save wrote: nested dictionaries of tensors and values, mapped where the file is on this machine."""
+    """What torch.save wrote: nested dictionaries of tensors and values, mapped; fetched before, where it is not on this
+    machine."""
 
     def __init__(self, url: str, filesystem: Any, path: str) -> None:
         self.url = url
-        self._archive: MappedArchive | None = None
+        self._fetched: pathlib.Path | None = None
         if "file" in filesystem.protocol:
-            load = partial(_restricted, path, url, mmap=True)  # type: ignore[arg-type]  # torch maps only a path's file
-            self._archive = MappedArchive(path, load)
-            state = self._archive.content
+            self._archive = self._mapped(path, path)
         else:
-            with filesystem.open(path, "rb") as file:
-                body = bytes(file.read())
-            check_archive(body, url)
-            state = _restricted(io.BytesIO(body), url)
+            with fetched(filesystem, path, url) as local:
+                self._archive = self._mapped(str(local), url)
+                self._fetched = local
+        state = self._archive.content
         if not isinstance(state, Mapping):
             raise NotRestorable(f"{url} holds a {type(state).__qualname__}, not a dictionary of state")
         leaves = dict(_leaves((), state))
@@ -275,9 +282,16 @@ class TorchFile:
         yield box, part_of(value, whole(tuple(value.shape)), box)
 
     def value(self, key: str) -> Any:
-        if self._archive is not None:
-            self._archive.check(self._values[key])
+        self._archive.check(self._values[key])
         return self._values[key]
+
+    def close(self) -> None:
+        if self._fetched is not None:
+            self._fetched.unlink(missing_ok=True)  # what is mapped stays, here and in other ranks
+
+    def _mapped(self, path: str, what: str) -> MappedArchive:
+        load = partial(_restricted, path, self.url, mmap=True)  # type: ignore[arg-type]  # torch maps only a path's file
+        return MappedArchive(path, what, load)
 
 
 def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:

@@ -241,5 +241,14 @@ class _GrowingObject:
         self._file.close()
 
     def abandon(self) -> None:
-        """What was put is there then, and harmless: no record names it."""
-        self._file.close()
+        """Nothing appears, where the storage takes files whole (``discard`` ends an upload in parts, and what is only
+        closed would be put as far as it came); else what was put is there, and harmless: no record names it."""
+        from fsspec.spec import AbstractBufferedFile
+
+        if not isinstance(self._file, AbstractBufferedFile):
+            self._file.close()
+            return
+        try:
+            self._file.discard()
+        finally:
+            self._file.closed = True  # it is closed when it is collected, which would put it

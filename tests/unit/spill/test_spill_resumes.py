@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -11,12 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from torch import nn
 
 from agent.spill.__main__ import carry_out
 from agent.spill.order import Order, Outcome, Refusal
 from agent.spill.retention import folder_of
-from agent.spill.target import Directory, open_target
+from agent.spill.target import Directory, ObjectStore, open_target
 from everstep.errors import ConfigurationError, DigestMismatch, MalformedMessage, NotFound, NotRestorable
 from everstep.ids import Version
 from everstep.slots import SegmentView
@@ -153,6 +155,43 @@ def test_an_object_store_holds_the_same(tmp_path: Path, url: str) -> None:
     place.remove(folder_of(VERSION))
     assert folder_of(VERSION) not in place.folders()
     assert place.get(f"{folder_of(VERSION)}/.metadata") is None
+
+
+class InParts(AbstractBufferedFile):
+    """A file of an object store: there when it was closed, and all at once."""
+
+    def _initiate_upload(self) -> None:
+        self.parts = b""
+
+    def _upload_chunk(self, final: bool = False) -> bool:
+        self.parts += self.buffer.getvalue()
+        if final:
+            self.fs.objects[self.path] = self.parts
+        return True
+
+
+class Store(AbstractFileSystem):
+    cachable = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.objects: dict[str, bytes] = {}
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> InParts:
+        return InParts(self, path, mode, block_size=4)
+
+
+def test_an_object_that_was_given_up_never_appears() -> None:
+    store = Store()
+    place = ObjectStore(store, "bucket")
+    given_up, whole = place.grow("given up"), place.grow("whole")
+    for file in (given_up, whole):
+        file.append(b"several parts")
+    given_up.abandon()
+    whole.finish()
+    del given_up
+    gc.collect()
+    assert store.objects == {"bucket/whole": b"several parts"}
 
 
 @pytest.mark.parametrize("url", ["{}/out", "local://{}/store"])

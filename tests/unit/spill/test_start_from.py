@@ -9,6 +9,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -28,7 +29,10 @@ from everstep.errors import ConfigurationError, NotRestorable
 from everstep.ids import Version
 from everstep.stored_digests import DIGESTS
 from tests.support.spilling import Odd, fill_slots, start_alone, train
+from trainer_hooks import fetched_file
 from trainer_hooks.archive_checks import Damaged
+from trainer_hooks.fetched_file import _fetch as fetch
+from trainer_hooks.plain import read_checkpoint
 from trainer_hooks.plain_files import open_checkpoint
 from trainer_hooks.snapshot.blob import as_bytes
 from trainer_hooks.state import TrackedState
@@ -164,6 +168,66 @@ def test_a_torch_save_file_is_read(tmp_path: Path, before: Job, form: str, url: 
     after = Job(trained=False)
     assert after.start_from(url) == 0
     assert after.contents() == before.contents()
+
+
+@pytest.fixture
+def folder_for_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where files are fetched to."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    return folder
+
+
+def test_a_file_of_an_object_store_is_fetched_once_for_a_node_and_removed(
+    tmp_path: Path, before: Job, folder_for_files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"memory://{tmp_path}/weights.pt"
+    with fsspec.open(url, "wb") as file:
+        torch.save({"model": before.model.state_dict()}, file)
+    fetches: list[int] = []
+    monkeypatch.setattr(fetched_file, "_fetch", lambda *args: (fetches.append(1), fetch(*args)))
+    jobs = [Job(trained=False) for _ in range(2)]
+    starts = [read_checkpoint(url, job.tracked, job.state, rank, 2) for rank, job in enumerate(jobs)]
+    assert len(fetches) == 1
+    assert len(list(folder_for_files.iterdir())) == 1
+    for start in starts:
+        start.finish()
+    assert not list(folder_for_files.iterdir())
+    assert all(torch.equal(job.model.first.weight, before.model.first.weight) for job in jobs)
+
+
+def test_what_is_left_of_a_fetch_that_was_killed_is_fetched_anew(
+    tmp_path: Path, before: Job, folder_for_files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"memory://{tmp_path}/weights.pt"
+    with fsspec.open(url, "wb") as file:
+        torch.save({"model": before.model.state_dict()}, file)
+
+    def killed(*args: Any) -> None:
+        os.write(args[3], b"a part")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fetched_file, "_fetch", killed)
+        patched.setattr(Path, "unlink", lambda *_, **__: None)  # nobody is left to do it
+        with pytest.raises(KeyboardInterrupt):
+            Job(trained=False).start_from(url)
+    assert len(list(folder_for_files.iterdir())) == 1
+    assert Job(trained=False).start_from(url) == 0
+    assert not list(folder_for_files.iterdir())
+
+
+def test_a_file_that_there_is_no_room_for_is_refused_with_what_to_do(
+    tmp_path: Path, before: Job, folder_for_files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"memory://{tmp_path}/weights.pt"
+    with fsspec.open(url, "wb") as file:
+        torch.save({"model": before.model.state_dict()}, file)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=100))
+    with pytest.raises(NotRestorable, match=r"room for 100: .*convert it to a folder"):
+        Job(trained=False).start_from(url)
+    assert not list(folder_for_files.iterdir())
 
 
 def test_weights_alone_are_enough_and_the_rest_starts_as_it_was_made(
