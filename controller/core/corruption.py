@@ -60,7 +60,10 @@ def _times(job: JobRecord) -> str:
 
 def _whose_fault(turn: Turn, job: JobRecord) -> str:
     if turn.state.live_jobs[job.job].verified is None:
-        return "digests of this job never agreed: where replicas need not be equal, --digest-interval 0 ends the vote"
+        return (
+            "digests of this job never agreed: parameters that differ between ranks must be DTensors or tracked under "
+            "names of their own, or what is restored is wrong"
+        )
     return "whoever computes wrongly is still in"
 
 
