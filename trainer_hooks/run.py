@@ -220,10 +220,10 @@ class Run:
 
         ::
 
-            samples = sampler.indices(guard.data_step)
+            samples, weight = sampler.indices(guard.data_step), sampler.weight(guard.data_step)
             ...
-            loss.backward()
-            if guard.allows(loss, sampler.weight(step)):
+            (loss * weight).backward()
+            if guard.allows(loss, weight):
                 optimizer.step()
 
         A loss is refused that is NaN, infinite, or ``spike`` standard deviations above the last ``window`` (once there

@@ -1,9 +1,10 @@
 """A rank's snapshots: the training thread says when the state stands still, a copier thread does the rest.
 
-``begin`` returns at once; the copy runs beside the next forward and backward pass; ``wait``, before the next optimizer
-step, blocks until the bytes are in the slot. Hashing, sealing and telling the vault come after, outside the wait; for a
-rank that is lost in between its vault seals what is COPIED (docs/decisions/0035). What is copied sooner than another
-thread wakes up, ``begin`` copies itself (docs/decisions/0039).
+``begin`` waits until the snapshot before is hashed and sealed, mostly long ago; the copy runs beside the next forward
+and backward pass, after the copies that other nodes make of the one before (for a second at most); ``wait``, before the
+next optimizer step, blocks until the bytes are in the slot. For a rank that is lost before it has sealed what is COPIED
+its vault does (docs/decisions/0035). What is copied sooner than another thread wakes up, ``begin`` copies itself
+(docs/decisions/0039). Who does not wait is found out (standing.py).
 No failure in here reaches the training loop: a snapshot that cannot be made is skipped, with a warning that says why.
 """
 
@@ -116,9 +117,9 @@ class Snapshotter:
     def begin(self, step: int) -> None:
         """The state after ``step`` stands still now, until ``wait`` returned.
 
-        Nothing is done for a step that the job's choice leaves out. Else returns at once; but of state that is sharded,
-        or that no other rank holds, when the share is copied, where the job's choice is so: from then on the step
-        outlives this process.
+        Nothing is done for a step that the job's choice leaves out. Else returns when the last one is sealed; but where
+        state is sharded, or no other rank holds it, and the job's choice is so, when the share is copied: from then on
+        the step outlives this process. It also waits for that where others change the state without ``wait``.
 
         Raises TypeError for tracked state that cannot be stored: that is for the user to mend.
         """
