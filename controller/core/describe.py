@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterable, Iterator
 
 import xxhash
@@ -30,6 +29,7 @@ from everstep.wire.v1.directives import (
 
 NAMED_NODES = 8
 """Receivers of a directive that are named; of more, these and how many others."""
+EVERY_NODE = 1 << 31
 
 
 def describe(effects: Iterable[Effect], most: int = NAMED_NODES) -> Iterator[str]:
@@ -56,7 +56,7 @@ def describe(effects: Iterable[Effect], most: int = NAMED_NODES) -> Iterator[str
 
 def digest(effects: Collection[Effect]) -> int:
     """xxh3-64 of all that is decided, also of what ``describe`` leaves out for brevity."""
-    lines = (*describe(effects, sys.maxsize), *_silent(effects))
+    lines = (*describe(effects, EVERY_NODE), *_silent(effects))
     return xxhash.xxh3_64_intdigest("\n".join(lines).encode())
 
 

@@ -14,7 +14,7 @@ import pytest
 
 CORE = Path(__file__).parents[3] / "controller" / "core"
 PURE = {"__future__", "bisect", "collections", "enum", "functools", "heapq", "itertools", "math", "operator", "typing"}
-PURE |= {"msgspec"}
+PURE |= {"msgspec", "xxhash"}
 OWN = {"controller.core", "everstep"}
 IMPURE_BUILTINS = {"open", "print", "input", "exec", "eval", "compile", "__import__", "breakpoint", "globals", "vars"}
 UNSTEADY_BUILTINS = {"id", "hash"}
