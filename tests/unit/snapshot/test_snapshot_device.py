@@ -70,6 +70,33 @@ def test_what_is_stored_of_a_gpu_is_what_stood_there_and_comes_back(cuda: Preten
     assert again.weight.unique().tolist() == [2.0]
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_write_that_is_enqueued_before_the_copy_is_done_drops_it_unless_it_was_asked_for(
+    cuda: PretendedCuda, client: VaultClient, monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    model, ordered, finish = move(nn.Linear(8, 8)), threading.Event(), DeviceMover.finish
+    weight, _ = model.parameters()
+
+    def written_to_meanwhile(mover: DeviceMover) -> None:
+        assert not asked or ordered.wait(10)
+        torch.autograd.graph.increment_version(weight)
+        finish(mover)
+
+    monkeypatch.setattr(DeviceMover, "finish", written_to_meanwhile)
+    snapshots = snapshotter(client, 1, TrackedState({"model": model}))
+    snapshots.wait()
+    snapshots.begin(1)
+    if asked:
+        snapshots.wait()
+        ordered.set()
+    assert snapshots._last is not None
+    assert snapshots._last.over.wait(10)
+    snapshots.close(finish=True)
+    spec = generation(2, restore=RestoreRule())
+    result = Restoration(client, spec, spec.roster[0], dist.HashStore()).fill(TrackedState({"model": nn.Linear(8, 8)}))
+    assert result.version == (Version(1, 1) if asked else None)
+
+
 @pytest.mark.parametrize("planned_early", [True, False])
 def test_slots_are_page_locked_before_a_copy_whenever_the_plan_was_made(
     cuda: PretendedCuda, client: VaultClient, planned_early: bool

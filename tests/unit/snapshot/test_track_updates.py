@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from everstep.ids import Version
 from everstep.slots import SegmentView
-from everstep.wire.v1.training import RestoreRule
+from everstep.wire.v1.training import JobSpec, RestoreRule
 from tests.support.forked import ForkPool
-from tests.support.generations import generation
+from tests.support.generations import JOB, generation
 from tests.support.layouts import playing
 from tests.support.lone_rank import LoneRank, lone_rank
 from trainer_hooks.interrupt import Regroup
@@ -192,6 +192,32 @@ def test_without_an_optimizer_training_waits_for_each_copy_unless_it_asks_before
     again = large()
     assert restored(rank, {"model": again}) == Version(1, 3)
     assert torch.equal(again.weight, stood)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_what_another_rank_died_over_is_not_stored_for_it_from_state_that_has_changed(
+    rank: LoneRank, monkeypatch: pytest.MonkeyPatch, changed: bool
+) -> None:
+    covered: list[object] = []
+    monkeypatch.setattr(module, "store_with_covers", lambda *_: covered.append(True))
+    spec = generation(1, ranks=[("n1", 0), ("n1", 1)], spec=JobSpec(job=JOB, nproc_per_node=2))
+    store, models = dist.HashStore(), [nn.Linear(8, 8) for _ in spec.roster]
+    first, second = (
+        Snapshotter(rank.client, TrackedState({"model": model}), spec, member, store, lambda _: None)
+        for model, member in zip(models, spec.roster, strict=True)
+    )
+    for call in (Snapshotter.wait, lambda snapshots: snapshots.begin(1), Snapshotter.wait):
+        call(first)
+        call(second)
+    second.begin(2)
+    assert second._last is not None
+    assert second._last.copied.wait(10)
+    if changed:
+        with torch.no_grad():
+            models[1].weight.add_(1)
+    for snapshots in (first, second):
+        snapshots.close(finish=True)
+    assert bool(covered) is not changed
 
 
 def test_what_optimizers_do_to_shards_and_whole_parameters_is_counted() -> None:
