@@ -174,6 +174,16 @@ def of_blame(rng: random.Random, plan: Plan) -> list[Fault]:
     return [rng.choice(_OF_BLAME)(draw) for _ in range(rng.randint(1, 3))] if rng.random() < 0.25 else []
 
 
+def of_return(rng: random.Random, plan: Plan) -> list[Fault]:
+    """In an eighth of the worlds: what many show while they are on their way back, in their seats or outside."""
+    draw = _Draw(rng, plan)
+    if rng.random() >= 0.125:
+        return []
+    how = rng.choice(("cordoned", "without power"))
+    action = rng.choice(_ACTIONS)
+    return [draw.fault("sense_on_return", how, 6.0, 12.0, detail=action, value=rng.uniform(0.0, 4.0))]
+
+
 def of_all_kinds(rng: random.Random, plan: Plan) -> list[Fault]:
     draw = _Draw(rng, plan)
     weights = [weight for weight, _ in _KINDS]

@@ -143,6 +143,24 @@ class Mischief:
                 lambda m=machine: self._sense(fault, m, kind, action=action, xid=119),  # type: ignore[misc]
             )
 
+    def sense_on_return(self, fault: Fault) -> None:
+        """All machines come back at once, on probation, and then show the same, within ``value`` seconds."""
+        for machine in self.world.machines.values():
+            if fault.target == "cordoned":
+                self.world.outside.cordon(machine.name, "somebody", "a new driver")
+            else:
+                machine.lose_power()
+        back, shown = fault.seconds, Fault(**{**fault.__dict__, "kind": "sense_everywhere", "seconds": 20.0})
+        self.world.timeline.after(back, lambda: self._all_back(fault))
+        self.world.timeline.after(back + 1.0, lambda: self.sense_everywhere(shown))
+
+    def _all_back(self, fault: Fault) -> None:
+        for machine in self.world.machines.values():
+            if fault.target == "cordoned":
+                self.world.outside.uncordon(machine.name)
+            else:
+                machine.boot()
+
     def blame_pair(self, fault: Fault) -> None:
         """One machine finds its link to another slow. Probes fail at ``one`` end, at the ``other``, at both or at
         neither: then it was the link."""

@@ -24,8 +24,8 @@ OF_TWO = (FindingKind.NETWORK_SLOW_LINK, FindingKind.PROBE_FAILED)
 
 
 class Blame:
-    """Counts by itself who told of the same XID while it served, in the life of one controller: where those are as many
-    as make an outbreak, none of them may be out for it."""
+    """Counts by itself who told of the same XID while it served, or was on its way back, in the life of one controller:
+    where those are as many as make an outbreak, none of them may be out for it."""
 
     name = "blame"
 
@@ -99,7 +99,7 @@ class Blame:
     def _tell(self, node: str, findings: Iterable[Finding], at: float) -> list[str]:
         keys = [finding.key for finding in findings if _convicts(finding) and finding.key not in self._shown[node]]
         self._shown[node] |= set(keys)
-        if self._states.get(node) not in SERVING:
+        if self._states.get(node) not in (*SERVING, NodeState.PROBATION):
             return []
         for key in keys:
             self._told[key][node] = at
@@ -137,12 +137,16 @@ class Blame:
         if verdict.decision in (Decision.QUARANTINE, Decision.READMIT):
             for nodes in self._evicted.values():
                 nodes.pop(verdict.node, None)
-        if verdict.decision is not Decision.EVICT:
+        if verdict.decision not in (Decision.EVICT, Decision.QUARANTINE):
             return
         for finding in verdict.evidence:
             if _convicts(finding):
                 self._evicted[finding.key][verdict.node] = now
-            elif finding.kind in OF_TWO and not self._failed_with[verdict.node] - {finding.subject}:
+            elif (
+                verdict.decision is Decision.EVICT
+                and finding.kind in OF_TWO
+                and not self._failed_with[verdict.node] - {finding.subject}
+            ):
                 raise Violation(self.name, f"{verdict.node} is evicted and failed with no good partner: {finding.key}")
 
     def _probe_answered(self, fact: facts.ProbeAnswered) -> None:

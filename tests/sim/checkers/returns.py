@@ -31,6 +31,7 @@ class Returns:
         self._epoch = 0
         self._states: dict[str, NodeState] = {}
         self._shown: dict[str, set[tuple[str, int | None]]] = {}
+        self._stood: dict[str, set[str]] = {}  # before the event: what comes with it is judged after it
         self._vouched: dict[str, set[str]] = defaultdict(set)
 
     def watches(self) -> dict[type, Callable[[Any], None]]:
@@ -59,12 +60,13 @@ class Returns:
         self._vouched[node] &= set(known)
         if isinstance(event, OperatorCommand) and event.kind is OperatorAction.READMIT and event.node == node:
             self._vouched[node] = set(known)
+        stood, self._stood[node] = self._stood.get(node, set()), set(known)
         before, self._states[node] = self._states.get(node), record.state
         if record.state is not NodeState.HEALTHY or before is None or before in SERVING:
             return
         for key, finding in known.items():
             others = [other for other, shown in self._shown.items() if other != node and _alike(finding) in shown]
-            if key not in self._vouched[node] and not others and self._evicts(record, finding, fact.at):
+            if key in stood - self._vouched[node] and not others and self._evicts(record, finding, fact.at):
                 raise Violation(self.name, f"{node} becomes healthy while {key} stands")
 
     def _evicts(self, record: NodeRecord, finding: Finding, now: float) -> bool:
