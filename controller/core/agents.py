@@ -9,12 +9,12 @@ from controller.core.correlation import count, expect, mind
 from controller.core.holds import enter_maintenance, window_of
 from controller.core.liveness import drop_launchers, expect_launchers, heard, watch
 from controller.core.own_findings import clear_own
+from controller.core.pictures import take_picture
 from controller.core.quarantine import begin_quarantine, refuse
 from controller.core.records import NodeRecord, Unfit
 from controller.core.rulings import convicts
 from controller.core.state import FleetState, NodeLive, Pulse
 from controller.core.turn import Turn
-from controller.core.verdict import take_picture
 from everstep.errors import NotFound, StaleGeneration
 from everstep.vocabulary import Action, Decision, NodeState
 from everstep.wire.v1.agent import Register

@@ -9,13 +9,13 @@ from controller.core.generations import Cause, heard_beyond_boundary, regroup
 from controller.core.losses import running_spec
 from controller.core.membership import is_seated
 from controller.core.own_findings import clear_own, raise_own
+from controller.core.pictures import judge_own
 from controller.core.records import JobRecord
 from controller.core.rules import SecondPass
 from controller.core.second_pass import open_case
 from controller.core.standing import OUT
 from controller.core.state import Case
 from controller.core.turn import Turn
-from controller.core.verdict import judge_own
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, GenerationReason, JobState, Severity
 from everstep.wire.v1.training import GenerationSpec, Sealed
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from controller.core import corruption, holds, quarantine, second_pass
 from controller.core.eviction import serving
 from controller.core.own_findings import clear_own, forget_unseen, raise_own
+from controller.core.pictures import look_again
 from controller.core.probes import Outcome, overdue, take_result
 from controller.core.rules import SecondPass
 from controller.core.state import Case
 from controller.core.turn import Turn
-from controller.core.verdict import judge_settled, look_again
+from controller.core.verdict import judge_settled
 from everstep.vocabulary import Decision, Finding, FindingKind, NodeState, Severity
 from everstep.wire.v1.training import ProbeFinished
 

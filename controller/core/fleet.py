@@ -20,8 +20,8 @@ from controller.core import (
     liveness,
     losses,
     operators,
+    pictures,
     resuming,
-    verdict,
 )
 from controller.core.checkpoints import check_candidate
 from controller.core.correlation import announce
@@ -129,12 +129,12 @@ def take(state: FleetState, event: Event, now: float, recorded: Sequence[Read] |
     _refuse(state, event, now)
     turn = Turn(state, now, _trace(event), event.entropy if isinstance(event, ReportArrived) else "", recorded)
     _EVENTS[type(event)](turn, event)
-    verdict.judge_own(turn)
-    verdict.judge_returning(turn)
+    pictures.judge_own(turn)
+    pictures.judge_returning(turn)
     if turn.departed:
         losses.regroup_departed(turn)
     if state.held:
-        verdict.reconsider(turn)
+        pictures.reconsider(turn)
     return turn
 
 
@@ -306,7 +306,7 @@ def _heartbeat(turn: Turn, event: HeartbeatChanged) -> None:
             heard_beyond_boundary(turn, job, event.node, progress.rank, progress.generation)
     take_progress(turn.state, event.node, event.ranks, turn.now)
     if event.findings is not None:
-        verdict.take_picture(turn, event.node, event.findings)
+        pictures.take_picture(turn, event.node, event.findings)
 
 
 def _disconnected(turn: Turn, event: NodeDisconnected) -> None:
@@ -333,9 +333,9 @@ def _report(turn: Turn, event: ReportArrived) -> None:
         case LauncherJoined():
             joining.launcher_joined(turn, node, body)
         case FindingRaised():
-            verdict.take_finding(turn, node, body.finding)
+            pictures.take_finding(turn, node, body.finding)
         case FindingCleared():
-            verdict.clear_finding(turn, node, body.key)
+            pictures.clear_finding(turn, node, body.key)
         case ProbeFinished():
             probe_reported(turn, node, body)
         case _:

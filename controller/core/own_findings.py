@@ -1,6 +1,6 @@
 """What the controller itself has found on a node, beside the picture that the node's agent gives.
 
-It is kept here at once, and judged by its rule like any agent's at the end of the event (``verdict.judge_own``), or
+It is kept here at once, and judged by its rule like any agent's at the end of the event (``pictures.judge_own``), or
 before where a rule needs to know what came of it.
 """
 

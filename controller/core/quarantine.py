@@ -149,7 +149,7 @@ def standing_against(turn: Turn, node: str) -> list[Finding]:
 
 def _unwell(turn: Turn, node: str) -> bool:
     """Whether something stands against a node on its way back: agents tell of it once, and it may have been out then.
-    It is judged when all that this event tells is known (``verdict.judge_returning``)."""
+    It is judged when all that this event tells is known (``pictures.judge_returning``)."""
     if not standing_against(turn, node):
         return False
     turn.returning[node] = None

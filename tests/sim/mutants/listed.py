@@ -275,7 +275,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("the breaker latches for what others show", lambda: swapped(outbreaks.shared, _no_words), seeds=(5,)),
     Mutant(
         "who accuses a pair is convicted without a second pass",
-        lambda: mistaken(verdict._judge_by_rule, "rule.second_pass is SecondPass.PAIR and not because", "False"),
+        lambda: mistaken(verdict.judge_by_rule, "rule.second_pass is SecondPass.PAIR and not because", "False"),
         seeds=(2,),
     ),
     Mutant(
