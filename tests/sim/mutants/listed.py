@@ -203,8 +203,8 @@ def _suspects_taken_in() -> AbstractContextManager[None]:
     """Nodes that are doubted are chosen for new rosters."""
     return mistaken(
         membership.unfit,
-        "not (running and record.state is NodeState.SUSPECT)",
-        "record.state is not NodeState.SUSPECT",
+        "(running and record.state is NodeState.SUSPECT)",
+        "record.state is NodeState.SUSPECT",
     )
 
 
