@@ -101,9 +101,15 @@ def held(thread_id: int) -> Iterator[None]:
 
 
 def gloo_thread(pid: int) -> int:
-    tasks = Path(f"/proc/{pid}/task")
-    (found,) = [int(task.name) for task in tasks.iterdir() if (task / "comm").read_text() == "gloo_tcp_loop\n"]
+    (found,) = [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir() if _name(task) == "gloo_tcp_loop\n"]
     return found
+
+
+def _name(task: Path) -> str:
+    try:
+        return (task / "comm").read_text()
+    except OSError:  # another thread, which has just ended
+        return ""
 
 
 def test_a_send_that_begins_before_gloo_notices_the_peers_death_ends(forks):
