@@ -116,8 +116,7 @@ class Intake(Generic[T]):
         self._rest -= len(hurried)
         for waiting in hurried:
             self._push_urgent(waiting)
-        while self._routine and self._routine[0].urgency is Urgency.URGENT:
-            self._routine.popleft()
+        self._pass_over_hurried()
 
     def rest_after(self, taken: list[Waiting[T]], worked_s: float) -> None:
         """A transaction is done, and took so long."""
@@ -152,6 +151,10 @@ class Intake(Generic[T]):
         while self._rest:
             self._pop_routine().refuse(error)
 
+    def _pass_over_hurried(self) -> None:
+        while self._routine and self._routine[0].urgency is Urgency.URGENT:
+            self._routine.popleft()
+
     def _push_urgent(self, waiting: Waiting[T]) -> None:
         waiting.urgency = Urgency.URGENT
         self._urgent.append(waiting)
@@ -171,6 +174,5 @@ class Intake(Generic[T]):
         if not of_source:
             del self._resting[waiting.source]
         self._rest -= 1
-        while self._routine and self._routine[0].urgency is Urgency.URGENT:
-            self._routine.popleft()
+        self._pass_over_hurried()
         return waiting

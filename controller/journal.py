@@ -144,7 +144,7 @@ class Journal:
             return
         if isinstance(event, ReportArrived):
             event = msgspec.structs.replace(event, entropy=_BLANK)
-        self._add(Entry(now, event, tuple(turn.reads), decisions, digest(effects)))
+        self._add(Entry(now, event, tuple(turn.reads), decisions, digest(decisions, effects)))
 
     def _add(self, frame: msgspec.Struct) -> None:
         body = _encoder.encode(frame)

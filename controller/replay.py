@@ -130,7 +130,8 @@ def _again(state: FleetState, entry: Entry) -> tuple[tuple[str, ...], tuple[Verd
     except EverstepError as error:  # in a world that went another way, a node or a job may not be there
         return (f"refused ({error.code}): {error}",), (), 0
     verdicts = tuple(effect.verdict for effect in effects if isinstance(effect, PutVerdict))
-    return tuple(describe(effects)), verdicts, digest(effects)
+    words = tuple(describe(effects))
+    return words, verdicts, digest(words, effects)
 
 
 def _name(event: Event) -> str:

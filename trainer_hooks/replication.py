@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from trainer_hooks.data_parallel import DataParallel
 from trainer_hooks.exact.mode import ExactMode
 from trainer_hooks.exact.sums import VirtualMean
 from trainer_hooks.guard import Loss
-from trainer_hooks.loading.loader import Loader
+from trainer_hooks.loading.loader import batches_of
 from trainer_hooks.place import Place
 from trainer_hooks.replicate import replicate
 from trainer_hooks.rng import EVERYBODY
@@ -87,7 +86,7 @@ class Replication:
         if self._exact is not None:
             yield from self._exact.parts(sampler, step, seed)
             return
-        batches = sampler.batches(step) if isinstance(sampler, Loader) else repeat(None)
+        batches = batches_of(sampler, step)
         replica = self._parallel.replica_for("run.parts")
         yield Part(replica.index, sampler.indices(step), sampler.weight(step), next(batches))
 

@@ -21,7 +21,7 @@ class Homecoming:
 
     Attributes:
         answered, known: when each agent that had lost its controller was answered by another, and when that one had its
-            registration and picture again; wall seconds.
+            findings again; wall seconds.
     """
 
     def __init__(self, addresses: list[str], seed: int) -> None:

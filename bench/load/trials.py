@@ -128,7 +128,7 @@ def failover(fleet: Fleet, standby: Controller) -> list[Row]:
         Row(f"{name}, first agent", answered[0] - killed_at, "s"),
         Row(f"{name}, half of {len(answered)}", answered[len(answered) // 2] - killed_at, "s", 3.0, 1.0, words),
         Row(f"{name}, all", answered[-1] - killed_at, "s", against="a beat each"),
-        Row("their registrations and pictures are with it, all", known[-1] - killed_at, "s", against="two more each"),
+        Row("their findings are with it, all", known[-1] - killed_at, "s", against="one more each"),
         Row(
             f"rank lost then, to the push at all {fleet.nodes_of_a_job} nodes of its job", pushed - killed_at, "s", 3.0
         ),

@@ -173,8 +173,8 @@ class AgentDesk:
             if heard is fleet.Heard.UNKNOWN and (job := fleet.lacks(self._state, node, beat.ranks)):
                 raise NotFound(f"the launcher of job {job} on node {node} is not known here: register and join again")
             return heard is fleet.Heard.UNKNOWN
-        picture, state = beat.findings, self._state
-        waits = picture is not None and fleet.picture_can_wait(state, node, picture, beat.ranks)
+        picture = beat.findings
+        waits = picture is not None and fleet.picture_can_wait(self._state, node, picture, beat.ranks)
         urgency = Urgency.ROUTINE if waits else Urgency.URGENT
         try:
             return self._loop.enqueue(lambda tx, now: self._changed(node, beat, tx, now), node, urgency)

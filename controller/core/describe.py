@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import xxhash
 
@@ -29,16 +29,15 @@ from everstep.wire.v1.directives import (
 
 NAMED_NODES = 8
 """Receivers of a directive that are named; of more, these and how many others."""
-EVERY_NODE = 1 << 31
 
 
-def describe(effects: Iterable[Effect], most: int = NAMED_NODES) -> Iterator[str]:
-    """One line per decision; one per directive, with all who are sent it, the first ``most`` by name."""
+def describe(effects: Iterable[Effect]) -> Iterator[str]:
+    """One line per decision; one per directive, with all who are sent it."""
     sends: dict[str, list[str]] = {}
     for effect in effects:
         if isinstance(effect, PutGeneration):
             yield f"generation {effect.spec.number} ({effect.spec.reason}): {effect.spec.sentence}"
-            yield f"  restore {_rule(effect)}; store on {effect.spec.store_node}; copies {_copies(effect, most)}"
+            yield f"  restore {_rule(effect)}; store on {effect.spec.store_node}; copies {_copies(effect)}"
         elif isinstance(effect, PutVerdict):
             yield f"verdict {effect.verdict.id} ({effect.verdict.decision}): {effect.verdict.sentence}"
         elif isinstance(effect, PutVersion):
@@ -51,20 +50,22 @@ def describe(effects: Iterable[Effect], most: int = NAMED_NODES) -> Iterator[str
         elif isinstance(effect, Send):
             sends.setdefault(_directive(effect), []).append(effect.node)
     for directive, nodes in sends.items():
-        yield f"to {_several(nodes, ' ', most)}: {directive}"
+        yield f"to {_several(nodes, ' ')}: {directive}"
 
 
-def digest(effects: Collection[Effect]) -> int:
-    """xxh3-64 of all that is decided, also of what ``describe`` leaves out for brevity."""
-    lines = (*describe(effects, EVERY_NODE), *_silent(effects))
-    return xxhash.xxh3_64_intdigest("\n".join(lines).encode())
+def digest(words: Iterable[str], effects: Iterable[Effect]) -> int:
+    """xxh3-64 of all that is decided: of ``describe``'s words for ``effects``, and of what these leave out."""
+    return xxhash.xxh3_64_intdigest("\n".join((*words, *_unsaid(effects))).encode())
 
 
-def _silent(effects: Iterable[Effect]) -> Iterator[str]:
+def _unsaid(effects: Iterable[Effect]) -> Iterator[str]:
     for effect in effects:
-        if isinstance(effect, PutGeneration):
+        if isinstance(effect, Send):
+            yield f"{effect.node} {type(effect.body).__name__}"
+        elif isinstance(effect, PutGeneration):
             yield " ".join(effect.spec.seats)
             yield " ".join(holder.node for holder in effect.spec.holders)
+            yield " ".join(_homes(effect))
         elif isinstance(effect, PutNode):
             doc = effect.doc
             yield f"{effect.node} {doc.state} {doc.offences:.6f} {doc.returns_at:.3f} {doc.sentence}"
@@ -76,10 +77,10 @@ def _is_verdict(effect: Audit) -> bool:
     return effect.entry.kind.startswith("verdict.")
 
 
-def _several(names: list[str], joint: str, most: int) -> str:
-    if len(names) <= most:
+def _several(names: list[str], joint: str) -> str:
+    if len(names) <= NAMED_NODES:
         return joint.join(names)
-    return f"{joint.join(names[:most])}{joint}and {len(names) - most} more"
+    return f"{joint.join(names[:NAMED_NODES])}{joint}and {len(names) - NAMED_NODES} more"
 
 
 def _rule(effect: PutGeneration) -> str:
@@ -88,8 +89,12 @@ def _rule(effect: PutGeneration) -> str:
     return "nothing" if rule.scratch else " ".join(filter(None, bounds)) or "the newest whole version"
 
 
-def _copies(effect: PutGeneration, most: int) -> str:
-    return _several([f"{node}->{'+'.join(to) or '-'}" for node, to in effect.spec.replica_nodes.items()], " ", most)
+def _copies(effect: PutGeneration) -> str:
+    return _several(_homes(effect), " ")
+
+
+def _homes(effect: PutGeneration) -> list[str]:
+    return [f"{node}->{'+'.join(to) or '-'}" for node, to in effect.spec.replica_nodes.items()]
 
 
 def _directive(effect: Send) -> str:

@@ -10,8 +10,9 @@ from controller.core.effects import NoteCleared
 from controller.core.eviction import freed_scopes, release, serving
 from controller.core.finding_log import is_written, write
 from controller.core.outbreaks import UNDECIDED, is_of_outbreak
-from controller.core.quarantine import begin_checks, check_quarantine, relapse, standing_against
+from controller.core.quarantine import begin_checks, check_quarantine, relapse
 from controller.core.records import NodeRecord
+from controller.core.rulings import standing_against
 from controller.core.turn import Turn
 from controller.core.undecided import look_later
 from controller.core.verdict import convict, count_report, judge, judge_by_rule, judge_settled, say_spared
@@ -105,7 +106,7 @@ def _judge_standing(turn: Turn, node: str) -> None:
     """Whether what stands against a node on probation puts an end to that. One on which a job computes is judged as
     one that serves: a budget, or its job, may hold it, and it is on probation for as long."""
     record = turn.state.nodes[node]
-    for finding in standing_against(turn, node):
+    for finding in standing_against(turn.state, record, turn.now):
         rule = turn.policy.rules.rule(finding)
         if serving(turn, node):
             if not record.overruled:
@@ -193,7 +194,7 @@ def look_again(turn: Turn, node: str) -> None:
     undecided, record.undecided = record.undecided, {}
     turn.node_changed(node)
     for key, why in undecided.items():
-        finding = record.findings.get(key) or record.own.get(key)
+        finding = record.finding(key)
         if finding is None:
             continue
         rule = turn.policy.rules.rule(finding)
@@ -213,7 +214,7 @@ def reconsider(turn: Turn) -> None:
     for scope in freed_scopes(turn):
         for node in list(state.held.get(scope, ())):
             record = state.nodes[node]
-            finding = record.findings.get(record.overruled) or record.own.get(record.overruled)
+            finding = record.finding(record.overruled)
             rule = None if finding is None else state.policy.rules.rule(finding)
             if (
                 finding is None

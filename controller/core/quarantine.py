@@ -13,7 +13,7 @@ from controller.core.own_findings import raise_own
 from controller.core.probes import Outcome, partner_for, start_probe
 from controller.core.records import Course, NodeRecord
 from controller.core.rules import RUNGS, SecondPass, next_rung, remember_step
-from controller.core.rulings import INCURABLE, convicts
+from controller.core.rulings import INCURABLE, convicts, standing_against
 from controller.core.standing import kept_out, set_state
 from controller.core.turn import Turn
 from everstep.backoff import Backoff
@@ -141,16 +141,10 @@ def begin_checks(turn: Turn, node: str) -> None:
     check_probation(turn, node)
 
 
-def standing_against(turn: Turn, node: str) -> list[Finding]:
-    """What is known of the node that keeps it out, were it out; not what somebody has vouched for."""
-    record = turn.state.nodes[node]
-    return [finding for finding in record.known() if convicts(turn.state, record, finding, turn.now)]
-
-
 def _unwell(turn: Turn, node: str) -> bool:
     """Whether something stands against a node on its way back: agents tell of it once, and it may have been out then.
     It is judged when all that this event tells is known (``pictures.judge_returning``)."""
-    if not standing_against(turn, node):
+    if not standing_against(turn.state, turn.state.nodes[node], turn.now):
         return False
     turn.returning[node] = None
     return True

@@ -186,6 +186,10 @@ class NodeRecord(msgspec.Struct, kw_only=True):
         """What stands: as its agent tells, and as the controller found itself."""
         return (*self.findings.values(), *self.own.values())
 
+    def finding(self, key: str) -> Finding | None:
+        """The one of that key, whoever found it."""
+        return self.findings.get(key) or self.own.get(key)
+
 
 class LauncherRecord(msgspec.Struct, kw_only=True):
     """A node's offer to a job.

@@ -30,6 +30,11 @@ def convicts(state: FleetState, record: NodeRecord, finding: Finding, now: float
     return not is_of_outbreak(state, rule, record.node, finding, now)
 
 
+def standing_against(state: FleetState, record: NodeRecord, now: float) -> list[Finding]:
+    """What is known of the node that keeps it out, were it out."""
+    return [finding for finding in record.known() if convicts(state, record, finding, now)]
+
+
 def rung_of(record: NodeRecord, rule: Rule, finding: Finding, now: float) -> Action:
     """The step of the rule's ladder that is due for the node."""
     return rule.ladder[next_rung(rule, finding, record.steps.get(rule.id, []), now)]

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 from controller.core.membership import least_nodes, next_seats
 from controller.core.records import JobRecord
-from controller.core.rulings import convicts
+from controller.core.rulings import standing_against
 from controller.core.state import FleetState
 from controller.core.turn import Turn
 from controller.core.wording import named, nodes
@@ -40,7 +40,7 @@ def _may_stay(turn: Turn, node: str) -> bool:
         return True
     if record.state is not NodeState.HELD or record.maintenance_until:
         return False
-    return not any(convicts(turn.state, record, finding, turn.now) for finding in record.known())
+    return not standing_against(turn.state, record, turn.now)
 
 
 def in_words(state: FleetState, job: JobRecord, seats: Sequence[str]) -> str:

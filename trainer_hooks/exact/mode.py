@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import repeat
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,8 +10,9 @@ from torch import nn
 from trainer_hooks.data import Part, Sampler
 from trainer_hooks.exact.replicas import VirtualReplicas
 from trainer_hooks.exact.sums import VirtualMean
-from trainer_hooks.loading.loader import Loader
+from trainer_hooks.loading.loader import batches_of
 from trainer_hooks.rng import EVERYBODY, seed_step
+from trainer_hooks.state import several
 
 _WHOLE = ("Adafactor", "LBFGS", "Muon")
 """Optimizers of torch that look at more than one element at a time: at what a rank has of a parameter."""
@@ -46,7 +45,7 @@ class ExactMode:
 
         A pass over shards is a matter of all ranks: who has fewer virtual ranks than another repeats its last one.
         """
-        batches: Iterator[Any] = sampler.batches(step) if isinstance(sampler, Loader) else repeat(None)
+        batches = batches_of(sampler, step)
         self.unfinished = True
         for model in self._models:
             model.begin()
@@ -68,7 +67,7 @@ class ExactMode:
 
     def require_elementwise(self, tracked: Iterable[object]) -> None:
         """Raises ValueError for an optimizer whose numbers depend on how its parameters are sharded."""
-        every = [one for some in tracked for one in (some if isinstance(some, list | tuple) else (some,))]
+        every = [one for some in tracked for one in several(some)]
         for optimizer in every if self._sharded else ():
             if not isinstance(optimizer, torch.optim.Optimizer):
                 continue

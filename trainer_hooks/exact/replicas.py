@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer_hooks.exact.sharded import ShardedGradients, sharded_gradients
+from trainer_hooks.exact.sharded import TAKEN, ShardedGradients, sharded_gradients
 from trainer_hooks.exact.sums import Room, VirtualMean
 
 
@@ -139,10 +139,7 @@ def _refuse_other_shards(module: nn.Module, shards: Sequence[ShardedGradients]) 
     known = {parameter for gradients in shards for parameter in gradients.parameters}
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) and parameter.requires_grad and parameter not in known:
-            raise TypeError(
-                f"{name} is a DTensor that fully_shard did not make: virtual ranks take replicas (DDP), fully_shard "
-                "over all ranks, or HSDP, and neither tensor parallelism nor a pipeline. Go on without virtual_ranks"
-            )
+            raise TypeError(f"{name} is a DTensor that fully_shard did not make: {TAKEN}")
 
 
 def _refuse_sparse(module: nn.Module) -> None:

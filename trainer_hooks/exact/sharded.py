@@ -30,6 +30,12 @@ _SETTERS = (
 )
 
 
+TAKEN = (
+    "virtual ranks take replicas (DDP), fully_shard over all ranks, or HSDP, and neither tensor parallelism nor a "
+    "pipeline. Go on without virtual_ranks"
+)
+
+
 class Scratch:
     """Where fully_shard puts what nobody reads: one piece of memory for all modules."""
 
@@ -238,11 +244,7 @@ def _require_data_parallelism(name: str, group: Any, world_size: int) -> None:
         mesh, placements = known.sharded_param.device_mesh, known.sharded_param.placements
         kinds = tuple(map(type, placements))
         if kinds not in ((Shard,), (Replicate, Shard)) or mesh.size() != world_size:
-            raise TypeError(
-                f"{name} is laid out as {placements} over {mesh.size()} of {world_size} ranks: virtual ranks take "
-                "replicas (DDP), fully_shard over all ranks, or HSDP, and neither tensor parallelism nor a pipeline. "
-                "Go on without virtual_ranks"
-            )
+            raise TypeError(f"{name} is laid out as {placements} over {mesh.size()} of {world_size} ranks: {TAKEN}")
 
 
 def _require_mean(name: str, group: Any) -> None:

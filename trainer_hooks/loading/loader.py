@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
 from multiprocessing.util import get_temp_dir
 from time import sleep
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from trainer_hooks.data import ElasticSampler
+from trainer_hooks.data import ElasticSampler, Sampler
 from trainer_hooks.loading.portions import Mapped, Portions, the_same
 from trainer_hooks.loading.stream import Streamed, StreamSampler
 
@@ -125,6 +126,12 @@ class Loader:
             return iter(DataLoader(mapped, batch_sampler=batches, collate_fn=the_same, generator=generator, **options))
         streamed = Streamed(self._dataset, portions, collate, self._seed)
         return iter(DataLoader(streamed, batch_size=None, collate_fn=the_same, generator=generator, **options))
+
+
+def batches_of(sampler: Sampler, step: int) -> Iterator[Any]:
+    """The batches of a step where the sampler loads them, one for each part of it that this rank computes; else None as
+    often as is asked."""
+    return sampler.batches(step) if isinstance(sampler, Loader) else repeat(None)
 
 
 def _await(iterator: Any) -> None:
