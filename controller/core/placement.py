@@ -59,7 +59,7 @@ def place_replicas(
     Each node's copies share as few domains with it, and with one another, as the roster allows when they are chosen
     one after the other; among these the load is even as far as it can be, and after that driver versions differ. What
     ``before`` said stays where it is no worse, since a vault that is given other nodes' copies has to find memory for
-    them; until that made the load uneven. Nodes that are ``passed_over`` get no copies, where there are enough others.
+    them; but for what makes place, so that nobody keeps more for it than it must. Nodes that are ``passed_over`` get no copies, where there are enough others.
     """
     copies = min(replicas, len(seats)) - 1
     if copies < 1:
@@ -70,6 +70,7 @@ def place_replicas(
     kept = {node: chosen for node, chosen in (before or {}).items() if market.accepts(node, chosen)}
     if kept:
         placed = market.complete(kept)
+        market.level(placed, placed.keys() - kept.keys())
         if max(market.load.values()) <= 2 * copies:
             return {node: placed[node] for node in seats}
         market = _Market(seats, sites, copies, passed_over)
@@ -156,6 +157,32 @@ class _Market:
             if node not in placed:
                 placed[node] = self._choose(node, offers)
         return placed
+
+    def level(self, placed: Targets, newly: Iterable[str]) -> None:
+        """Homes of those that were ``newly`` placed hand others' copies on to nodes that keep fewer, where these share
+        no more: who has lost its home cannot keep its own copy, and so went to one that keeps another node's already."""
+        homes = dict.fromkeys(home for node in sorted(newly) for home in placed[node])
+        senders: defaultdict[str, list[str]] = defaultdict(list)
+        for node, chosen in placed.items():
+            for home in chosen:
+                if home in homes:
+                    senders[home].append(node)
+        for home in homes:
+            for sender in senders[home]:
+                free = [n for n in self._sites if self.load[n] < self.load[home] - 1 and n not in self._passed_over]
+                if not free:
+                    break
+                self._hand_on(placed, sender, home, free)
+
+    def _hand_on(self, placed: Targets, sender: str, home: str, free: Iterable[str]) -> None:
+        site = self._sites[sender]
+        for other in sorted(free, key=lambda node: (self.load[node], site.resembles(self._sites[node]))):
+            chosen = tuple(other if one == home else one for one in placed[sender])
+            if other != sender and other not in placed[sender] and self.accepts(sender, chosen):
+                placed[sender] = chosen
+                self.load[home] -= 1
+                self.load[other] += 1
+                return
 
     def _take(self, chosen: Iterable[str]) -> None:
         for node in chosen:
