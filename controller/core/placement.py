@@ -59,7 +59,8 @@ def place_replicas(
     Each node's copies share as few domains with it, and with one another, as the roster allows when they are chosen
     one after the other; among these the load is even as far as it can be, and after that driver versions differ. What
     ``before`` said stays where it is no worse, since a vault that is given other nodes' copies has to find memory for
-    them; but for what makes place, so that nobody keeps more for it than it must. Nodes that are ``passed_over`` get no copies, where there are enough others.
+    them; but for what makes place, so that nobody keeps more for it than it must. Nodes that are ``passed_over`` get no
+    copies, where there are enough others.
     """
     copies = min(replicas, len(seats)) - 1
     if copies < 1:
@@ -160,7 +161,7 @@ class _Market:
 
     def level(self, placed: Targets, newly: Iterable[str]) -> None:
         """Homes of those that were ``newly`` placed hand others' copies on to nodes that keep fewer, where these share
-        no more: who has lost its home cannot keep its own copy, and so went to one that keeps another node's already."""
+        no more: who has lost its home cannot keep its own copy, and went to one that keeps another node's already."""
         homes = dict.fromkeys(home for node in sorted(newly) for home in placed[node])
         senders: defaultdict[str, list[str]] = defaultdict(list)
         for node, chosen in placed.items():
