@@ -41,7 +41,7 @@ def check_care(turn: Turn, node: str) -> None:
     if record.state is NodeState.QUARANTINED:
         quarantine.check_quarantine(turn, node)
         return
-    if quarantine.wants_partner(turn, node):
+    if quarantine.may_be_tried(turn, node):
         quarantine.next_check(turn, node)
     quarantine.check_probation(turn, node)
 

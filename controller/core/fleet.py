@@ -50,7 +50,7 @@ from controller.core.homes import check_homes
 from controller.core.membership import ENDED
 from controller.core.progress import is_beyond_boundary, left_in_order, take_progress
 from controller.core.protecting import check_protection, version_protected
-from controller.core.quarantine import PROBE_PASSED, PROBE_SKIPPED
+from controller.core.quarantine import PROBE_PASSED, PROBE_SKIPPED, heard_on_probation
 from controller.core.records import JobRecord, NodeRecord
 from controller.core.restart import restore, started
 from controller.core.spilling import check_spill, version_spilled
@@ -130,6 +130,8 @@ def take(state: FleetState, event: Event, now: float, recorded: Sequence[Read] |
     turn = Turn(state, now, _trace(event), event.entropy if isinstance(event, ReportArrived) else "", recorded)
     _EVENTS[type(event)](turn, event)
     pictures.judge_own(turn)
+    pictures.judge_returning(turn)
+    heard_on_probation(turn)
     pictures.judge_returning(turn)
     if turn.departed:
         losses.regroup_departed(turn)

@@ -10,7 +10,7 @@ import msgspec
 from controller.core import casebook, ladder
 from controller.core.events import NodeObserved, OperatorCommand
 from controller.core.generations import Cause, regroup
-from controller.core.membership import jobs_seated_on, least_nodes, next_seats
+from controller.core.membership import computes, jobs_seated_on, least_nodes, next_seats
 from controller.core.quarantine import begin_probation
 from controller.core.records import JobRecord, NodeRecord, Window
 from controller.core.standing import kept_out, set_state
@@ -84,8 +84,10 @@ def come_back(turn: Turn, node: str, because: str) -> None:
     record = turn.state.nodes[node]
     if record.state is NodeState.QUARANTINED:
         turn.wake(turn.now, "care", node)
-    elif record.state is not NodeState.HELD or kept_out(record, turn.now) or ladder.check_offences(turn, node):
+    elif record.state is not NodeState.HELD or kept_out(record, turn.now):
         return
+    elif not computes(turn.state, node) and ladder.check_offences(turn, node):
+        return  # one that computes was let serve with its offences: to take it out would be an eviction
     elif record.reachable:
         begin_probation(turn, node, because)
     else:

@@ -52,7 +52,7 @@ def heard(turn: Turn, node: str) -> None:
     if not record.reachable:
         _returned(turn, node)
     elif record.state is NodeState.PROBATION:
-        check_probation(turn, node)
+        turn.proving[node] = None
     elif record.state is NodeState.QUARANTINED:
         check_quarantine(turn, node)
     if node in state.unmet:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from controller.core import ladder, offenders, second_pass
 from controller.core.joining import offer_to_jobs
 from controller.core.losses import forgive
-from controller.core.membership import computes, jobs_seated_on
+from controller.core.membership import computes
 from controller.core.outbreaks import signature
 from controller.core.own_findings import raise_own
 from controller.core.probes import Outcome, partner_for, start_probe
@@ -17,7 +17,7 @@ from controller.core.rulings import INCURABLE, convicts, standing_against
 from controller.core.standing import kept_out, set_state
 from controller.core.turn import Turn
 from everstep.backoff import Backoff
-from everstep.vocabulary import Action, Decision, Finding, FindingKind, JobState, NodeState, ProbeKind, Severity
+from everstep.vocabulary import Action, Decision, Finding, FindingKind, NodeState, ProbeKind, Severity
 
 __all__ = ["begin_probation", "begin_quarantine", "check_probation", "check_quarantine", "set_state"]
 
@@ -26,7 +26,7 @@ OF_RANKS = (str(FindingKind.RANK_FLAPPING), str(FindingKind.RANK_STRAGGLER))
 PROBE_PASSED = "passed"
 PROBE_SKIPPED = "skipped"
 PROBE_WAITS = "waiting"
-"""For a partner, or for a second pass."""
+"""For a partner, for a second pass, or to be tried again."""
 
 
 # --- quarantine --------------------------------------------------------------------------------------------------
@@ -124,12 +124,16 @@ def begin_probation(turn: Turn, node: str, because: str) -> None:
         set_state(turn, node, NodeState.HELD, f"{because}; {why}")
         return
     live.pulse.beats = 0
-    course.left, course.alone = list(course.checks or (ProbeKind.ALL_REDUCE,)) * course.passes, False
+    _check_all(course)
     sentence = f"{because}; on probation for {turn.policy.probation_beats} clean beats"
     set_state(turn, node, NodeState.PROBATION, sentence)
     turn.audit("node.probation", sentence, node=node)
     if not _unwell(turn, node):
         begin_checks(turn, node)
+
+
+def _check_all(course: Course) -> None:
+    course.left, course.alone = list(course.checks or (ProbeKind.ALL_REDUCE,)) * course.passes, False
 
 
 def begin_checks(turn: Turn, node: str) -> None:
@@ -174,10 +178,13 @@ def next_check(turn: Turn, node: str) -> None:
     record.probe = PROBE_SKIPPED if course.alone else PROBE_PASSED
 
 
-def wants_partner(turn: Turn, node: str) -> bool:
-    """Whether a node on probation waits for a partner, and for nothing else."""
+def may_be_tried(turn: Turn, node: str) -> bool:
+    """Whether a node on probation waits for a partner, or for a time that has passed, and for nothing else."""
     record = turn.state.nodes[node]
-    return record.state is NodeState.PROBATION and record.probe == PROBE_WAITS and not second_pass.suspected(turn, node)
+    if record.state is not NodeState.PROBATION or record.probe != PROBE_WAITS:
+        return False
+    lately = any(finding.kind is FindingKind.PROBE_FAILED for finding in record.own.values())
+    return not lately and not second_pass.suspected(turn, node)
 
 
 def examined(turn: Turn, outcome: Outcome) -> None:
@@ -229,23 +236,36 @@ def _ask_others(turn: Turn, node: str, outcome: Outcome) -> None:
 
 
 def failed(turn: Turn, node: str, failure: str, offence: float = offenders.FAILED_PROBE) -> None:
-    """Back into quarantine; the diagnostics begin anew after a wait that doubles each time."""
+    """Back into quarantine; the diagnostics begin anew after a wait that doubles each time.
+
+    One on which a job computes serves: to take it out would be an eviction, and that needs a proof, which this is not
+    (``examinations`` and ``_found_wrong`` have those). It stays on probation, and is tried again as well.
+    """
     record, policy = turn.state.nodes[node], turn.policy
     record.probe_failures += 1
     waits = Backoff(floor_s=policy.probe_retry_s, ceiling_s=policy.probe_retry_max_s)
     wait_s = waits.limit_s(record.probe_failures - 1)
+    seated = computes(turn.state, node)
     finding = Finding(
         kind=FindingKind.PROBE_FAILED,
         subject="diagnostics",
-        severity=Severity.CRITICAL,
+        severity=Severity.WARNING if seated else Severity.CRITICAL,
         message=failure,
         since=turn.now,
         trace=turn.trace,
     )
-    sentence = f"{failure}; {node} stays out, the next probe is in {wait_s:g} s or more"
+    again = f"the next probe is in {wait_s:g} s or more"
+    if seated:
+        record.course = record.course or Course()
+        _check_all(record.course)
+        record.probe = PROBE_WAITS
+        words = f"{failure}; a job computes on {node}, and nothing proves it ill: it stays on probation, {again}"
+        turn.verdict(node, Decision.RECOMMEND, words, evidence=(finding,))
+        raise_own(turn, node, finding, wait_s)
+        return
     course = record.course
+    sentence = f"{failure}; {node} stays out, {again}"
     begin_quarantine(turn, node, sentence, (), action=Action.DRAIN, wait_s=wait_s, offence=offence)
-    _leave_jobs(turn, node, sentence)
     if course is not None and record.course is not None:
         record.course.checks, record.course.passes = course.checks, course.passes
     turn.verdict(node, Decision.QUARANTINE, sentence, action=Action.DRAIN, evidence=(finding,))
@@ -275,7 +295,6 @@ def _found_wrong(turn: Turn, node: str, outcome: Outcome) -> None:
 def relapse(turn: Turn, node: str, finding: Finding, sentence: str) -> None:
     """Ill again on its way back: under reserve, as evictions are."""
     refuse(turn, node, finding, sentence, action=finding.action, offence=offenders.RELAPSED)
-    _leave_jobs(turn, node, sentence)
 
 
 def refuse(turn: Turn, node: str, finding: Finding, sentence: str, *, action: Action, offence: float = 0.0) -> None:
@@ -293,10 +312,12 @@ def _blamed_by(turn: Turn, node: str) -> Iterable[str]:
     return turn.state.live_nodes[node].jobs if course is not None and course.rule.startswith(OF_RANKS) else ()
 
 
-def _leave_jobs(turn: Turn, node: str, sentence: str) -> None:
-    for job in jobs_seated_on(turn.state, node):
-        if job.state is JobState.RUNNING:
-            turn.departed.setdefault(job.job, {})[node] = sentence
+def heard_on_probation(turn: Turn) -> None:
+    """Looks at who was heard in this turn, now that all it tells is known: what tells of something grave is no clean
+    beat."""
+    for node in turn.proving:
+        check_probation(turn, node)
+    turn.proving.clear()
 
 
 def check_probation(turn: Turn, node: str) -> None:

@@ -1,4 +1,4 @@
-"""Which evictions the checker counts against a job's budget."""
+"""Which evictions the checker counts against a job's budget, and what it takes for one that nobody asked it for."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ class Days:
         return PutJob("a", record)
 
     @staticmethod
-    def evicts(node: str) -> PutVerdict:
+    def evicts(node: str, decision: Decision = Decision.EVICT) -> PutVerdict:
         words: dict[str, Any] = {"sentence": "", "action": Action.DRAIN, "evidence": (), "trace": ""}
-        return PutVerdict(Verdict(id=f"{node}-1", node=node, decision=Decision.EVICT, at=0.0, **words))
+        return PutVerdict(Verdict(id=f"{node}-1", node=node, decision=decision, at=0.0, **words))
 
     @staticmethod
     def pauses() -> Audit:
@@ -108,3 +108,15 @@ def test_nor_did_one_that_had_gone_on_without_it(days: Days) -> None:
     days.written("n2", 10.0)
     days.decides(days.evicts("n1"))
     days.written("n1", 15.0)
+
+
+def test_who_is_quarantined_out_of_its_seat_is_evicted_by_another_name(days: Days) -> None:
+    with pytest.raises(Violation, match="n2 is quarantined out of its seat in job a, and no budget was asked"):
+        days.decides(days.evicts("n2", Decision.QUARANTINE), days.job(JobState.RUNNING, "n1", "n3"))
+
+
+def test_who_has_no_seat_or_lost_it_before_is_not(days: Days) -> None:
+    days.decides(days.evicts("n3", Decision.QUARANTINE))
+    onward = PutGeneration(days.spec("n1", "n3", number=2), 0.0)
+    days.decides(days.job(JobState.RUNNING, "n1", "n3"), onward, days.evicts("n2", Decision.QUARANTINE))
+    days.decides(days.job(JobState.PAUSED, "n1", "n3"), days.pauses(), days.evicts("n1", Decision.QUARANTINE))

@@ -1,5 +1,5 @@
 """Evictions never exceed the budget of the fleet, of a rack or of a job in any window, never take a job below its
-minimum without an operator, and never happen where they could be forgotten."""
+minimum without an operator, never happen where they could be forgotten, and by no other name."""
 
 from __future__ import annotations
 
@@ -87,6 +87,9 @@ class Budget:
             self._store_away = fact.event.away
         verdicts = [effect.verdict for effect in fact.effects if isinstance(effect, PutVerdict)]
         evicted = [verdict for verdict in verdicts if verdict.decision is Decision.EVICT]
+        for verdict in verdicts:
+            if verdict.decision is Decision.QUARANTINE:
+                self._unseated(fact, verdict)
         if isinstance(fact.event, OperatorCommand):
             self._ordered |= {verdict.id for verdict in evicted}
         elif evicted:
@@ -101,6 +104,12 @@ class Budget:
             self._counts[verdict.id] = tuple(
                 _Count(scope, max(of, after.get(scope, 0))) for scope, of in before[verdict.id]
             )
+
+    def _unseated(self, fact: facts.Handled, verdict: Verdict) -> None:
+        """To quarantine a node costs no budget, since it does not serve: no job computes there."""
+        for name in self._computing(verdict.node, _without(fact, verdict)):
+            words = f"{verdict.node} is quarantined out of its seat in job {name}, and no budget was asked"
+            raise Violation(self.name, f"{words}: {verdict.sentence}")
 
     def _spared(self, fact: facts.Handled, evicted: list[str]) -> None:
         """No job is paused by what follows from an automatic eviction."""
@@ -130,12 +139,19 @@ class Budget:
         inside = [name for name in self._reachable if self._racks[name] == rack]
         jobs = [
             _Count(f"job {name}", len(job.generation.seats) if job.generation is not None else 0)
+            for name, job in self._computing(node, without).items()
+        ]
+        return (_Count(f"rack {rack}", len(inside)), *jobs)
+
+    def _computing(self, node: str, without: Collection[str] = ()) -> dict[str, _JobDoc]:
+        """Jobs that compute on the node, but for those that do ``without`` it."""
+        return {
+            name: job
             for name, job in self._jobs.items()
             if job.state is JobState.RUNNING
             and name not in without
             and any(spec is not None and node in spec.seats for spec in (job.generation, job.leaving))
-        ]
-        return (_Count(f"rack {rack}", len(inside)), *jobs)
+        }
 
     # --- what is written ---------------------------------------------------------------------------------------------
 
