@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 from collections.abc import Iterable
 from enum import StrEnum
 
@@ -51,12 +52,14 @@ class Identity(msgspec.Struct, frozen=True):
 
     ``subject``: a node's id for agents, a job's for trainers, a pattern of node names for join tokens, a person's or
     program's name otherwise. ``credential``: what proved it (a stored credential's id, a fingerprint of the fleet's
-    secret, ``certificate``), for the log and to notice a revocation; empty where nobody asked.
+    secret, ``certificate``), for the log and to notice a revocation; empty where nobody asked. ``ends_at``: wall
+    seconds at which it ends by itself, where it says so (a certificate's ``notAfter``); stored ones are looked up.
     """
 
     role: TokenRole
     subject: str
     credential: str = ""
+    ends_at: float = math.inf
 
 
 def _mac(secret: bytes, role: str, subject: str) -> str:

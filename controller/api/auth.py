@@ -130,8 +130,7 @@ class Gate:
         Raises RateLimited, and AuthenticationError once what proved the identity has been revoked or has expired; then
         the session should end.
         """
-        if not self.holds(identity):
-            raise AuthenticationError(f"credential {identity.credential} is good no longer: come again with another")
+        self.check_holds(identity)
         self._limits.charge(identity)
 
     def identify(self, headers: Headers, peer: Peer = NOBODY) -> Identity:
@@ -150,7 +149,7 @@ class Gate:
             if name == b"authorization":
                 known = self._known.get(value)
                 return known[0] if known is not None and self._now() < known[1] else self._verify(value)
-        if peer.identity is not None and self._clock.wall() < peer.not_after:
+        if peer.identity is not None and self.holds(peer.identity):
             return peer.identity
         raise AuthenticationError(
             "no token: send `Authorization: Bearer TOKEN`; an operator issues one with `everstep token issue`, or the "
@@ -190,10 +189,21 @@ class Gate:
             raise AuthenticationError("the job's token does not verify: the job is over, or another began in its name")
         return Identity(TokenRole.TRAINER, job, _BY_JOB)
 
+    def check_holds(self, identity: Identity) -> None:
+        """Raises AuthenticationError once what proved the identity has been revoked or has ended."""
+        if not self.holds(identity):
+            by_certificate = identity.credential == BY_CERTIFICATE
+            what = (
+                "the certificate has ended" if by_certificate else f"credential {identity.credential} is good no longer"
+            )
+            raise AuthenticationError(f"{what}: come again with another")
+
     def holds(self, identity: Identity) -> bool:
         """Whether what proved the identity is good still."""
-        if identity.credential in (BY_CERTIFICATE, _BY_JOB):
+        if identity.credential == _BY_JOB:
             return True
+        if identity.credential == BY_CERTIFICATE:
+            return self._clock.wall() < identity.ends_at
         self._follow_keyring()
         return identity.credential in self._keyring.names or self._credentials.alive(identity.credential, self._now())
 

@@ -25,15 +25,13 @@ class Peer:
     Attributes:
         address: its IP address; empty where there is none.
         identity: who its certificate, which TLS has verified, speaks for; None where there is none, or none of ours.
-        not_after: wall seconds at which the certificate ends; 0 without one.
     """
 
-    __slots__ = ("address", "identity", "not_after")
+    __slots__ = ("address", "identity")
 
     def __init__(self, address: str = "", certificate: Mapping[str, Any] | None = None) -> None:
         self.address = address
         self.identity = identity_of(certificate) if certificate else None
-        self.not_after = ssl.cert_time_to_seconds(certificate["notAfter"]) if certificate and self.identity else 0.0
 
     @classmethod
     def of(cls, transport: BaseTransport) -> Peer:
@@ -47,7 +45,7 @@ NOBODY = Peer()
 
 
 def identity_of(certificate: Mapping[str, Any]) -> Identity | None:
-    """Who a verified certificate (as ``ssl.SSLObject.getpeercert`` shows it) speaks for.
+    """Who a verified certificate (as ``ssl.SSLObject.getpeercert`` shows it) speaks for, until it ends.
 
     It is named by one URI among its subject's alternative names: ``everstep://agent/NODE``, ``everstep://operator/NAME``
     or ``everstep://viewer/NAME``. None where there is no such name, or more than one.
@@ -55,12 +53,12 @@ def identity_of(certificate: Mapping[str, Any]) -> Identity | None:
     found = [
         identity
         for kind, value in certificate.get("subjectAltName", ())
-        if kind == "URI" and (identity := _identity(value)) is not None
+        if kind == "URI" and (identity := _identity(value, certificate)) is not None
     ]
     return found[0] if len(found) == 1 else None
 
 
-def _identity(uri: str) -> Identity | None:
+def _identity(uri: str, certificate: Mapping[str, Any]) -> Identity | None:
     try:
         parts = urlsplit(uri)
     except ValueError:
@@ -68,4 +66,5 @@ def _identity(uri: str) -> Identity | None:
     name = unquote(parts.path[1:])
     if parts.scheme != SCHEME or parts.netloc not in _ROLES or not name or "/" in name:
         return None
-    return Identity(TokenRole(parts.netloc), name, BY_CERTIFICATE)
+    ends_at = float(ssl.cert_time_to_seconds(certificate["notAfter"]))
+    return Identity(TokenRole(parts.netloc), name, BY_CERTIFICATE, ends_at)

@@ -57,7 +57,7 @@ class Session(asyncio.Protocol):
     """One agent's. Made for a connection whose upgrade was accepted.
 
     Args:
-        identity: the agent's, as the gate admitted it; every frame is counted as its own, until it is revoked.
+        identity: the agent's, as the gate admitted it; every frame is counted as its own, while it holds.
         on_end: told when the connection has ended.
 
     Attributes:
@@ -351,8 +351,10 @@ class Session(asyncio.Protocol):
 
     def push(self, directives: Sequence[Outgoing]) -> None:
         """Sends directives, in order. Never raises and never waits. One whose credential died hears nothing more."""
-        if not self._gate.holds(self._identity):
-            self._hang_up(0, AuthenticationError(f"credential {self._identity.credential} is good no longer"))
+        try:
+            self._gate.check_holds(self._identity)
+        except AuthenticationError as error:
+            self._hang_up(0, error)
             return
         for parts in frames_of(directives):
             if not self._closed:

@@ -58,8 +58,7 @@ class Gate:
 
     def again(self, identity: Identity) -> None: ...
 
-    def holds(self, identity: Identity) -> bool:
-        return True
+    def check_holds(self, identity: Identity) -> None: ...
 
 
 class Wire:

@@ -92,16 +92,19 @@ class Line:
 
 
 class AgentSession(Line):
-    """One node's session, open from the start. Answers come decoded, in the order in which they are sent."""
+    """One node's session, open from the start. Answers come decoded, in the order in which they are sent.
 
-    def __init__(self, address: str, node: str, incarnation: int = 1) -> None:
+    ``headers``: of its upgrade; by default a token of the node's.
+    """
+
+    def __init__(self, address: str, node: str, incarnation: int = 1, headers: dict[str, str] | None = None) -> None:
         super().__init__(address)
         self.node = node
         self.incarnation = incarnation
         self.pushed: list[Directive] = []
         self._seq = 0
         self._number = 0
-        self.send(upgrade(node, bearer(TokenRole.AGENT, node)))
+        self.send(upgrade(node, bearer(TokenRole.AGENT, node) if headers is None else headers))
         status, head = self.head()
         assert status == 101, head
 

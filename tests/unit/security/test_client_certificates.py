@@ -4,7 +4,9 @@ import http.client
 import json
 import shutil
 import ssl
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,21 @@ from everstep.cli.main import app
 from everstep.clock import ManualClock
 from everstep.errors import AuthenticationError
 from everstep.tokens import Identity, TokenRole, mint
+from everstep.wire.v1.agent import Heartbeat
+from everstep.wire.v1.directives import NewGeneration
+from everstep.wire.v1.session import Frame, Refused
 from tests.support.certificates import Authority, Pair
-from tests.support.controllers import SECRET, ControllerProcess, bearer, controller_process, registration
+from tests.support.controllers import (
+    SECRET,
+    ControllerProcess,
+    InProcess,
+    bearer,
+    controller_process,
+    joined,
+    registration,
+)
 from tests.support.forked import ForkPool
+from tests.support.sessions import AgentSession, Served, served
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made by openssl")
 
@@ -42,7 +56,8 @@ def shown(*uris: str, not_after: str = "Nov 15 00:00:00 2033 GMT") -> dict[str, 
     ],
 )
 def test_a_certificate_speaks_for_whom_it_names(uri: str, role: TokenRole, subject: str) -> None:
-    assert identity_of(shown(uri, "https://example.org/")) == Identity(role, subject, "certificate")
+    end = ssl.cert_time_to_seconds("Nov 15 00:00:00 2033 GMT")
+    assert identity_of(shown(uri, "https://example.org/")) == Identity(role, subject, "certificate", end)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +91,60 @@ def test_a_certificate_counts_until_it_ends_and_a_token_beside_it_decides() -> N
     clock.advance(11.0)
     with pytest.raises(AuthenticationError):
         gate.agent([], "n1", peer)
+
+
+def _ends_in(clock: ManualClock, seconds: float) -> str:
+    """What a certificate says that ends so many seconds from now."""
+    return time.strftime("%b %d %H:%M:%S %Y GMT", time.gmtime(clock.wall() + seconds))
+
+
+@pytest.fixture
+def ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Served, ManualClock]]:
+    """A controller, and its clock. Every connection shows a certificate of n1 that ends in a second."""
+    clock = ManualClock(wall=1_700_000_000.0)
+    peer = Peer("127.0.0.1", shown("everstep://agent/n1", not_after=_ends_in(clock, 1.0)))
+    monkeypatch.setattr(Peer, "of", lambda transport: peer)
+    with served(InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=clock)) as server:
+        yield server, clock
+
+
+def test_a_session_ends_with_its_certificate(ending: tuple[Served, ManualClock]) -> None:
+    server, clock = ending
+    with closing(AgentSession(server.address, "n1", headers={})) as session:
+        session.register()
+        session.beat(findings=())
+        clock.advance(1.5)
+        session.say(Frame.HEARTBEAT, Heartbeat(incarnation=1, seq=9, sent_at=0.0))
+        refused = session.answer(Refused)
+        assert (refused.of, refused.code) == (Frame.HEARTBEAT, "unauthenticated")
+        assert "certificate has ended" in refused.message
+        assert session.ended()
+
+
+def test_a_session_whose_certificate_has_ended_is_pushed_nothing_more(ending: tuple[Served, ManualClock]) -> None:
+    server, clock = ending
+    by_token = AgentSession(server.address, "n2")
+    with closing(by_token), closing(AgentSession(server.address, "n1", headers={})) as session:
+        for one in (session, by_token):
+            one.register()
+            one.beat(findings=())
+        session.report(joined("j", 1.0, nodes=2))
+        clock.advance(1.5)
+        by_token.report(joined("j", 1.0, nodes=2))
+        assert by_token.directive(NewGeneration).spec.number == 1
+        refused = session.answer(Refused)
+        assert (refused.of, refused.code) == (0, "unauthenticated")
+        assert session.pushed == []
+        assert session.ended()
+
+
+def test_a_stream_ends_with_the_certificate_of_its_reader() -> None:
+    clock = ManualClock(wall=1_700_000_000.0)
+    gate = Gate.of(ControllerSettings(), Keyring((SECRET,)), Credentials(), {}, clock, clock.wall)
+    reader = gate.identify([], Peer("", shown("everstep://viewer/wall", not_after=_ends_in(clock, 10.0))))
+    assert gate.holds(reader)
+    clock.advance(11.0)
+    assert not gate.holds(reader)
 
 
 # --- with a real controller --------------------------------------------------------------------------------------
