@@ -23,8 +23,8 @@ MOST_AT_ONCE = 256
 AGAIN_S = 1.0
 MOST_UNFIT = 1000
 """Names of forgotten nodes that were not fit to serve; beyond them those go that were forgotten first."""
-UNFIT = (NodeState.QUARANTINED, NodeState.PROBATION, NodeState.REPAIR)
-"""States from which no way leads back to service but one with a probe."""
+UNFIT = (NodeState.QUARANTINED, NodeState.REPAIR)
+"""States from which no way leads back to service but one with a probe. Who was lost or held on that way has a course."""
 FLEET = "fleet"
 
 
@@ -108,7 +108,7 @@ def forget_node(turn: Turn, node: str, sentence: str) -> None:
 
 def _remember(turn: Turn, record: NodeRecord) -> None:
     """Keeps that the node was not fit to serve, should anything register under its name."""
-    if record.state not in UNFIT and not record.condemned:
+    if record.state not in UNFIT and record.course is None and not record.condemned:
         return
     unfit, course = turn.state.fleet.unfit, record.course or Course()
     unfit.pop(record.node, None)

@@ -10,7 +10,7 @@ from controller.core.effects import DropJob, DropNode, NoteCleared, PutNode, Put
 from controller.core.events import OperatorAction, StoreChanged
 from controller.core.policy import CorePolicy
 from everstep.errors import Conflict, NotFound
-from everstep.vocabulary import JobState, NodeState
+from everstep.vocabulary import JobState, NodeState, ProbeKind
 from everstep.wire.v1.agent import Gpu
 from tests.support.core_fleet import CoreFleet, audits, generations, xid
 
@@ -125,6 +125,36 @@ def test_who_was_forgotten_in_repair_comes_back_through_a_probe() -> None:
     _lose_quarantined(fleet, "n4")
     fleet.order(OperatorAction.FORGET, node="n4")
     _comes_back_through_a_probe(fleet, "n4")
+
+
+def test_who_was_forgotten_when_it_was_lost_on_its_way_back_comes_back_through_what_was_due() -> None:
+    fleet = _fleet()
+    _illness_is_over(fleet, "n4")
+    assert fleet.node_state("n4") is NodeState.PROBATION
+    fleet.disconnect("n4")
+    fleet.advance(40.0, "n1", "n2", "n3")
+    assert fleet.node_state("n4") is NodeState.LOST
+    fleet.order(OperatorAction.FORGET, node="n4")
+    assert fleet.state.fleet.unfit["n4"].checks == (ProbeKind.MEMORY, ProbeKind.COMPUTE, ProbeKind.ALL_REDUCE)
+    _comes_back_through_a_probe(fleet, "n4")
+
+
+def test_who_was_forgotten_when_a_person_held_it_on_its_way_back_comes_back_through_what_was_due() -> None:
+    fleet = _fleet()
+    fleet.raise_finding("n4", xid())
+    fleet.order(OperatorAction.HOLD, node="n4")
+    _illness_is_over(fleet, "n4")
+    assert fleet.node_state("n4") is NodeState.HELD
+    _lose_quarantined(fleet, "n4")
+    fleet.order(OperatorAction.FORGET, node="n4")
+    _comes_back_through_a_probe(fleet, "n4")
+
+
+def _illness_is_over(fleet: CoreFleet, node: str) -> None:
+    """It was out for an XID, which has cleared: nothing keeps it in quarantine any more."""
+    fleet.raise_finding(node, xid())
+    fleet.clear_finding(node, xid().key)
+    fleet.advance(2.5, *fleet.state.nodes)
 
 
 def test_who_was_forgotten_by_age_in_quarantine_comes_back_through_a_probe() -> None:
