@@ -24,7 +24,7 @@ AGAIN_S = 1.0
 MOST_UNFIT = 1000
 """Names of forgotten nodes that were not fit to serve; beyond them those go that were forgotten first."""
 UNFIT = (NodeState.QUARANTINED, NodeState.REPAIR)
-"""States from which no way leads back to service but one with a probe. Who was lost or held on that way has a course."""
+"""States from which only a probe leads back to service. Who was lost, or is held, on that way has a course."""
 FLEET = "fleet"
 
 
