@@ -36,6 +36,7 @@ from controller.lease import Tenure
 from controller.loop import FleetLoop
 from controller.metrics import FleetCollector, Metrics
 from controller.push import Outbox
+from controller.read_ahead import NOTHING, Known
 from controller.remediation.base import Remediator
 from controller.remediation.outside import Outside
 from controller.restored import restored
@@ -165,15 +166,19 @@ class Controller:
         keyring: Keyring,
         store: Store,
         loaded: Loaded,
+        known: Known,
         clock: Clock,
         make_remediator: MakeRemediator,
         tenure: Tenure | None = None,
     ) -> Controller:
         """Restores what was loaded from a database that was taken over, and runs the first event.
 
+        ``known``: the records that ``loaded`` leaves out.
+
         Raises what the database raises. When it returns, requests may be served.
         """
-        state = await asyncio.to_thread(restored, with_rules(settings.policy), loaded)  # who comes meanwhile is heard
+        rules = with_rules(settings.policy)
+        state = await asyncio.to_thread(restored, rules, loaded, known)  # who comes meanwhile is heard
         controller = cls(settings, keyring, store, loaded, state, clock, make_remediator, tenure)
         task = controller.task = asyncio.create_task(controller.loop.run(), name="fleet loop")
         started = asyncio.create_task(controller.loop.started.wait())
@@ -199,7 +204,7 @@ class Controller:
     ) -> Controller:
         """Takes a database over that no other controller shares, and leads. Raises as ``lead``."""
         store = Store(engine, commit_timeout_s=settings.commit_timeout_s)
-        return await cls.lead(settings, keyring, store, await store.take_over(), clock, make_remediator)
+        return await cls.lead(settings, keyring, store, await store.take_over(), NOTHING, clock, make_remediator)
 
     def keep(self) -> Keep:
         """What history stays, as of now."""

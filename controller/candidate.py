@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from typing import NamedTuple
 
 from sqlalchemy import Engine
 
 from controller.lease import Seen, Tenure, reason_to_lead
+from controller.read_ahead import Known
 from controller.store.leases import LeaseSession, claim
 from controller.store.records import Loaded
 from controller.store.threads import Hangs, Lane, Store
@@ -24,6 +27,14 @@ STARTING_S = 30.0
 meanwhile is missed by its lock as ever."""
 ABSENT_S = 0.5
 """The same while the database is away."""
+
+
+class Won(NamedTuple):
+    """What a leader starts from, and how long it leads."""
+
+    loaded: Loaded
+    known: Known
+    tenure: Tenure
 
 
 class Candidate:
@@ -61,13 +72,13 @@ class Candidate:
         self.leader: Seen | None = None
         self.looked = asyncio.Event()
 
-    async def elected(self, store: Store) -> tuple[Loaded, Tenure]:
-        """Stands by until this controller leads; what it starts from."""
+    async def elected(self, store: Store, known: Callable[[], Known]) -> Won:
+        """Stands by until this controller leads; what it starts from. ``known``: what it has read ahead by then."""
         while True:
             seen = await self._turn()
             self._threshold.close()
             try:
-                won = await self._take(seen, store)
+                won = await self._take(seen, store, known())
             except (StoreAway, Hangs, Superseded) as error:
                 log.info("the lease was not taken: %s", error)
                 won = None
@@ -127,7 +138,7 @@ class Candidate:
             self._note_back()
         return seen
 
-    async def _take(self, seen: Seen, store: Store) -> tuple[Loaded, Tenure] | None:
+    async def _take(self, seen: Seen, store: Store, known: Known) -> Won | None:
         """The lock of the epoch to come first: who sees that epoch must never find its lock free while we live."""
         epoch = seen.newest + 1
         if not await self._lane.call(lambda: self._session.hold(epoch), self._lease_s):
@@ -137,12 +148,14 @@ class Candidate:
         tenure = Tenure(self._clock, self._lease_s)
         asked_at, first_s = self._clock.monotonic(), self._lease_s + STARTING_S
         try:
-            loaded = await store.take_over(expected=seen.newest, claim=claim(self._name, self._address, first_s))
+            loaded = await store.take_over(
+                expected=seen.newest, claim=claim(self._name, self._address, first_s), known=known.marks
+            )
         except BaseException:
             await self._lane.call(lambda: self._session.let_go(epoch), self._lease_s)
             raise
         tenure.began(asked_at, STARTING_S)
-        return loaded, tenure
+        return Won(loaded, known, tenure)
 
     async def _let_go(self, seen: Seen) -> None:
         if not seen.free:

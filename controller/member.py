@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Callable
 
 from sqlalchemy import Engine
 from starlette.types import Receive, Scope, Send
 
+from controller import read_ahead
 from controller.app import Controller, MakeRemediator, document
-from controller.candidate import Candidate
+from controller.candidate import Candidate, Won
 from controller.config import ControllerSettings
 from controller.lease import NotLeading, Tenure
+from controller.read_ahead import NOTHING, Known
 from controller.secret_file import Keyring
 from controller.standby import Standby
 from controller.store import credentials
@@ -62,6 +65,7 @@ class Member:
         self._address = address
         self._candidate: Candidate | None = None
         self._controller: Controller | None = None
+        self._known = NOTHING
         document()
         self.standby = Standby(settings, keyring, clock, self._leader)
         self.settled = asyncio.Event()
@@ -104,7 +108,7 @@ class Member:
         settings = self._settings
         store = Store(self._engine(), commit_timeout_s=settings.commit_timeout_s)
         if self._url.drivername == "sqlite":
-            await self._lead(store, await store.take_over(), None, None)
+            await self._lead(store, await store.take_over())
             return
         candidate = self._candidate = Candidate(
             self._engine(),
@@ -116,8 +120,8 @@ class Member:
             threshold=self.threshold,
         )
         try:
-            loaded, tenure = await self._stand_by(candidate, store)
-            await self._lead(store, loaded, candidate, tenure)
+            won = await self._stand_by(candidate, store)
+            await self._lead(store, won.loaded, won.known, candidate, won.tenure)
         except Superseded as error:
             log.warning("stepping down: %s", error)
             await self._leave(store, candidate)
@@ -125,33 +129,44 @@ class Member:
             await self._leave(store, candidate)
             raise
 
-    async def _stand_by(self, candidate: Candidate, store: Store) -> tuple[Loaded, Tenure]:
+    async def _stand_by(self, candidate: Candidate, store: Store) -> Won:
         watching = asyncio.create_task(self._watch(candidate, store))
         try:
-            return await candidate.elected(store)
+            return await candidate.elected(store, lambda: self._known)
         finally:
             watching.cancel()
+            self._known = NOTHING
 
     async def _watch(self, candidate: Candidate, store: Store) -> None:
-        """While it stands by: tells when it is known who leads, and keeps up with who may read the metrics."""
+        """While it stands by: tells when it is known who leads, and keeps up with who may read the metrics, and
+        with what it would start from."""
         await candidate.looked.wait()
         self.settled.set()
         while True:
             with contextlib.suppress(Unavailable):
                 self.standby.admit(await store.look(credentials.load))
+                self._known = await store.look(functools.partial(read_ahead.read, known=self._known))
             await asyncio.sleep(self._settings.lease_s)
 
-    async def _lead(self, store: Store, loaded: Loaded, candidate: Candidate | None, tenure: Tenure | None) -> None:
+    async def _lead(
+        self,
+        store: Store,
+        loaded: Loaded,
+        known: Known = NOTHING,
+        candidate: Candidate | None = None,
+        tenure: Tenure | None = None,
+    ) -> None:
         """Ends by an error only; one after which this process may go on leaves it out of the leader's place."""
         try:
             controller = await Controller.lead(
-                self._settings, self._keyring, store, loaded, self._clock, self._make_remediator, tenure
+                self._settings, self._keyring, store, loaded, known, self._clock, self._make_remediator, tenure
             )
             self._controller, self._candidate = controller, None
             self.settled.set()
         finally:
             self.threshold.open()
-        log.info("leading: epoch %d, %d nodes, %d jobs", loaded.epoch, len(loaded.nodes), len(loaded.jobs))
+        nodes = len(loaded.nodes) + len(loaded.same)
+        log.info("leading: epoch %d, %d nodes, %d jobs", loaded.epoch, nodes, len(loaded.jobs))
         try:
             await self._until_over(controller, candidate, loaded.epoch, tenure)
         except (Superseded, asyncio.CancelledError):

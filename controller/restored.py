@@ -10,6 +10,7 @@ from controller.core import fleet
 from controller.core.policy import CorePolicy
 from controller.core.records import Eviction, FleetRecord, JobRecord, NodeRecord, VersionRecord
 from controller.core.state import FleetState
+from controller.read_ahead import NOTHING, Known
 from controller.store.records import Loaded
 from everstep.ids import Version
 from everstep.vocabulary import Finding
@@ -35,9 +36,10 @@ def _fleet(doc: str, nodes: Iterable[NodeRecord]) -> FleetRecord:
     return record
 
 
-def restored(policy: CorePolicy, loaded: Loaded) -> FleetState:
-    """The state as it was stored."""
-    nodes = {node: msgspec.json.decode(doc, type=NodeRecord) for node, doc in loaded.nodes.items()}
+def restored(policy: CorePolicy, loaded: Loaded, known: Known = NOTHING) -> FleetState:
+    """The state as it was stored, made of the ``known`` records themselves."""
+    nodes = {node: known.records[node] for node in loaded.same}
+    nodes |= {node: msgspec.json.decode(doc, type=NodeRecord) for node, doc in loaded.nodes.items()}
     for (node, key), doc in loaded.standing.items():
         nodes[node].findings[key] = msgspec.json.decode(doc, type=Finding)
     return fleet.restore(

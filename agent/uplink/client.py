@@ -250,6 +250,7 @@ class Uplink:
             self._controllers.failed(url, now, self._backoff(), self._uniform(), asked_s)
 
     def _ended(self, url: str, error: EverstepError, lasted_s: float) -> None:
+        self._words.conversation.session_lost()
         refused = meaning_of(error, registering=True) is not Refusal.RETRY or retry_after_s(error, busy=False) > 0
         if refused or isinstance(error, NoAnswer):
             self._failed(url, error)

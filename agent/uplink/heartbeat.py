@@ -107,6 +107,8 @@ class Conversation:
         self.incarnation = incarnation
         self.interval_s = 1.0
         self.registrations = 0
+        self.returning = False
+        """Whether a session was lost, and none has been answered since."""
         self._version = agent_version
         self._seq = 0
         self._registered: NodeFacts | None = None
@@ -119,6 +121,12 @@ class Conversation:
     def forget_registration(self) -> None:
         """The controller does not know us (any more): the next word is a registration with the full picture."""
         self._registered = None
+        self._told = None
+
+    def session_lost(self) -> None:
+        """Who answers next may have begun meanwhile, with nothing but records: the next beat tells all findings, so
+        that it need not ask for them. A whole fleet comes back at once."""
+        self.returning = True
         self._told = None
 
     def next_message(
@@ -167,9 +175,11 @@ class Conversation:
         self.registrations += 1
         self._registered = facts
         self._told = sent.findings
+        self.returning = False
 
     def beat_answered(self, sent: Heartbeat, answer: HeartbeatAnswer) -> None:
         """Notes what the controller has heard; after ``resend`` the next beat tells all findings."""
+        self.returning = False
         if answer.resend:
             self._told = None
         elif sent.findings is not None:

@@ -269,9 +269,11 @@ class Session:
         self._take(answer.directives)
         if sent.registrations != self._words.conversation.registrations or self._registering:
             return
+        known = answer.resend or self._words.conversation.returning
         self._words.conversation.beat_answered(sent.message, answer)
         if answer.resend:
             self.beat_at = self._clock.monotonic()
+        if known:
             self._node.on_known({progress.job for progress in sent.message.ranks})
 
     def _registered(self, sent: _Sent, answer: Registered) -> None:

@@ -117,8 +117,8 @@ class Agent:
         self.shown = False
         self.hold = True
         self.home = 0
-        self.away = ""
-        """``lost``: its controller died, and no other has answered; ``unknown``: one has that needs its picture."""
+        self.away = False
+        """Whether its controller died, and no other has answered."""
         self.seq = 0
         self.number = 0
         self.generation = 0
@@ -208,11 +208,11 @@ class Agent:
 
     def beat(self, interval_s: float) -> None:
         """The next one. As the real agent it asks for an answer every few seconds, where it waits for one, and where it
-        does not hold its session."""
+        does not hold its session; and it shows its picture to who comes after a controller that died."""
         self.seq += 1
         now = time.time()
-        asks = bool(self._asked) or not self.hold or now + 0.5 * interval_s >= self._ask_at
-        frame = self._form.fill(self.seq, now, self.number, self._after, asks)
+        asks = self.away or bool(self._asked) or not self.hold or now + 0.5 * interval_s >= self._ask_at
+        frame = self._form.fill(self.seq, now, self.number, self._after, asks=asks, shows=self.away)
         if asks:
             self._ask_at = now + ANSWER_EVERY_S * (1.0 if self._ask_at else random.random())
             self.beat_sent_at = time.time()

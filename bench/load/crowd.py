@@ -83,8 +83,8 @@ class Crowd:
     def answered(self, agent: Agent, latency_s: float) -> None:
         self.latencies.append(latency_s)
         if agent.away:
-            (self.homecoming.answered if agent.away == "lost" else self.homecoming.known).append(agent.read_at)
-            agent.away = ""
+            self.homecoming.answered.append(agent.read_at)
+            agent.away = False
 
     def progressed(self, agent: Agent, phase: str) -> None:
         self.phases[phase] += 1
@@ -107,10 +107,6 @@ class Crowd:
 
     def refused(self, agent: Agent, refusal: str) -> None:
         agent.beat_sent_at = 0.0
-        if agent.home and "to send its picture again" in refusal:
-            agent.away = "unknown"
-            agent.show()
-            return
         self.refusals[refusal] += 1
         if not agent.seq:
             agent.introduce()
@@ -171,7 +167,7 @@ class Crowd:
         """Its session ended, for the next address at once; or that one refused it."""
         pause_s = self.homecoming.pause_s(refusal) if agent.away else 0.0
         agent.home += not agent.away
-        agent.away, agent.beat_sent_at = "lost", 0.0
+        agent.away, agent.beat_sent_at = True, 0.0
         self._forget(agent)
         heappush(self._again, (time.perf_counter() + pause_s, agent.index, agent))
 
@@ -326,9 +322,9 @@ class Crowd:
         self.latencies, self.report_latencies, self.lateness = array("d"), array("d"), array("d")
         return answer
 
-    def do_home(self) -> dict[str, list[float]]:
-        """When agents that had lost their controller were answered by another, and when that one knew their picture."""
-        return {"answered": sorted(self.homecoming.answered), "known": sorted(self.homecoming.known)}
+    def do_home(self) -> list[float]:
+        """When agents that had lost their controller were answered by another."""
+        return sorted(self.homecoming.answered)
 
     def do_lose_rank(self, job: str) -> dict[str, Any] | None:
         """One agent of the job reports the loss of its first rank. Returns when, and in which generation; None where

@@ -20,15 +20,13 @@ class Homecoming:
     says, as a real agent does, which also looks whether the dead one is back (a host of its own answers that).
 
     Attributes:
-        answered, known: when each agent that had lost its controller was answered by another, and when that one had its
-            findings again; wall seconds.
+        answered: when each agent that had lost its controller was answered by another; wall seconds.
     """
 
     def __init__(self, addresses: list[str], seed: int) -> None:
         self._homes = [_pair(address) for address in addresses]
         self._random = random.Random(seed)
         self.answered = array("d")
-        self.known = array("d")
 
     @property
     def elsewhere(self) -> bool:

@@ -81,7 +81,7 @@ class BeatForm:
             f'["{job}",{generation},{first_rank + local},%(step)d,{STEP_S},2.3125]' for local in range(RANKS) if job
         )
         self._text = (
-            f'{{"incarnation":{INCARNATION},"seq":%(seq)d,"sent_at":%(at).6f,"ranks":[{ranks}],'
+            f'{{"incarnation":{INCARNATION},"seq":%(seq)d,"sent_at":%(at).6f,%(findings)s"ranks":[{ranks}],'
             '"reports_through":%(reports)d,"directives_through":%(directives)d}'
         )
         read = msgspec.json.decode(self._body(7, 1.5, 3, 4, 5), type=Heartbeat)
@@ -90,13 +90,22 @@ class BeatForm:
             job=job, generation=generation, rank=first_rank + RANKS - 1, step=3, step_s=STEP_S, loss=2.3125
         )
 
-    def _body(self, seq: int, at: float, step: int, reports: int, directives: int) -> bytes:
-        values = {"seq": seq, "at": at, "step": step, "reports": reports, "directives": directives}
+    def _body(self, seq: int, at: float, step: int, reports: int, directives: int, findings: str = "") -> bytes:
+        values = {
+            "seq": seq,
+            "at": at,
+            "step": step,
+            "reports": reports,
+            "directives": directives,
+            "findings": findings,
+        }
         return (self._text % values).encode()
 
-    def fill(self, seq: int, at: float, reports: int, directives: int, asks: bool) -> bytes:
-        """The frame of one beat; ``asks``: whether it is to be answered. Ranks step all the time."""
-        body = self._body(seq, at, int(at / STEP_S) & 0xFFFFFF, reports, directives)
+    def fill(self, seq: int, at: float, reports: int, directives: int, *, asks: bool, shows: bool) -> bytes:
+        """The frame of one beat; ``asks``: whether it is to be answered, ``shows``: with the picture (all is well).
+        Ranks step all the time."""
+        findings = '"findings":[],' if shows else ""
+        body = self._body(seq, at, int(at / STEP_S) & 0xFFFFFF, reports, directives, findings)
         return encode_frame(Frame.HEARTBEAT if asks else Frame.QUIET_BEAT, body)
 
 

@@ -167,20 +167,34 @@ class AgentDesk:
             self.check_life(node, beat.incarnation)
         if beat.directives_through:
             self.outbox.acknowledge(node, beat.directives_through)
-        if heard is not fleet.Heard.NEWS:
-            if self._state.unmet and node in self._state.unmet:
-                self._meet(node, beat.incarnation)
-            if heard is fleet.Heard.UNKNOWN and (job := fleet.lacks(self._state, node, beat.ranks)):
-                raise NotFound(f"the launcher of job {job} on node {node} is not known here: register and join again")
-            return heard is fleet.Heard.UNKNOWN
+        if heard is not fleet.Heard.QUIET:
+            self._check_offers(node, beat)
         picture = beat.findings
         waits = picture is not None and fleet.picture_can_wait(self._state, node, picture, beat.ranks)
+        comes = bool(self._state.unmet) and node in self._state.unmet
+        if comes and (waits or heard is not fleet.Heard.NEWS):
+            self._meet(node, beat.incarnation)
+        if heard is not fleet.Heard.NEWS:
+            return heard is fleet.Heard.UNKNOWN
         urgency = Urgency.ROUTINE if waits else Urgency.URGENT
         try:
-            return self._loop.enqueue(lambda tx, now: self._changed(node, beat, tx, now), node, urgency)
+            taken = self._loop.enqueue(lambda tx, now: self._changed(node, beat, tx, now), node, urgency)
         except Unavailable:
             fleet.touch(self._state, node, beat.incarnation, self._now())  # it was heard all the same
             raise
+        if not (comes and waits):
+            return taken
+        taken.add_done_callback(_heed)  # whoever leads after us asks for it again
+        return False
+
+    def _check_offers(self, node: str, beat: Heartbeat) -> None:
+        """Raises NotFound where this controller cannot go on from its records with a node whose first picture this is,
+        or is to come."""
+        live = self._state.live_nodes.get(node)
+        if live is None or live.picture:
+            return
+        if job := fleet.lacks(self._state, node, beat.ranks):
+            raise NotFound(f"the launcher of job {job} on node {node} is not known here: register and join again")
 
     def _meet(self, node: str, incarnation: int) -> None:
         """The first word of a node since this controller began. A whole fleet says it in the same second: they come

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 from sqlalchemy import Column, Connection, desc, select
 
-from controller.store import alerts, credentials, remedies, tables
+from controller.store import ahead, alerts, credentials, remedies, tables
 from controller.store.reader import newest_verified, newest_versions
 from controller.store.records import Loaded, OutboxRow, VersionRow
 
@@ -14,8 +15,9 @@ VERSIONS_LOADED = 64
 """Versions of each job that a controller starts with."""
 
 
-def load(connection: Connection, epoch: int, batch: int) -> Loaded:
-    """Everything that the next life starts from, as ``epoch`` finds it."""
+def load(connection: Connection, epoch: int, batch: int, known: ahead.Marks = ahead.NONE) -> Loaded:
+    """Everything that the next life starts from, as ``epoch`` finds it, but records of nodes that are ``known``."""
+    same, nodes = _nodes(connection, known)
     marks, audit = tables.report_marks.c, tables.audit.c
     newest = connection.execute(select(audit.id, audit.at).order_by(desc(audit.id)).limit(1)).first()
     pruned = select(tables.meta.c.value).where(tables.meta.c.key == "audit_pruned")
@@ -24,7 +26,8 @@ def load(connection: Connection, epoch: int, batch: int) -> Loaded:
         epoch=epoch,
         batch=batch,
         fleet=connection.execute(select(tables.fleet.c.doc)).scalar(),
-        nodes=_pairs(connection, tables.nodes.c.node, tables.nodes.c.doc),
+        same=same,
+        nodes=nodes,
         standing=_standing(connection),
         jobs=jobs,
         versions=_versions(connection, jobs),
@@ -42,6 +45,13 @@ def load(connection: Connection, epoch: int, batch: int) -> Loaded:
         newest_audit=newest.id if newest is not None else connection.execute(pruned).scalar() or 0,
         newest_at=newest.at if newest is not None else 0.0,
     )
+
+
+def _nodes(connection: Connection, known: ahead.Marks) -> tuple[Set[str], dict[str, str]]:
+    if not known:
+        return frozenset(), _pairs(connection, tables.nodes.c.node, tables.nodes.c.doc)
+    same, rows = ahead.changes(connection, known)
+    return same, {row.node: row.doc for row in rows}
 
 
 def _pairs(connection: Connection, key: Column[Any], doc: Column[Any]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from enum import StrEnum
 
 import msgspec
@@ -253,11 +254,13 @@ _ROW_BYTES = 400
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """What a controller starts from. ``batch``: number of the newest batch that was applied."""
+    """What a controller starts from. ``batch``: number of the newest batch that was applied; ``same``: nodes whose
+    records it has read before, which are not among ``nodes``."""
 
     epoch: int
     batch: int
     fleet: str | None
+    same: Set[str] = frozenset()
     nodes: dict[str, str]
     standing: dict[tuple[str, str], str]
     jobs: dict[str, str]

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
 
+from controller.store.ahead import NONE, Marks
 from controller.store.diagnose import diagnose, shown
 from controller.store.reader import Reader
 from controller.store.records import Batch, Loaded
@@ -95,9 +96,14 @@ class Store:
         self._kept: list[Batch] = []
         self._closed = False
 
-    async def take_over(self, *, expected: int | None = None, claim: Claim | None = None) -> Loaded:
-        """Fences earlier controllers off and reads everything a controller starts from. Raises as ``Writer`` does."""
-        loaded = await self._written(lambda: self._writer.take_over(expected=expected, claim=claim), LOAD_TIMEOUT_S)
+    async def take_over(
+        self, *, expected: int | None = None, claim: Claim | None = None, known: Marks = NONE
+    ) -> Loaded:
+        """Fences earlier controllers off and reads everything a controller starts from, but what is ``known``.
+        Raises as ``Writer`` does."""
+        loaded = await self._written(
+            lambda: self._writer.take_over(expected=expected, claim=claim, known=known), LOAD_TIMEOUT_S
+        )
         self._number = loaded.batch
         return loaded
 

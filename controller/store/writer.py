@@ -15,6 +15,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql.dml import Insert
 
 from controller.store import credentials, findings, remedies, tables
+from controller.store.ahead import NONE, Marks
 from controller.store.audit_ids import LIVES, leave_room
 from controller.store.bulk import execute_many
 from controller.store.database import writing
@@ -64,11 +65,12 @@ class Writer:
         if connection is not None:
             cut(connection)
 
-    def take_over(self, *, expected: int | None = None, claim: Claim | None = None) -> Loaded:
+    def take_over(self, *, expected: int | None = None, claim: Claim | None = None, known: Marks = NONE) -> Loaded:
         """Fences every earlier controller off and reads what there is, in one transaction.
 
         Args:
             expected: the epoch that must still be there; Superseded where another controller was faster.
+            known: of records that were read before, and are not read again.
         """
         with self._transaction() as connection:
             found = _lock_meta(connection)
@@ -79,7 +81,7 @@ class Writer:
             _note_life(connection, found[EPOCH], epoch)
             if claim is not None:
                 claim(connection, epoch)
-            loaded = load(connection, epoch, found[BATCH])
+            loaded = load(connection, epoch, found[BATCH], known)
         self.epoch = epoch
         return loaded
 

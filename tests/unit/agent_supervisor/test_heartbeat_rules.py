@@ -108,6 +108,19 @@ def test_resend_is_answered_by_the_full_picture() -> None:
     assert talk.beat(a_finding()).findings == (a_finding(),)
 
 
+def test_who_answers_after_a_lost_session_is_shown_the_full_picture_once() -> None:
+    talk = Talk()
+    talk.register(a_finding())
+    assert talk.beat(a_finding()).findings is None
+    talk.conversation.session_lost()
+    shown = talk.beat(a_finding())
+    assert shown.findings == (a_finding(),)
+    assert talk.conversation.returning
+    talk.conversation.beat_answered(shown, HeartbeatAnswer(server_at=0.0))
+    assert talk.beat(a_finding()).findings is None
+    assert not talk.conversation.returning
+
+
 def test_a_change_of_the_node_itself_is_registered_anew() -> None:
     talk = Talk()
     talk.register()

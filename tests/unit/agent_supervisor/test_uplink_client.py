@@ -252,8 +252,9 @@ def test_a_controller_that_lost_its_picture_is_told_everything_again(
     play(story())
 
 
-def test_a_controller_without_a_picture_is_told_it_with_the_next_beat_and_knows_the_jobs_that_beats_tell_of(
-    bench: Bench, controller: ControllerStub
+@pytest.mark.parametrize("asks", [False, True])
+def test_who_answers_after_a_lost_session_is_told_all_with_the_first_beat_and_knows_the_jobs_that_beats_tell_of(
+    bench: Bench, controller: ControllerStub, asks: bool
 ) -> None:
     async def story() -> None:
         async with bench.line(controller.url) as line:
@@ -261,9 +262,10 @@ def test_a_controller_without_a_picture_is_told_it_with_the_next_beat_and_knows_
             line.node.seen = (Finding(kind=FindingKind.GPU_LOST, subject="g", severity=Severity.CRITICAL, message="m"),)
             await until(lambda: any(b.findings for b in controller.beats))
             told = len(controller.beats)
-            controller.resend = True
+            controller.resend = asks
             controller.drop()
             await until(lambda: any(b.findings for b in controller.beats[told:]))
+            await until(lambda: len(line.node.shown) == 2)
             assert line.node.shown == [[], ["j"]]
             assert len(controller.registered) == 1
 

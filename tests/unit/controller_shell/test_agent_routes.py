@@ -16,6 +16,7 @@ from everstep.wire.v1 import operator as op
 from everstep.wire.v1.agent import MAX_BODY_BYTES, Heartbeat, Register
 from everstep.wire.v1.directives import NewGeneration
 from everstep.wire.v1.training import RankLost, RankProgress
+from tests.support.agents import until
 from tests.support.controllers import (
     OPERATOR,
     VIEWER,
@@ -108,8 +109,22 @@ def test_a_node_that_beats_is_known_to_be_there_after_a_restart_before_it_has_sh
         assert {member.node for member in job.roster} == {"n1", "n2"}
 
 
-def test_ranks_of_a_job_that_the_controller_does_not_know_make_their_node_register_and_join_again(
+def test_a_first_beat_that_shows_what_was_found_is_answered_at_once_and_leaves_nothing_to_ask_for(
     tmp_path: Path,
+) -> None:
+    database = f"sqlite:///{tmp_path / 'c.db'}"
+    with TestClient(InProcess(database)) as client:
+        Speaker(client, "n1").register()
+    with TestClient(InProcess(database)) as client:
+        speaker = Speaker(client, "n1")
+        assert speaker.beat(findings=(WARNING,)).resend is False
+        until(lambda: get(client, "/v1/nodes/n1", op.NodeDetail).findings, "the finding")
+        assert speaker.beat().resend is False
+
+
+@pytest.mark.parametrize("findings", [None, ()])
+def test_ranks_of_a_job_that_the_controller_does_not_know_make_their_node_register_and_join_again(
+    tmp_path: Path, findings: tuple[Finding, ...] | None
 ) -> None:
     database = f"sqlite:///{tmp_path / 'c.db'}"
     with TestClient(InProcess(database)) as client:
@@ -120,8 +135,10 @@ def test_ranks_of_a_job_that_the_controller_does_not_know_make_their_node_regist
         speaker = Speaker(client, "n1")
         for stranger in (("other", 1), ("j", 2)):
             with pytest.raises(Refused, match=f"the launcher of job {stranger[0]} on node n1 is not known here"):
-                speaker.beat(ranks=(RankProgress(job=stranger[0], generation=stranger[1], rank=0, step=1, step_s=0.1),))
-        assert speaker.beat(ranks=(RankProgress(job="j", generation=1, rank=0, step=1, step_s=0.1),)).resend is True
+                ranks = (RankProgress(job=stranger[0], generation=stranger[1], rank=0, step=1, step_s=0.1),)
+                speaker.beat(ranks=ranks, findings=findings)
+        known = (RankProgress(job="j", generation=1, rank=0, step=1, step_s=0.1),)
+        assert speaker.beat(ranks=known, findings=findings).resend is (findings is None)
 
 
 def test_a_joining_launcher_forms_a_generation_that_its_node_receives_once(client: TestClient) -> None:
