@@ -134,8 +134,8 @@ def test_ranks_of_a_job_that_the_controller_does_not_know_make_their_node_regist
     with TestClient(InProcess(database)) as client:
         speaker = Speaker(client, "n1")
         for stranger in (("other", 1), ("j", 2)):
+            ranks = (RankProgress(job=stranger[0], generation=stranger[1], rank=0, step=1, step_s=0.1),)
             with pytest.raises(Refused, match=f"the launcher of job {stranger[0]} on node n1 is not known here"):
-                ranks = (RankProgress(job=stranger[0], generation=stranger[1], rank=0, step=1, step_s=0.1),)
                 speaker.beat(ranks=ranks, findings=findings)
         known = (RankProgress(job="j", generation=1, rank=0, step=1, step_s=0.1),)
         assert speaker.beat(ranks=known, findings=findings).resend is (findings is None)
