@@ -60,12 +60,14 @@ def played() -> list[Outcome]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # the worlds take a minute of two cores, or of what others leave of them
 def test_every_promise_holds_in_the_default_worlds(played: list[Outcome]) -> None:
     broken = sorted((outcome for outcome in played if outcome.checker), key=lambda outcome: outcome.seed)
     assert not broken, "\n\n".join(str(shorten(outcome.seed, outcome.checker)) for outcome in broken[:3])
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_default_worlds_see_what_can_happen(played: list[Outcome]) -> None:
     seen = frozenset().union(*(outcome.seen for outcome in played))
     assert seen >= SEEN_IN_DEFAULT_WORLDS, sorted(SEEN_IN_DEFAULT_WORLDS - seen)
