@@ -133,6 +133,10 @@ class TrackedState:
         return all(_is_complete(optimizer) for _, optimizer in self._optimizers)
 
     @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [optimizer for _, optimizer in self._optimizers]
+
+    @property
     def asks(self) -> bool:
         """Whether an optimizer is tracked, whose steps are announced."""
         return bool(self._optimizers)

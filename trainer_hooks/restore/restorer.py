@@ -21,6 +21,7 @@ from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Member
 from trainer_hooks.python_state import Merged, Name
 from trainer_hooks.python_state import decode as decode_python
+from trainer_hooks.restore.before import Before
 from trainer_hooks.restore.choose import Choice
 from trainer_hooks.restore.council import Council, Outcome, SlotKey, lives_of, slot_key
 from trainer_hooks.restore.fetch import Loader, Supply
@@ -121,11 +122,14 @@ class Restoration:
         self._ends("inventory")
         bad: set[SlotKey] = set()
         number = 0
+        before: Before | None = None
         while True:
             choice = self._council.choice(number)
             self._ends("choose")
             if choice.version is None:
                 return self._done(None, {}, choice.sentence)
+            if before is None:  # once something was committed, a version or a checkpoint is read over what was built
+                before = Before(state, values=self._spec.restore.floor is None)
             outcome, python, sources = self._try(state, choice)
             self._ends("read")
             verdict = self._council.settle(number, outcome, self._names(choice))
@@ -135,6 +139,7 @@ class Restoration:
                 state.load_python(python)
                 state.settle()
                 return self._done(choice.version, sources, choice.sentence)
+            before.undo()
             bad |= set(verdict.bad)
             number += 1
             if self._council.chairs:
