@@ -10,7 +10,7 @@ from __future__ import annotations
 from controller.core import offenders
 from controller.core.budget import FLEET
 from controller.core.degraded import STORE
-from controller.core.eviction import NEEDED, release
+from controller.core.eviction import NEEDED, release_acquitted, take_back
 from controller.core.outbreaks import UNDECIDED, common_cause, correlated, shown, signature, under_reserve_until
 from controller.core.quarantine import begin_probation
 from controller.core.rules import Rule
@@ -42,7 +42,7 @@ def _acquit(turn: Turn, rule: Rule, node: str, name: str, why: str) -> None:
     findings = shown(record, name)
     if any(finding.key == record.overruled for finding in findings):
         look_later(turn, node, record.overruled, UNDECIDED, due)
-        release(turn, node)
+        release_acquitted(turn, node)
     course = record.course
     if course is None or turn.now > under_reserve_until(record):
         return
@@ -61,8 +61,7 @@ def _acquit(turn: Turn, rule: Rule, node: str, name: str, why: str) -> None:
 def _take_back(turn: Turn, node: str, findings: list[Finding], why: str) -> None:
     state, record, course = turn.state, turn.state.nodes[node], turn.state.nodes[node].course
     at = course.evicted_at if course is not None else 0.0
-    state.fleet.evicted = [one for one in state.fleet.evicted if (one.node, one.at) != (node, at)]
-    turn.fleet_changed()
+    take_back(turn, node, at)
     what = "eviction" if at in record.evictions else "quarantine"
     record.evictions = [one for one in record.evictions if one != at]
     offenders.forgive(turn, node, course.offence if course is not None else 0.0, at)

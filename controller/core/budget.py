@@ -84,8 +84,7 @@ def recent_evictions(state: FleetState, now: float) -> list[Eviction]:
 
 
 def scopes_of(state: FleetState, node: str, now: float) -> Iterator[Scope]:
-    """Every budget that the node's eviction would count against, the fleet's first."""
-    yield fleet_scope(state, now)
+    """Every budget but the fleet's that the node's eviction would count against."""
     rack = state.nodes[node].domain.rack
     if rack:
         yield rack_scope(state, rack, now)

@@ -8,9 +8,11 @@ no event of before is replayed.
 
 from __future__ import annotations
 
-from controller.core.budget import FLEET, fleet_scope, recent_evictions, scopes_of
+from collections.abc import Iterable
+
+from controller.core.budget import FLEET, Scope, fleet_scope, recent_evictions, scopes_of
 from controller.core.degraded import STORE
-from controller.core.membership import computes, jobs_seated_on, least_nodes, next_seats
+from controller.core.membership import computes, is_seated, jobs_seated_on, least_nodes, next_seats
 from controller.core.outbreaks import shared, signature
 from controller.core.quarantine import begin_quarantine
 from controller.core.records import Eviction, JobRecord
@@ -84,8 +86,9 @@ def what_holds(turn: Turn, node: str, finding: Finding) -> tuple[str, str]:
     """The scope that holds the node's eviction for ``finding`` now, and why in words; both empty where it may be
     carried out.
 
-    The cheap and frequent reasons come first. Latches the breaker where the fleet's budget would be exceeded, unless
-    others show the same: that may be an outbreak, which needs no person.
+    Rack, jobs and their minima are asked before the fleet's budget: what they hold is no eviction that it would have
+    to cover. Latches the breaker where that budget would be exceeded, unless others show the same: that may be an
+    outbreak, which needs no person.
     """
     state = turn.state
     if state.fleet.breaker:
@@ -94,18 +97,21 @@ def what_holds(turn: Turn, node: str, finding: Finding) -> tuple[str, str]:
         return STORE, f"the database is away ({state.store_away}), so the eviction could be forgotten"
     for scope in scopes_of(state, node, turn.now):
         if not scope.left:
-            held_by, alike = scope.id, ""
-            if scope.kind == FLEET:
-                held_by, alike = _shared(turn, node, finding)
-            if not held_by:
-                return FLEET, _latch(turn)
-            turn.wake(scope.frees_at, "held", held_by)
-            words = f"its budget of {_evictions(scope.limit)} in {state.policy.eviction_window_s:g} s"
-            return held_by, f"{scope.in_words()} has used {words}{alike}"
+            return _used_up(turn, scope, scope.id)
     for job in jobs_seated_on(state, node):
         if job.state is JobState.RUNNING and (why := _shortage(state, job, node, turn.now)):
             return f"{NEEDED}{job.job}", why
-    return "", ""
+    scope = fleet_scope(state, turn.now)
+    if scope.left:
+        return "", ""
+    held_by, alike = _shared(turn, node, finding)
+    return _used_up(turn, scope, held_by, alike) if held_by else (FLEET, _latch(turn, node, finding))
+
+
+def _used_up(turn: Turn, scope: Scope, held_by: str, alike: str = "") -> tuple[str, str]:
+    turn.wake(scope.frees_at, "held", held_by)
+    words = f"its budget of {_evictions(scope.limit)} in {turn.policy.eviction_window_s:g} s"
+    return held_by, f"{scope.in_words()} has used {words}{alike}"
 
 
 def _shared(turn: Turn, node: str, finding: Finding) -> tuple[str, str]:
@@ -127,14 +133,14 @@ def _shortage(state: FleetState, job: JobRecord, node: str, now: float) -> str:
     return why
 
 
-def _latch(turn: Turn) -> str:
+def _latch(turn: Turn, node: str, finding: Finding) -> str:
     fleet, policy, scope = turn.state.fleet, turn.policy, fleet_scope(turn.state, turn.now)
     fleet.breaker = (
         f"the fleet's budget of {_evictions(scope.limit)} in {policy.eviction_window_s:g} s is used up "
         f"(at most {policy.eviction_count}, and {policy.eviction_share:.0%} of {scope.of} nodes); "
         "no node is evicted until an operator resets the breaker"
     )
-    fleet.breaker_at = turn.now
+    fleet.breaker_at, fleet.latched_by = turn.now, (node, finding.key)
     turn.fleet_changed()
     turn.audit("fleet.breaker", fleet.breaker)
     return fleet.breaker
@@ -186,12 +192,41 @@ def release(turn: Turn, node: str) -> None:
 
 def reset_breaker(turn: Turn) -> None:
     """Evictions may happen again, with a whole budget; what stands now is judged anew."""
-    turn.state.fleet.breaker, turn.state.fleet.evicted = "", []
-    turn.fleet_changed()
-    turn.freed[FLEET] = None
+    turn.state.fleet.evicted = []
+    _open_breaker(turn)
     for scope in turn.state.held:
         if not scope.startswith((NEEDED, STORE)):
             turn.freed[scope] = None
+
+
+def take_back(turn: Turn, node: str, at: float) -> None:
+    """The node's eviction ``at`` counts no more. A breaker that latched for one which the budget would have covered
+    without it opens by itself."""
+    fleet = turn.state.fleet
+    counted = [one for one in fleet.evicted if (one.node, one.at) != (node, at)]
+    if len(counted) == len(fleet.evicted):
+        return
+    fleet.evicted = counted
+    turn.fleet_changed()
+    if fleet.breaker and fleet_scope(turn.state, fleet.breaker_at).left:
+        _open_breaker(turn)
+        words = "the eviction that latched the breaker is within the budget"
+        turn.audit("fleet.breaker_over", f"{words}, now that the one of {node} is taken back")
+
+
+def release_acquitted(turn: Turn, node: str) -> None:
+    """The node's held eviction is nobody's fault, and so is a breaker that latched for it."""
+    fleet, held = turn.state.fleet, (node, turn.state.nodes[node].overruled)
+    release(turn, node)
+    if fleet.breaker and fleet.latched_by == held:
+        _open_breaker(turn)
+        turn.audit("fleet.breaker_over", f"the eviction of {node}, which latched the breaker, is not wanted any more")
+
+
+def _open_breaker(turn: Turn) -> None:
+    turn.state.fleet.breaker, turn.state.fleet.latched_by = "", ("", "")
+    turn.fleet_changed()
+    turn.freed[FLEET] = None
 
 
 def check_held(turn: Turn, scope: str) -> None:
@@ -204,17 +239,26 @@ def check_held(turn: Turn, scope: str) -> None:
 
 def freed_scopes(turn: Turn) -> list[str]:
     """What held evictions and may do so no more after this turn; each call forgets what it returned."""
-    for job in _jobs_that_may_spare(turn):
+    nodes, jobs = turn.changed()
+    for job in _jobs_that_may_spare(turn, nodes, jobs):
         turn.state.short.pop(job, None)
         turn.freed[f"{NEEDED}{job}"] = None
+    for job in jobs:
+        if _has_left(turn.state, job, turn.state.held.get(f"job:{job}", ())):
+            turn.freed[f"job:{job}"] = None
     freed = [scope for scope in turn.freed if scope in turn.state.held]
     turn.freed.clear()
     return freed
 
 
-def _jobs_that_may_spare(turn: Turn) -> list[str]:
+def _has_left(state: FleetState, name: str, held: Iterable[str]) -> bool:
+    """Whether one of the nodes that the job's budget holds is not the job's any more."""
+    job = state.jobs[name]
+    return any(job.state is not JobState.RUNNING or not is_seated(job, node) for node in held)
+
+
+def _jobs_that_may_spare(turn: Turn, nodes: Iterable[str], jobs: Iterable[str]) -> list[str]:
     """Jobs that changed in this turn, or whose launchers are on a node that became healthy in it."""
-    nodes, jobs = turn.changed()
     found = dict.fromkeys(jobs)
     for node in nodes:
         record = turn.state.nodes[node]

@@ -49,7 +49,8 @@ class Unfit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class FleetRecord(msgspec.Struct, kw_only=True):
     """What belongs to no single node or job.
 
-    ``breaker``: the sentence of a latched eviction breaker, empty while evictions are allowed. ``evicted``: the
+    ``breaker``: the sentence of a latched eviction breaker, empty while evictions are allowed; ``latched_by``: the node
+    whose eviction was one too many, and the key of the finding it was for. ``evicted``: the
     evictions inside the budget's window, oldest first. ``probes`` counts probes ever asked for, so that ids are new;
     ``remedies`` the same. ``remedied``: wall seconds of automatic resets and reboots inside their window,
     ``restarted`` of restarts of ranks. ``maintenance``: windows that are not over, planned ones too. ``unfit``: by name
@@ -58,6 +59,7 @@ class FleetRecord(msgspec.Struct, kw_only=True):
 
     breaker: str = ""
     breaker_at: float = 0.0
+    latched_by: tuple[str, str] = ("", "")
     evicted: list[Eviction] = []
     probes: int = 0
     remedies: int = 0

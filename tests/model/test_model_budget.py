@@ -148,8 +148,6 @@ class Budget(RuleBasedStateMachine):
     def _full(self, name: str) -> str:
         """The budget that holds the node, by counting everything anew."""
         recent, rack = self._recent(), _rack(name)
-        if len(recent) >= 4:
-            return "fleet"
         of_rack = sum(1 for _, other, _ in recent if other == rack)
         if rack and of_rack >= max(1, min(3, 3 // 2)):
             return f"rack:{rack}"
@@ -158,14 +156,16 @@ class Budget(RuleBasedStateMachine):
             of_job = len(self.fleet.seats(job)) + lost
             if lost >= max(1, min(2, int(0.75 * of_job))):
                 return f"job:{job}"
-        return ""
+        if self._needed(name):
+            return "needed"
+        return "fleet" if len(recent) >= 4 else ""
 
     def _expected(self, name: str) -> Decision:
         if self.latched or self.away:
             return Decision.HOLD_BY_BUDGET
         full = self._full(name)
         self.latched = full == "fleet"
-        return Decision.HOLD_BY_BUDGET if full or self._needed(name) else Decision.EVICT
+        return Decision.HOLD_BY_BUDGET if full else Decision.EVICT
 
     def _needed(self, name: str) -> bool:
         return any(len(self.fleet.seats(job)) <= self.fleet.job(job).spec.min_nodes for job in self._jobs_of(name))

@@ -12,7 +12,7 @@ from controller.core.effects import Audit, AuditEntry, Effect, PutGeneration, Pu
 from controller.core.events import Tick
 from controller.core.policy import CorePolicy
 from controller.core.records import JobRecord, NodeRecord
-from controller.store.records import Batch, VerdictRow
+from controller.store.records import AuditRow, Batch, VerdictRow
 from everstep.vocabulary import Action, Decision, GenerationReason, JobState, Verdict
 from everstep.wire.v1.training import GenerationSpec, JobSpec, RestoreRule
 from tests.sim import facts
@@ -65,6 +65,10 @@ class Days:
             issued_at=0.0,
             **more,
         )
+
+    def logs(self, *kinds: str, at: float) -> None:
+        rows = [AuditRow(id=number, at=at, kind=kind, sentence="") for number, kind in enumerate(kinds)]
+        self._watch[facts.Durable](facts.Durable(1, Batch(audit=rows)))
 
     def job(self, state: JobState, *seats: str) -> PutJob:
         spec = self.spec(*seats)
@@ -120,3 +124,20 @@ def test_who_has_no_seat_or_lost_it_before_is_not(days: Days) -> None:
     onward = PutGeneration(days.spec("n1", "n3", number=2), 0.0)
     days.decides(days.job(JobState.RUNNING, "n1", "n3"), onward, days.evicts("n2", Decision.QUARANTINE))
     days.decides(days.job(JobState.PAUSED, "n1", "n3"), days.pauses(), days.evicts("n1", Decision.QUARANTINE))
+
+
+def test_behind_a_latched_breaker_nobody_is_evicted_until_it_is_over(days: Days) -> None:
+    days.decides(days.evicts("n2"), days.evicts("n3"))
+    days.logs("fleet.breaker", at=5.0)
+    with pytest.raises(Violation, match="n3 is evicted while the breaker is latched"):
+        days.written("n3", 6.0)
+    days.logs("fleet.breaker_over", at=7.0)
+    days.written("n2", 8.0)
+
+
+def test_one_that_is_over_and_latches_again_at_one_time_is_latched(days: Days) -> None:
+    days.decides(days.evicts("n2"))
+    days.logs("fleet.breaker", at=5.0)
+    days.logs("fleet.breaker_over", "fleet.breaker", at=6.0)
+    with pytest.raises(Violation, match="n2 is evicted while the breaker is latched"):
+        days.written("n2", 7.0)

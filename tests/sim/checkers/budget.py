@@ -4,12 +4,14 @@ minimum without an operator, never happen where they could be forgotten, and by 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from controller.core.effects import Audit, DropJob, DropNode, PutGeneration, PutJob, PutNode, PutVerdict
 from controller.core.events import OperatorCommand, StoreChanged
+from controller.store.records import AuditRow, VerdictRow
 from everstep.vocabulary import Decision, JobState, Verdict
 from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.training import GenerationSpec
@@ -18,6 +20,8 @@ from tests.sim.facts import Violation
 
 if TYPE_CHECKING:
     from tests.sim.world import World
+
+LATCHED, OVER, RESET = "fleet.breaker", "fleet.breaker_over", "operator.reset_breaker"
 
 
 class _NodeDoc(msgspec.Struct):
@@ -167,15 +171,23 @@ class Budget:
         acquitted = {row.node: row.at for row in fact.batch.audit if row.kind == "node.acquitted"}
         convicted = {row.node for row in fact.batch.verdicts if row.decision == Decision.EVICT}
         self._take_back({node: at for node, at in acquitted.items() if node not in convicted})
-        for row in sorted((*fact.batch.verdicts, *fact.batch.audit), key=lambda row: row.at):
-            if getattr(row, "kind", "") == "operator.reset_breaker":
-                self._evictions, self._latched = [], False
-            elif getattr(row, "kind", "") == "fleet.breaker":
-                self._latched = True
-            elif getattr(row, "decision", "") != Decision.EVICT or row.id in self._ordered:
+        rows = sorted((*fact.batch.verdicts, *fact.batch.audit), key=lambda row: row.at)
+        for _, instant in groupby(rows, key=lambda row: row.at):
+            self._at_once(list(instant), acquitted)
+
+    def _at_once(self, rows: list[VerdictRow | AuditRow], acquitted: dict[str, float]) -> None:
+        """What was decided at one time: whether a verdict came before or after a line of the log is not written."""
+        words = [row.kind for row in rows if isinstance(row, AuditRow) and row.kind in (LATCHED, OVER, RESET)]
+        self._latched = self._latched and OVER not in words
+        for row in rows:
+            if not isinstance(row, VerdictRow) or row.decision != Decision.EVICT or row.id in self._ordered:
                 continue
-            elif row.at > acquitted.get(row.node, 0.0):  # else what is written together never stood
+            if row.at > acquitted.get(row.node, 0.0):  # else what is written together never stood
                 self._evicted(row.node, row.at, (_Count("fleet", len(self._nodes)), *self._counts[row.id]))
+        if RESET in words:
+            self._evictions = []
+        if words:
+            self._latched = words[-1] == LATCHED
 
     def _take_back(self, acquitted: dict[str | None, float]) -> None:
         """An eviction that an outbreak has taken back counts no more: the node's last one."""
