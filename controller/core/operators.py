@@ -158,8 +158,10 @@ def _repair(turn: Turn, node: str, sentence: str) -> None:
 
 
 def _evict(turn: Turn, node: str, sentence: str) -> None:
+    record = turn.state.nodes[node]
+    causes, cleared = record.causes, record.cleared  # of one that is out already
     begin_quarantine(turn, node, sentence, (), action=Action.DRAIN, offence=0.0)
-    turn.state.nodes[node].needs_operator = True
+    record.causes, record.cleared, record.needs_operator = causes, cleared, True
     turn.verdict(node, Decision.EVICT, sentence, action=Action.DRAIN)
     _leave(turn, node, sentence, boundary=False)
 

@@ -50,7 +50,7 @@ def begin_quarantine(
     if offence:
         offenders.offend(turn, node, offence)
     record.causes, record.cleared, record.action = [], {}, action
-    record.course = Course(offence=offence)
+    record.course = _next_course(record.course, offence)
     for finding in causes:
         add_cause(turn, node, finding)
     set_state(turn, node, NodeState.QUARANTINED, sentence)
@@ -61,6 +61,18 @@ def begin_quarantine(
     turn.wake(turn.now, "care", node)
 
 
+def _next_course(before: Course | None, offence: float) -> Course:
+    """What was to be passed on a way back that ends here is to be passed on the next one. A reset or reboot that may
+    still be carried out goes on in its place of its ladder: nothing else is asked for beside it."""
+    course = Course(offence=offence)
+    if before is not None:
+        course.checks, course.passes = before.checks, before.passes
+        if before.remedy:
+            course.rule, course.ladder, course.rung = before.rule, before.ladder, before.rung
+            course.remedy, course.remedy_due = before.remedy, before.remedy_due
+    return course
+
+
 def add_cause(turn: Turn, node: str, finding: Finding) -> None:
     """One more thing that must clear. The strongest cure of all causes is the one that is due."""
     record = turn.state.nodes[node]
@@ -69,9 +81,12 @@ def add_cause(turn: Turn, node: str, finding: Finding) -> None:
     record.causes.append(finding.key)
     turn.node_changed(node)
     rule = turn.policy.rules.rule(finding)
-    rung = next_rung(rule, finding, record.steps.get(rule.id, []), turn.now)
-    record.steps[rule.id] = remember_step(record.steps.get(rule.id, []), rule, rule.ladder[rung], turn.now)
     course = record.course = record.course or Course()
+    if course.remedy and (course.rule, course.ladder) == (rule.id, rule.ladder):
+        rung = course.rung  # what is under way for it has not been of no use yet
+    else:
+        rung = next_rung(rule, finding, record.steps.get(rule.id, []), turn.now)
+    record.steps[rule.id] = remember_step(record.steps.get(rule.id, []), rule, rule.ladder[rung], turn.now)
     first = not course.rule
     stronger = not first and RUNGS.index(rule.ladder[rung]) > RUNGS.index(course.ladder[course.rung])
     if first or (stronger and not course.remedy):
@@ -263,11 +278,8 @@ def failed(turn: Turn, node: str, failure: str, offence: float = offenders.FAILE
         turn.verdict(node, Decision.RECOMMEND, words, evidence=(finding,))
         raise_own(turn, node, finding, wait_s)
         return
-    course = record.course
     sentence = f"{failure}; {node} stays out, {again}"
     begin_quarantine(turn, node, sentence, (), action=Action.DRAIN, wait_s=wait_s, offence=offence)
-    if course is not None and record.course is not None:
-        record.course.checks, record.course.passes = course.checks, course.passes
     turn.verdict(node, Decision.QUARANTINE, sentence, action=Action.DRAIN, evidence=(finding,))
     raise_own(turn, node, finding, wait_s)
 
