@@ -26,6 +26,7 @@ _SEGMENTS = ("own-", "replica-", "parity-")
 """How segments' names begin. They have all their pages when they are made, and then may give some back."""
 
 FEWER_SLOTS = "keep fewer slots: run.track(slots=2)"
+FEWER_COPIES = "fewer --replicas"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -55,13 +56,13 @@ class Budget:
         self._growing: dict[Path, list[int]] = {}
 
     @contextmanager
-    def admit(self, path: Path, size: int, what: str, freed: int = 0) -> Iterator[None]:
+    def admit(self, path: Path, size: int, what: str, freed: int = 0, otherwise: str = FEWER_SLOTS) -> Iterator[None]:
         """Inside, the file ``path`` may be made, or grow, to ``size`` bytes, once ``freed`` bytes of others are free.
 
-        Raises OutOfSlotMemory, with the arithmetic, for want of room.
+        Raises OutOfSlotMemory, with the arithmetic, for want of room; ``otherwise`` as in ``foresee``.
         """
         with self._lock:
-            self._check(path, size, what, freed)
+            self._check(path, size, what, freed, otherwise)
             self._growing.setdefault(path, []).append(size)
         try:
             yield
@@ -82,11 +83,11 @@ class Budget:
         if not sizes:
             self._growing.pop(path, None)
 
-    def _check(self, path: Path, size: int, what: str, freed: int) -> None:
+    def _check(self, path: Path, size: int, what: str, freed: int, otherwise: str) -> None:
         counted = self._counted()
         need = size - counted.get(path, 0)
         if need > 0:
-            self._require(need, freed, sum(counted.values()), what, FEWER_SLOTS)
+            self._require(need, freed, sum(counted.values()), what, otherwise)
 
     def foresee(self, wanted: Sequence[Wanted], what: str, otherwise: str, margin: float = 0.0) -> None:
         """Whether files could be made beside all that is here. Those that are being made already are needed no more.

@@ -22,6 +22,7 @@ from agent.vault.segments import Segment, SegmentKey, SegmentStore
 from agent.vault.statistics import Tally
 from everstep.channel import Channel
 from everstep.errors import Conflict, DigestMismatch, EverstepError, MalformedMessage, NotFound
+from everstep.ids import Version
 from everstep.slot_choice import slot_to_fill
 from everstep.slots import CHUNK_BYTES, chunk_count, slot_bytes_for
 from everstep.wire.v1.transfer import ManifestPart, Part, Put, split_digests
@@ -84,7 +85,7 @@ class Receiver:
         key = SegmentKey(job, "replica", put.rank)
         with self._lane(key):
             need = slot_bytes_for(put.manifest_bytes, put.payload_bytes)
-            segment = self._store.open(key, max(put.slot_bytes, need), put.slots, put.keep)
+            segment = self._store.open(key, max(put.slot_bytes, need), put.slots, self._to_keep(key, put))
             self._still_wanted(job)
             if _holds(segment, put):
                 return None
@@ -96,6 +97,13 @@ class Receiver:
                 self._incoming[incoming.id] = incoming
         self._tally.add("reused_bytes", fill_from_other_versions(incoming))
         return incoming
+
+    def _to_keep(self, key: SegmentKey, put: Put) -> list[Version]:
+        """Where there are not slots for all: what its rank names, and what it may not know yet to be committed."""
+        segment = self._store.get(key)
+        sealed = () if segment is None else (header.version for _, header in segment.view.sealed())
+        own = sorted((version for version in sealed if version.generation == put.generation), reverse=True)
+        return [*put.keep, *own]
 
     def _resumed(self, segment: Segment, sender: str, put: Put) -> Incoming | None:
         """What was left of a transfer of the same bytes, under a new name: the old connection has no part in it. What

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from functools import partial
 
 from agent.vault.findings import Findings
-from agent.vault.memory import FEWER_SLOTS
+from agent.vault.memory import FEWER_COPIES, FEWER_SLOTS
 from agent.vault.segments import SegmentKey, SegmentStore
 from everstep.errors import OutOfSlotMemory
 from everstep.segment_header import PAGE, segment_bytes
@@ -21,7 +21,7 @@ taken all of its own yet (activations, gradients, the loader's workers), and wha
 def check_room(store: SegmentStore, findings: Findings, asked: CheckRoom) -> None:
     """Raises OutOfSlotMemory, with the arithmetic, for want of room; a lack that nothing helps is a finding."""
     keyed = [(SegmentKey(asked.job, "replica" if need.replica else "own", need.number), need) for need in asked.needs]
-    wanted = [store.foresee(key, need.slot_bytes, need.slots + need.pinned) for key, need in keyed]
+    wanted = [store.foresee(key, need.slot_bytes, need.slots + need.pinned, asked.keep) for key, need in keyed]
     missing = [file for file in wanted if file is not None]
     margin = LEFT_TO_TRAINING if asked.tentative else 0.0
     foresee = partial(store.budget.foresee, missing, _words(asked.job, asked.needs), _otherwise(asked), margin)
@@ -54,7 +54,7 @@ def _give_back(store: SegmentStore, asked: CheckRoom, needed: Collection[Segment
 def _otherwise(asked: CheckRoom) -> str:
     """Fewer slots are no advice where they are what is asked for next, or there are no fewer."""
     fewer = not asked.tentative and any(need.slots >= SLOTS for need in asked.needs)
-    return f"{FEWER_SLOTS}; or fewer --replicas" if fewer else "fewer --replicas"
+    return f"{FEWER_SLOTS}; or {FEWER_COPIES}" if fewer else FEWER_COPIES
 
 
 def _words(job: str, needs: Sequence[SegmentNeed]) -> str:

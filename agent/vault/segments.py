@@ -21,14 +21,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from agent.vault.memory import Budget, Wanted, allocate, give_back, populate
+from agent.vault.memory import FEWER_COPIES, FEWER_SLOTS, Budget, Wanted, allocate, give_back, populate
 from agent.vault.pages import has_huge_pages, make_huge
 from agent.vault.succession import Carried, carried, carry_over, freed_bytes, serves, sizes
 from everstep.errors import ConfigurationError, DigestMismatch
 from everstep.ids import Version
 from everstep.segment_header import MOST_SLOTS, NONCE_BYTES, PAGE, is_intact, segment_bytes, write_header
 from everstep.segment_records import Look
-from everstep.slots import SegmentView, SlotHeader, SlotState, format_segment, segment_name
+from everstep.slots import SLOTS, SegmentView, SlotHeader, SlotState, format_segment, segment_name
 from everstep.wire.v1.local import SlotInfo
 
 Kind = Literal["own", "replica", "parity"]
@@ -257,7 +257,8 @@ class SegmentStore:
         """The segment, with room for ``slots`` slots of ``slot_bytes``: the one that is there, or another one.
 
         The other one takes over the sealed slots that hash right. Without ``keep`` there may be more slots, and there
-        are no fewer than before; with it there are just so many, and of what was sealed ``keep`` comes first.
+        are no fewer than before; with it there are just so many, and of what was sealed ``keep`` comes first, or comes
+        alone where there were no more and are fewer than all that a rank may have.
 
         Raises ConfigurationError for absurd sizes and OutOfSlotMemory for want of room. An own segment's pages are
         there when this returns; a replica's come while it is filled, since a sender waits.
@@ -269,15 +270,15 @@ class SegmentStore:
                 self.mend_header(old)
                 return old
             before = None if old is None else old.view
-            return self._make(key, old, *sizes(before, slot_bytes, slots, exact), keep or ())
+            return self._make(key, old, *sizes(before, slot_bytes, slots, exact), keep)
 
-    def foresee(self, key: SegmentKey, slot_bytes: int, slots: int) -> Wanted | None:
+    def foresee(self, key: SegmentKey, slot_bytes: int, slots: int, keep: Sequence[Version] = ()) -> Wanted | None:
         """What ``open`` would have to make for just so many slots; None where what is there serves."""
         old = self.get(key)
         if old is not None and serves(old.view, old.path, slot_bytes, slots, True):
             return None
         size, _ = sizes(None if old is None else old.view, slot_bytes, slots, True)
-        freed = 0 if old is None else freed_bytes(old.view, old.path, slots)
+        freed = 0 if old is None else freed_bytes(old.view, old.path, slots, keep)
         return Wanted(*self.paths(key), segment_bytes(slots, size), freed)
 
     def mend_header(self, segment: Segment) -> None:
@@ -296,16 +297,19 @@ class SegmentStore:
             return self._making.setdefault(key, threading.Lock())
 
     def _make(
-        self, key: SegmentKey, old: Segment | None, slot_bytes: int, slots: int, keep: Sequence[Version]
+        self, key: SegmentKey, old: Segment | None, slot_bytes: int, slots: int, keep: Sequence[Version] | None
     ) -> Segment:
         draft, path = self.paths(key)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         what = f"{slots} slots of {slot_bytes} bytes for {key.job}/{key.filename}"
         length = segment_bytes(slots, slot_bytes)
-        freed = 0 if old is None else freed_bytes(old.view, old.path, slots)
-        with self.budget.admit(draft, length, what, freed):
+        if old is not None:
+            old.seal_copied()
+        freed = 0 if old is None else freed_bytes(old.view, old.path, slots, keep)
+        otherwise = FEWER_SLOTS if slots >= SLOTS else FEWER_COPIES
+        with self.budget.admit(draft, length, what, freed, otherwise):
             try:
-                stay = [] if old is None else _make_place(old, slots, keep)
+                stay = [] if old is None else _make_place(old, slots, keep, freed)
                 self._draft(key, draft, length, slot_bytes, slots, what)
                 if old is not None:
                     carry_over(old.view, SegmentView(memoryview(_map(draft, True))), stay)
@@ -377,11 +381,10 @@ def _check_sizes(key: SegmentKey, slot_bytes: int, slots: int) -> None:
         raise ConfigurationError(f"a local rank is 0 to {MOST_LOCAL_RANKS - 1}, not {key.number}")
 
 
-def _make_place(old: Segment, slots: int, keep: Sequence[Version]) -> Carried:
-    """What one of ``slots`` slots takes over; where that is fewer, the memory of the others goes first."""
-    old.seal_copied()
+def _make_place(old: Segment, slots: int, keep: Sequence[Version] | None, freed: int) -> Carried:
+    """What one of ``slots`` slots takes over. Where ``freed`` bytes were counted on, what does not go along goes."""
     stay = carried(old.view, slots, keep)
-    if slots < old.view.slots:
+    if freed:
         for slot in set(range(old.view.slots)) - {slot for slot, _, _ in stay}:
             old.give_back(slot)
     return stay

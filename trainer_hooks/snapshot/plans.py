@@ -73,10 +73,12 @@ class Plans:
         try:
             if planned is None or not planned.fits(blob_bytes):
                 self.current = None  # its segment may be about to make place for another
-                planned = self._planner.plan(look.tag, look.layout, blob_bytes)
+                try:
+                    planned = self._planner.plan(look.tag, look.layout, blob_bytes)
+                finally:  # also where there is no room for this rank's own slots
+                    self._tell_agreed()
                 self._retention.provide(self._planner.agreed.provision.slots)
                 self.current = planned
-                self._tell_agreed()
                 self.first.made()
             if look.gpus:
                 page_lock(planned.segment)
@@ -95,23 +97,20 @@ class Plans:
         if not agreed.why:
             if before is not None and before.why:
                 log.info("there is room for all checkpoint slots again", extra=where)
-        elif not agreed.provision.lean:
+        elif agreed.lacking or agreed.provision.lean:
+            message = _lack(spec.job, agreed) if agreed.lacking else _thrift(spec.job, agreed)
+            log.warning("%s", message, extra=where)
+            self._tell(self._finding(message, Severity.WARNING if agreed.lacking else Severity.INFO))
+        else:
             log.info(
                 "checkpoint slots have no room for the larger share that a loss leaves: %s", agreed.why, extra=where
             )
-        else:
-            message = (
-                f"checkpoints of {spec.job} are in {agreed.provision.slots} slots a rank instead of {SLOTS}: only what "
-                f"is to be committed is stored, about twice a second, and a loss costs the steps since. {agreed.why}"
-            )
-            log.warning("%s", message, extra=where)
-            self._tell(self._finding(message))
 
-    def _finding(self, message: str) -> FindingRaised:
+    def _finding(self, message: str, severity: Severity) -> FindingRaised:
         finding = Finding(
             kind=FindingKind.MEMORY_SHORT,
             subject=f"slots/{self._spec.job}",
-            severity=Severity.INFO,
+            severity=severity,
             message=message,
             mode=Mode.OBSERVE,
             source="the sum of what is planned, on each node of the job",
@@ -119,3 +118,18 @@ class Plans:
             trace=self._spec.trace,
         )
         return FindingRaised(finding=finding, job=self._spec.job)
+
+
+def _thrift(job: str, agreed: Agreed) -> str:
+    return (
+        f"checkpoints of {job} are in {agreed.provision.slots} slots a rank instead of {SLOTS}: only what is to be "
+        f"committed is stored, about twice a second, and a loss costs the steps since. {agreed.why}"
+    )
+
+
+def _lack(job: str, agreed: Agreed) -> str:
+    return (
+        f"{agreed.lacking} has no memory for all checkpoints of {job} in {agreed.provision.slots} slots a rank: "
+        "training goes on, nothing is committed until there is memory, and the loss of a node costs all steps since "
+        f"what was committed last. {agreed.why}"
+    )

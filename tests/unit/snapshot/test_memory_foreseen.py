@@ -17,7 +17,7 @@ from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
 from everstep.segment_header import PAGE, segment_bytes
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep.vocabulary import FindingKind, Mode
+from everstep.vocabulary import FindingKind, Mode, Severity
 from everstep.wire.v1 import local
 from everstep.wire.v1.training import FindingRaised, Sealed
 from tests.support.forked import ForkPool
@@ -134,6 +134,26 @@ def test_a_job_that_finds_no_room_for_five_slots_takes_two_and_says_what_that_co
         until(lambda view=view: {h.version.step for _, h in view.sealed()} == {1, 7}, "what is announced is stored")  # type: ignore[misc]
     assert [view.slots for view in views] == [2, 2]
     assert sum(path.stat().st_size for path in two.folder.glob("own-*")) < 9 * STATE
+
+
+def test_a_job_without_room_for_two_slots_goes_on_and_says_that_nothing_is_committed_and_what_is_lacking(
+    ranks: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        two = ranks(STATE)
+        for number in range(1, 4):
+            two.step(number)
+        until(lambda: two.told, "the job has been told of")
+    (finding,) = (told.finding for told in two.told if isinstance(told, FindingRaised))
+    assert (finding.kind, finding.severity, finding.subject) == (
+        FindingKind.MEMORY_SHORT,
+        Severity.WARNING,
+        "slots/job",
+    )
+    assert finding.message.startswith("n1 has no memory for all checkpoints of job in 2 slots a rank: training goes on")
+    assert "nothing is committed until there is memory" in finding.message
+    assert f"0 of --memory-limit {STATE} are in use, {STATE} are free" in finding.message
+    assert finding.message in [record.message for record in caplog.records]
 
 
 def test_a_node_with_room_for_all_says_nothing(ranks: Make, caplog: pytest.LogCaptureFixture) -> None:

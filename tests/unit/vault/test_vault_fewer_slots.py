@@ -34,9 +34,17 @@ def shared() -> Iterator[Path]:
 
 def five(directory: Path, limit: int | None = None) -> tuple[SegmentStore, Segment]:
     """A segment of five slots with the versions 1 to 5, which a vault of ``limit`` finds."""
+    return _full(directory, limit, 5)
+
+
+def two(directory: Path, limit: int | None) -> tuple[SegmentStore, Segment]:
+    return _full(directory, limit, 2)
+
+
+def _full(directory: Path, limit: int | None, slots: int) -> tuple[SegmentStore, Segment]:
     store = SegmentStore(directory, "n1", limit)
-    segment = store.open(KEY, SLOT, 5)
-    for step in range(1, 6):
+    segment = store.open(KEY, SLOT, slots)
+    for step in range(1, slots + 1):
         segment.view.begin(step - 1, 0, Version(1, step), b"manifest", 1000)[:] = bytes([step]) * 1000
         segment.view.seal(step - 1)
     return store, segment
@@ -69,7 +77,7 @@ def test_more_slots_than_asked_for_serve_where_nobody_counts_them(shared: Path) 
 def test_two_slots_need_not_fit_beside_all_five_and_what_is_foreseen_is_what_is_made(shared: Path) -> None:
     """As after a loss that leaves a rank a share twice as large, on a node that five slots fill."""
     larger = 2 * SLOT
-    need = segment_bytes(2, SLOT) + segment_bytes(2, larger)
+    need = OLD - 3 * SLOT + segment_bytes(2, larger)
     for limit, fits in ((need, True), (need - 1, False)):
         store, segment = five(shared, limit=max(limit, OLD))
         store.budget._limit = limit
@@ -81,11 +89,35 @@ def test_two_slots_need_not_fit_beside_all_five_and_what_is_foreseen_is_what_is_
         else:
             with pytest.raises(OutOfSlotMemory):
                 store.budget.foresee([wanted], "two slots", "less")
-            with pytest.raises(OutOfSlotMemory, match="keep fewer slots"):
+            with pytest.raises(OutOfSlotMemory, match=r"are free: raise it .*, or fewer --replicas$"):
                 store.open(KEY, larger, 2, [Version(1, 1)])
             assert steps(segment) == [1, 2, 3, 4, 5], "nothing was given up for what could not be made"
         assert [path.name for path in (shared / JOB).iterdir()] == ["replica-0"]
         store.forget(JOB)
+
+
+def test_beside_two_larger_slots_only_what_is_to_be_kept_of_two_has_to_fit(shared: Path) -> None:
+    """As after a loss, where two slots were all that there was memory for before it."""
+    need = segment_bytes(2, SLOT) - SLOT + segment_bytes(2, 2 * SLOT)
+    for limit, fits in ((need, True), (need - 1, False)):
+        store, segment = two(shared, limit)
+        wanted = store.foresee(KEY, 2 * SLOT, 2, [Version(1, 1)])
+        assert wanted is not None
+        if fits:
+            store.budget.foresee([wanted], "two slots", "less")
+            assert steps(store.open(KEY, 2 * SLOT, 2, [Version(1, 1)])) == [1]
+        else:
+            with pytest.raises(OutOfSlotMemory):
+                store.budget.foresee([wanted], "two slots", "less")
+            with pytest.raises(OutOfSlotMemory):
+                store.open(KEY, 2 * SLOT, 2, [Version(1, 1)])
+            assert steps(segment) == [1, 2], "nothing was given up for what could not be made"
+        store.forget(JOB)
+
+
+def test_two_slots_that_nobody_names_a_version_for_keep_both(shared: Path) -> None:
+    store, _ = two(shared, None)
+    assert steps(store.open(KEY, 2 * SLOT, 2)) == [1, 2]
 
 
 def test_a_segment_that_gave_memory_back_for_nothing_is_not_filled_again(
