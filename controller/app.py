@@ -31,7 +31,9 @@ from controller.config import ControllerSettings
 from controller.core import fleet
 from controller.core.state import FleetState
 from controller.credentials import Credentials
+from controller.doubt import Doubt
 from controller.journal import Journal
+from controller.keeping import Absence
 from controller.lease import Tenure
 from controller.loop import FleetLoop
 from controller.metrics import FleetCollector, Metrics
@@ -87,6 +89,7 @@ class Controller:
         tenure: Tenure | None = None,
     ) -> None:
         self._tenure = tenure
+        self.doubt = Doubt(tenure, keyring, clock, loaded.epoch) if tenure is not None else None
         self.metrics = Metrics()
         self.feed = AuditFeed(loaded.newest_audit)
         self.outbox = Outbox(loaded.epoch, loaded.outbox)
@@ -129,7 +132,7 @@ class Controller:
             lag_s=self.loop.lag.recent_s,
             queued=self.loop.queued,
             newest_event=lambda: self.feed.newest,
-            away=self.loop.away,
+            away=self.away,
             remedies_open=self.outside.desk.open,
             journal_gaps=lambda: self.journal.gaps if self.journal is not None else 0,
         )
@@ -149,6 +152,7 @@ class Controller:
             marks=loaded.marks,
             poisoned=loaded.poisoned,
             charge_reports=gate.reports,
+            doubt=self.doubt,
         )
         self.app = AgentRoutes(
             self._operators(gate),
@@ -216,6 +220,11 @@ class Controller:
             generations=settings.retention_generations,
         )
 
+    def away(self) -> Absence | None:
+        """The database's absence: nothing can be written, or the lease not be renewed."""
+        away = self.loop.away()
+        return away if away is not None or self.doubt is None else self.doubt.absence(self.loop.now())
+
     def certain(self) -> bool:
         """Whether it may answer as the leader now."""
         return self._tenure is None or self._tenure.certain()
@@ -274,8 +283,10 @@ class Controller:
             return Response(b'{"ok":true,"role":"controller"}', media_type="application/json")
 
         async def ready(_request: Request) -> Response:
-            ok, away = self.serving(), self.loop.away()
-            body = {"ok": ok, "role": "controller"}
+            ok, away = self.serving(), self.away()
+            body: dict[str, object] = {"ok": ok, "role": "controller"}
+            if self.doubt is not None:
+                body |= self.doubt.shown()
             if away is not None:  # still ready: running jobs need it, and no other controller could do more
                 body["database"] = "away"
             return Response(msgspec.json.encode(body), status_code=200 if ok else 503, media_type="application/json")

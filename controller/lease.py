@@ -67,13 +67,15 @@ class Tenure:
 
     It may answer as leader while its lease cannot have been taken: a renewal counts from the moment it was asked for.
     While the database is away nobody can take it either; then each failed renewal carries the leader on, as long as
-    they follow one another without a gap. A process that was stopped has that gap, and must renew first.
+    they follow one another without a gap. A process that was stopped has that gap, and must renew first. Whether the
+    database is away for the others too is not known here (``controller.doubt``).
     """
 
     def __init__(self, clock: Clock, lease_s: float) -> None:
         self._clock = clock
         self._certain_s = lease_s * (1 - SAFETY_SHARE)
         self._until = clock.monotonic()
+        self._absent_since: float | None = None
 
     def began(self, asked_at: float, more_s: float) -> None:
         """The lease was taken, ``more_s`` longer than usual, as was asked for at ``asked_at`` (monotonic)."""
@@ -88,12 +90,19 @@ class Tenure:
     def renewed(self, asked_at: float) -> None:
         """The database has renewed the lease, as it was asked to at ``asked_at``."""
         self._until = asked_at + self._certain_s
+        self._absent_since = None
 
     def unreachable(self) -> None:
         """The database could not be asked."""
         now = self._clock.monotonic()
+        if self._absent_since is None:
+            self._absent_since = now
         if now < self._until:
             self._until = now + self._certain_s
+
+    def absent_s(self) -> float | None:
+        """For how long the lease could not be renewed; None where it was, at the last try."""
+        return None if self._absent_since is None else self._clock.monotonic() - self._absent_since
 
     def certain(self) -> bool:
         """Whether this controller may answer as the leader now."""

@@ -187,6 +187,8 @@ class Member:
         tasks = {controller.task}
         if candidate is not None and tenure is not None:
             tasks.add(asyncio.create_task(candidate.renewing(epoch, tenure), name="lease"))
+        if controller.doubt is not None:
+            tasks.add(asyncio.create_task(controller.doubt.superseded(), name="doubt"))
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

@@ -66,6 +66,16 @@ def _mac(secret: bytes, role: str, subject: str) -> str:
     return hmac.new(secret, f"everstep/1\0{role}\0{subject}".encode(), hashlib.sha256).hexdigest()
 
 
+def epoch_proof(secret: bytes, epoch: int) -> str:
+    """What shows that a controller with this secret has led by ``epoch``. No role of a token has this name."""
+    return _mac(secret, "epoch", str(epoch))
+
+
+def proves_epoch(secrets: Iterable[bytes], epoch: int, proof: str) -> bool:
+    """Whether ``proof`` was made for ``epoch`` under one of the secrets."""
+    return any(hmac.compare_digest(proof.encode(), epoch_proof(one, epoch).encode()) for one in secrets)
+
+
 def check_secret(secret: bytes) -> bytes:
     """Returns ``secret``. Raises ConfigurationError where it is too short to hold."""
     if len(secret) < MINIMUM_SECRET_BYTES:

@@ -16,6 +16,7 @@ from agent.config import AgentSettings
 from agent.uplink.addresses import Controllers
 from agent.uplink.connection import Connection, open_session
 from agent.uplink.credentials import Credentials
+from agent.uplink.elsewhere import newest_succession
 from agent.uplink.heartbeat import Conversation, Refusal, advice_for, meaning_of
 from agent.uplink.refusals import NoAnswer, retry_after_s
 from agent.uplink.session import Node, Session, Words
@@ -113,6 +114,7 @@ class Uplink:
         self._crank: _Crank | None = None
         self._resting = False
         self._now = asyncio.Event()
+        self._looking: asyncio.Task[None] | None = None
         self._away_since: float | None = None
         self._said: set[str] = set()
 
@@ -197,6 +199,7 @@ class Uplink:
         finally:
             self._crank = None
             crank.stop()
+            self._stop_looking()
             if not crank.left:
                 connection.fail(Unavailable(f"{url}: the agent is ending", 0.0))
         if crank.left:
@@ -204,6 +207,23 @@ class Uplink:
             return session.beat_at
         self._ended(url, error, self._clock.monotonic() - began)
         return None
+
+    def _look_elsewhere(self, crank: _Crank) -> None:
+        """Once at a time, for a controller that asked whether another one leads."""
+        if crank.session.unsure_of and (self._looking is None or self._looking.done()):
+            self._looking = asyncio.create_task(self._looked(crank))
+
+    async def _looked(self, crank: _Crank) -> None:
+        settings, session = self._settings, crank.session
+        found = await newest_succession(settings.controllers, self._credentials.tls(), settings.connect_timeout_s)
+        if found is not None and found.epoch > session.unsure_of > 0:
+            session.succession, session.beat_at = found, self._clock.monotonic()
+            crank.soon()
+
+    def _stop_looking(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
 
     async def _rest(self, until: float) -> None:
         """Between two sessions with a controller that holds none: until the next beat, or urgent news."""
@@ -234,6 +254,8 @@ class Uplink:
         if self._away_since is not None:
             log.info("a controller answers again after %.2f s", self.answered_at - self._away_since)
             self._away_since = None
+        if self._crank is not None:
+            self._look_elsewhere(self._crank)
 
     def _failed(self, url: str, error: EverstepError) -> None:
         """No session came of it, or it ended by a refusal. Told once."""

@@ -31,6 +31,7 @@ from everstep.wire.v1.agent import (
     Registered,
     Reports,
     ReportsAnswer,
+    Succession,
 )
 from everstep.wire.v1.directives import AnyDirective, Directive
 from everstep.wire.v1.session import (
@@ -132,6 +133,10 @@ class Session:
         self.hurry = False
         """Whether reports go out that could wait for company."""
         self.beat_at = clock.monotonic()
+        self.unsure_of = 0
+        """The epoch of a controller that asks whether another one leads; 0 where it is sure. See ``succession``."""
+        self.succession: Succession | None = None
+        """What the next beat tells it of that."""
         self._words = words
         self._node = node
         self._clock = clock
@@ -151,8 +156,8 @@ class Session:
 
     @property
     def may_end(self) -> bool:
-        """Whether the controller asked not to hold the session, and no answer is awaited."""
-        return not self.hold and not self._unanswered and not self._reports
+        """Whether the controller asked not to hold the session, and no answer is awaited by either side."""
+        return not self.hold and not self._unanswered and not self._reports and not self.unsure_of
 
     def pump(self) -> float:
         """Says what is due; returns when something will be (monotonic seconds)."""
@@ -182,6 +187,8 @@ class Session:
             self._clock.wall(),
             words.inbox.through,
         )
+        if self.succession is not None and isinstance(message, Heartbeat):
+            message, self.succession = msgspec.structs.replace(message, succession=self.succession), None
         kind = self._kind_of(message, now)
         if kind is Frame.QUIET_BEAT:
             words.outcomes["heartbeat", "quiet"] += 1
@@ -198,7 +205,8 @@ class Session:
         """A beat is quiet where nothing hangs on its answer, and the last one that was asked for is young."""
         if isinstance(message, Register):
             return Frame.REGISTER
-        awaits = self._unanswered or self._reports or message.findings is not None or not self.hold
+        asked = self.unsure_of or not self.hold
+        awaits = self._unanswered or self._reports or message.findings is not None or asked
         due = now + 0.5 * self._words.conversation.interval_s >= self._ask_at
         return Frame.HEARTBEAT if awaits or due else Frame.QUIET_BEAT
 
@@ -265,7 +273,7 @@ class Session:
     def _beat_answered(self, sent: _Sent, answer: HeartbeatAnswer) -> None:
         self._refused_beats = 0
         self._node.on_clock(answer.server_at, self._clock.wall(), self._clock.monotonic() - sent.at)
-        self.hold = answer.hold
+        self.hold, self.unsure_of = answer.hold, answer.unsure_of
         self._take(answer.directives)
         if sent.registrations != self._words.conversation.registrations or self._registering:
             return

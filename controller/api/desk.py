@@ -20,6 +20,7 @@ from controller.api.one_by_one import Soon
 from controller.core import events as ev
 from controller.core import fleet
 from controller.core.membership import ENDED
+from controller.doubt import Doubt
 from controller.intake import Urgency
 from controller.loop import FleetLoop
 from controller.metrics import Metrics
@@ -43,6 +44,7 @@ class BeatAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     resend: bool = False
     directives: tuple[Encoded, ...] = ()
     hold: bool = True
+    unsure_of: int = 0
 
 
 class _Offer(msgspec.Struct):
@@ -64,6 +66,7 @@ class AgentDesk:
         marks: (node, incarnation) to the newest report number that was taken, as stored.
         poisoned: (node, incarnation, number) of reports that an earlier life of the controller did not survive.
         charge_reports: told of a node and how many reports it sends at a time; raises RateLimited for too many.
+        doubt: whether another controller may lead; None where none can.
     """
 
     def __init__(
@@ -79,8 +82,10 @@ class AgentDesk:
         marks: dict[tuple[str, int], int],
         poisoned: frozenset[tuple[str, int, int]],
         charge_reports: Callable[[str, int], None] = lambda node, count: None,
+        doubt: Doubt | None = None,
     ) -> None:
         self._charge_reports = charge_reports
+        self._doubt = doubt
         self.outbox = loop.outbox
         self.metrics = metrics
         self.descriptors = descriptors
@@ -112,6 +117,10 @@ class AgentDesk:
         if not self.descriptors.scarce:
             return True
         return not self.descriptors.exhausted and self._is_wanted(node)
+
+    def unsure_of(self) -> int:
+        """See ``HeartbeatAnswer``."""
+        return self._doubt.unsure_of() if self._doubt is not None else 0
 
     def _is_wanted(self, node: str) -> bool:
         """Whether a job that is not over has a launcher on the node: it may be sent directives at any moment."""
@@ -160,6 +169,8 @@ class AgentDesk:
     def beat(self, node: str, beat: Heartbeat) -> asyncio.Future[bool] | bool:
         """Takes a beat, now or in a transaction. True: its node's findings are to be sent again."""
         self._loop.check_leading()
+        if beat.succession is not None and self._doubt is not None:
+            self._doubt.hear(beat.succession)
         heard = fleet.Heard.NEWS
         if beat.findings is None:
             heard = fleet.touch(self._state, node, beat.incarnation, self._now(), beat.ranks)

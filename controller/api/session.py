@@ -272,7 +272,7 @@ class Session(asyncio.Protocol):
             self._heed_quiet(waited, resend=resend)
             return
         self._held = desk.hold(self._node)
-        answer = BeatAnswer(desk.wall(), resend, tuple(one.encoded() for one in waited), self._held)
+        answer = BeatAnswer(desk.wall(), resend, tuple(one.encoded() for one in waited), self._held, desk.unsure_of())
         self._send(Frame.HEARTBEAT_ANSWER, asgi.encode(answer))
 
     def _heed_quiet(self, waited: tuple[Outgoing, ...], *, resend: bool) -> None:

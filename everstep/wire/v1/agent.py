@@ -21,7 +21,7 @@ import msgspec
 
 from everstep.ids import Address, Incarnation, NodeId, Whole
 from everstep.vocabulary import Finding
-from everstep.wire.v1.base import Message
+from everstep.wire.v1.base import Message, ShortText
 from everstep.wire.v1.directives import Directive
 from everstep.wire.v1.training import AnyReport, RankProgress
 
@@ -132,12 +132,20 @@ class Registered(Message, frozen=True, kw_only=True):
     hold: bool = True
 
 
+class Succession(Message, frozen=True, kw_only=True):
+    """That a controller has led by ``epoch``: what ``/readyz`` tells of it. Only who holds the fleet's secret can make
+    the ``proof`` (``everstep.tokens.epoch_proof``); who carries it need not be believed."""
+
+    epoch: Whole
+    proof: ShortText
+
+
 class Heartbeat(Message, frozen=True, kw_only=True):
     """Once a second. ``findings`` is the full picture, only when it changed since the last answered beat.
 
     ``reports_through`` is the last report number sent, so that a gap is noticed. ``directives_through`` is the last
     directive taken over (0: none in this life): the way to acknowledge for who has no session, or hangs up between
-    beats.
+    beats. ``succession``: what another controller said, where the answer to the last beat asked for it.
     """
 
     incarnation: Incarnation
@@ -147,6 +155,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     ranks: tuple[RankProgress, ...] = ()
     reports_through: Whole = 0
     directives_through: Whole = 0
+    succession: Succession | None = None
 
 
 class HeartbeatAnswer(Message, frozen=True, kw_only=True):
@@ -159,12 +168,16 @@ class HeartbeatAnswer(Message, frozen=True, kw_only=True):
     hangs up once it has no answer to wait for, connects again for its next beat (or sooner, with an urgent report),
     and says in that beat what it has taken over. Its hanging up is no sign of trouble; its silence is judged by
     deadlines alone. Every answer says it anew.
+
+    ``unsure_of``: the epoch by which this controller leads, where it cannot reach the database and so cannot know
+    whether another one leads by a higher one: the agent is to ask the controllers it knows. 0 where it is sure.
     """
 
     server_at: float
     resend: bool = False
     directives: tuple[Directive, ...] = ()
     hold: bool = True
+    unsure_of: Whole = 0
 
 
 class Numbered(Message, frozen=True, kw_only=True):
