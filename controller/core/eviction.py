@@ -185,6 +185,7 @@ def release(turn: Turn, node: str) -> None:
     nodes = turn.state.held.get(scope)
     if nodes is not None and node in nodes:
         del nodes[node]
+        turn.released[node] = None
         turn.node_changed(node)
         if not nodes:
             del turn.state.held[scope]

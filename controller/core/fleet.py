@@ -137,6 +137,7 @@ def take(state: FleetState, event: Event, now: float, recorded: Sequence[Read] |
         losses.regroup_departed(turn)
     if state.held:
         pictures.reconsider(turn)
+    joining.offer_released(turn)
     return turn
 
 

@@ -17,7 +17,7 @@ from controller.core.signals import is_untold
 from controller.core.state import JobLive
 from controller.core.turn import Turn
 from controller.core.wording import nodes
-from everstep.vocabulary import GenerationReason, JobState
+from everstep.vocabulary import GenerationReason, JobState, NodeState
 from everstep.wire.v1.directives import NewGeneration, StopJob
 from everstep.wire.v1.training import LauncherJoined
 
@@ -147,6 +147,14 @@ def offer_to_jobs(turn: Turn, node: str) -> None:
             consider_forming(turn, job)
         else:
             consider_growth(turn, job)
+
+
+def offer_released(turn: Turn) -> None:
+    """Jobs did without nodes whose eviction was held: those that serve on are spares like others."""
+    for node in turn.released:
+        record = turn.state.nodes.get(node)
+        if record is not None and record.state is NodeState.HEALTHY and not record.overruled:
+            offer_to_jobs(turn, node)
 
 
 def consider_forming(turn: Turn, job: JobRecord) -> None:

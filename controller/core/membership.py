@@ -164,8 +164,8 @@ def able_nodes(
 ) -> list[str]:
     """Every node that may be in the job's next roster, in the order in which a free seat is given to them.
 
-    Those of the roster come first, a suspect one last. Of spares, the clean go before repeat
-    offenders, and who joined first before who came later.
+    Those of the roster come first, a suspect one last. Of spares, those whose eviction is held come after all others,
+    the clean go before repeat offenders, and who joined first before who came later.
     """
     seated = job.generation.seated if job.generation is not None else frozenset()
     gone = promised(state, job, worked_out)
@@ -180,8 +180,17 @@ def able_nodes(
         elif node not in gone:
             others.append(node)
     half_life_s = state.policy.offender_half_life_s
-    others.sort(key=lambda node: _offences(state.nodes[node], half_life_s))
+    others.sort(key=lambda node: (_is_held(state, node), _offences(state.nodes[node], half_life_s)))
     return [*stay, *others, *doubted]
+
+
+def _is_held(state: FleetState, node: str) -> bool:
+    """Whether it is convicted, and serves only since something holds its eviction."""
+    return bool(state.nodes[node].overruled)
+
+
+def _is_held_spare(state: FleetState, job: JobRecord, node: str) -> bool:
+    return _is_held(state, node) and (job.generation is None or node not in job.generation.seated)
 
 
 def _offences(record: NodeRecord, half_life_s: float) -> float:
@@ -204,16 +213,20 @@ def next_seats(
     """The roster the job would get now, leaving out ``without``; whole blocks.
 
     Nodes that were replaced as stragglers are left out too, unless the job would fall below its minimum: one slow node
-    costs all others its delay, one that is missing costs only its own share.
+    costs all others its delay, one that is missing costs only its own share. So are, with more reason, spares whose
+    eviction is held: of these the job takes no more than its minimum needs.
 
     ``worked_out``: what was found for jobs of higher priority on the way here, so that each is asked once. ``staying``:
     as of ``unfit``.
     """
     able = able_nodes(state, job, without, worked_out, staying)
-    swift = [node for node in able if node not in job.slow]
+    least, unheld = least_nodes(job), [node for node in able if not _is_held_spare(state, job, node)]
+    swift = [node for node in unheld if node not in job.slow]
     seats = seats_among(state, job, swift)
-    if len(seats) < least_nodes(job) and len(swift) < len(able):
-        return seats_among(state, job, able)
+    if len(seats) < least and len(swift) < len(unheld):
+        seats = seats_among(state, job, unheld)
+    if len(seats) < least and len(unheld) < len(able):
+        return seats_among(state, job, able, least)
     return seats
 
 
@@ -262,6 +275,8 @@ def why_not(state: FleetState, job: JobRecord, node: str, promises: Mapping[str,
         return "it gets a seat at the next boundary" if job.state is JobState.RUNNING else "the job is about to form"
     if node in job.slow:
         return f"{job.slow[node]}; it is taken again only where the job would fall below its minimum"
+    if _is_held_spare(state, job, node):
+        return "its eviction is held; it is taken only where the job would fall below its minimum"
     if len(seats) < most_nodes(job):
         return f"no further block can be made with it{_whole_blocks(job)}"
     return f"it is a spare: the job has its {nodes(most_nodes(job))}"

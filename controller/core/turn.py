@@ -87,7 +87,8 @@ class Turn:
     (``eviction``). ``departed``: nodes lost in this turn, and why, by the jobs that they had a seat in. ``own``: what
     the controller found itself and is not judged yet. ``returning``: nodes on probation against which something
     stands, to be judged as well. ``proving``: nodes on probation that were heard, to be looked at after that.
-    ``regrouped``: jobs that a rule regroups once for all that it decides in this turn, so that nobody else need.
+    ``released``: nodes whose held eviction is over in this turn. ``regrouped``: jobs that a rule regroups once for all
+    that it decides in this turn, so that nobody else need.
 
     Args:
         trace: of the stimulus; rules that carry out something older pass that one's trace instead.
@@ -111,6 +112,7 @@ class Turn:
         self.freed: dict[str, None] = {}
         self.returning: dict[NodeId, None] = {}
         self.proving: dict[NodeId, None] = {}
+        self.released: dict[NodeId, None] = {}
         self.departed: dict[JobId, dict[NodeId, str]] = {}
         self.own: list[OwnNews] = []
         self.regrouped: set[JobId] = set()
