@@ -1,4 +1,4 @@
-"""What a controller answers while another one leads: that it is there, and who to ask instead."""
+"""What a controller answers while another one leads: that it is there, who to ask, and what only it recorded."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ from starlette.types import Receive, Scope, Send
 from controller.api import asgi, problems
 from controller.api.auth import Gate
 from controller.api.peers import SCOPE_KEY
-from controller.api.routes import PLAIN
+from controller.api.routes import PLAIN, POLICY
 from controller.config import ControllerSettings
 from controller.credentials import Credentials
 from controller.lease import NotLeading
+from controller.rulebook import with_rules
 from controller.secret_file import Keyring
 from controller.store.records import CredentialRow
+from controller.trial import Trials
 from everstep import __version__
 from everstep.clock import Clock
 from everstep.errors import EverstepError
+from everstep.wire.v1.agent import MAX_BODY_BYTES
+from everstep.wire.v1.history import TryPolicy
 
 LEADER_HEADER = b"everstep-leader"
+_TRY = msgspec.json.Decoder(TryPolicy)
 
 
 class Standby:
@@ -37,6 +42,7 @@ class Standby:
         self._clock = clock
         self._leader = leader
         self._gate = self._gate_of(())
+        self._trials = Trials(settings.journal_dir)
         registry = self._registry = CollectorRegistry()
         Gauge("everstep_controller_info", "The program.", ["version"], registry=registry).labels(__version__).set(1)
         Gauge("everstep_controller_leader", "1 where this controller leads.", registry=registry).set(0)
@@ -60,18 +66,35 @@ class Standby:
                 self._gate.admit(PLAIN["metrics"].access, scope["headers"], scope.get(SCOPE_KEY))
                 text = CONTENT_TYPE_LATEST.encode()
                 await asgi.answer(send, generate_latest(self._registry), media_type=text)
+            elif _asks_here(scope):
+                await self._try(scope, receive, send)
             else:
                 raise self.refusal()
+        except asgi.ClientGone:
+            pass
         except NotLeading as error:
             await _refuse(send, error)
         except EverstepError as error:
             await asgi.refuse(send, error)
+
+    async def _try(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Tries a change on what was recorded here while this controller led."""
+        self._gate.admit(POLICY["try_policy"].access, scope["headers"], scope.get(SCOPE_KEY))
+        wanted = asgi.decode(_TRY, await asgi.read_body(scope, receive, MAX_BODY_BYTES))
+        told = await self._trials.outcome(with_rules(self._settings.policy), wanted, self._clock.wall())
+        await asgi.answer(send, asgi.encode(told), headers=[(b"connection", b"close")])
 
     def refusal(self) -> NotLeading:
         """What whoever wants a leader is told."""
         leader = self._leader()
         where = f"ask {leader}" if leader else "which one does is being settled: ask again"
         return NotLeading(f"this controller stands by, another one leads: {where}", leader)
+
+
+def _asks_here(scope: Scope) -> bool:
+    route = POLICY["try_policy"]
+    asked = scope.get("method") == route.method and scope.get("path") == route.path
+    return asked and asgi.query(scope).get("here") in ("true", "1")
 
 
 async def _refuse(send: Send, error: NotLeading) -> None:

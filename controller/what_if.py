@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from controller.core.policy import CorePolicy
 from controller.core.state import FleetState
 from controller.journal import segments
-from controller.replay import Step, replay
+from controller.replay import Recording, Step, replay
 from everstep.errors import NotFound
+from everstep.trials import evicted, gaps, newest
 from everstep.vocabulary import Decision, Verdict
-
-T = TypeVar("T")
+from everstep.wire.v1.history import Stretch
 
 
 class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,8 +25,7 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
 
     ``evictions``: how many it would have carried out; those that operators ordered are left out everywhere. ``also``:
     those of nodes that were not evicted, or not as often; ``not_then``: evictions of nodes that it would have left in.
-    ``events``: how many were decided again, from ``since`` on. ``gaps``: (from, to) of what is not recorded in between,
-    since another controller led, this one was down, or its disk failed.
+    ``events``: how many were decided again, from ``since`` on. ``stretches``: what is recorded without a gap.
     """
 
     since: float | None
@@ -35,7 +33,13 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
     evictions: int
     also: tuple[Verdict, ...]
     not_then: tuple[str, ...]
-    gaps: tuple[tuple[float, float], ...]
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def gaps(self) -> tuple[tuple[float, float], ...]:
+        """(from, to) of what is not recorded in between, since another controller led, this one was down, or its disk
+        failed."""
+        return gaps(self.stretches)
 
 
 def what_if(journal: Path, policy: CorePolicy, since: float) -> WhatIf:
@@ -50,11 +54,11 @@ def what_if(journal: Path, policy: CorePolicy, since: float) -> WhatIf:
     state: FleetState | None = None
     for segment in reached:
         recording = replay(segment, policy, state)
-        if not recording.follows:
-            tally.gap(recording.begins_at)
+        tally.begin(recording)
         for step in recording.steps:
             tally.count(step)
         state = recording.state
+        tally.end(state.epoch)
     return tally.told()
 
 
@@ -62,16 +66,23 @@ class _Tally:
     def __init__(self, since: float) -> None:
         self._since = since
         self._began: float | None = None
-        self._newest: float | None = None
         self._events = 0
         self._now: list[tuple[str, Verdict]] = []
         self._then: list[tuple[str, str]] = []
-        self._gaps: list[tuple[float, float]] = []
+        self._stretches: list[Stretch] = []
+        self._begins_at = self._newest = 0.0
 
-    def gap(self, until: float) -> None:
-        """What comes next does not follow what was counted."""
-        if self._newest is not None and until > self._since:
-            self._gaps.append((max(self._newest, self._since), until))
+    def begin(self, segment: Recording) -> None:
+        """What comes next may follow what was counted."""
+        self._newest = max(self._newest, segment.begins_at)
+        if segment.follows and self._stretches:
+            self._begins_at = self._stretches.pop().begins_at
+        else:
+            self._begins_at = segment.begins_at
+
+    def end(self, epoch: int) -> None:
+        """The segment is counted. It was written under that epoch."""
+        self._stretches.append(Stretch(begins_at=self._begins_at, ends_at=self._newest, epoch=epoch))
 
     def count(self, step: Step) -> None:
         self._newest = step.at
@@ -81,7 +92,7 @@ class _Tally:
         self._events += 1
         if not step.ordered:
             self._now += [(verdict.node, verdict) for verdict in step.verdicts if verdict.decision is Decision.EVICT]
-            self._then += [(node, line) for line in step.then if (node := _evicted(line))]
+            self._then += [(evicted(line), line) for line in step.then if _evicts(line)]
 
     def told(self) -> WhatIf:
         now = Counter(node for node, _ in self._now)
@@ -91,21 +102,14 @@ class _Tally:
             since=self._began,
             events=self._events,
             evictions=len(self._now),
-            also=_last(self._now, more),
-            not_then=_last(self._then, fewer),
-            gaps=tuple(self._gaps),
+            also=newest(self._now, more),
+            not_then=newest(self._then, fewer),
+            stretches=tuple(
+                msgspec.structs.replace(one, begins_at=max(one.begins_at, self._since))
+                for one in self._stretches
+                if one.ends_at >= self._since
+            ),
         )
-
-
-def _last(found: list[tuple[str, T]], wanted: Counter[str]) -> tuple[T, ...]:
-    """The newest ``wanted`` of each node, oldest first."""
-    left = wanted.copy()
-    kept: list[T] = []
-    for node, one in reversed(found):
-        if left[node] > 0:
-            left[node] -= 1
-            kept.append(one)
-    return tuple(kept[::-1])
 
 
 def _reaching(found: list[Path], since: float) -> list[Path]:
@@ -114,8 +118,6 @@ def _reaching(found: list[Path], since: float) -> list[Path]:
     return found[-len(later) - 1 :]
 
 
-def _evicted(line: str) -> str:
-    """The node that a line of ``describe`` evicts, empty for any other line."""
-    if not line.startswith("verdict ") or f"({Decision.EVICT}): " not in line:
-        return ""
-    return line.split()[1].rpartition("-")[0]
+def _evicts(line: str) -> bool:
+    """Whether a line of ``describe`` is a verdict that evicts."""
+    return line.startswith("verdict ") and f"({Decision.EVICT}): " in line

@@ -66,6 +66,7 @@ QUERY: dict[str, Any] = {
     "switch": Text,
     "model": Text,
     "label": Annotated[str, msgspec.Meta(max_length=128)],
+    "here": bool,
 }
 """Query parameters, by name; a value that does not fit is refused."""
 
@@ -203,13 +204,16 @@ POLICY: dict[str, Route] = {
         past.PolicyChecked,
         Access.READ,
     ),
-    "try_policy": _change(
-        "/v1/policy/try",
-        past.TryPolicy,
-        "What a change would have done lately.",
-        "/v1/policy",
-        past.Tried,
-        Access.READ,
+    "try_policy": msgspec.structs.replace(
+        _change(
+            "/v1/policy/try",
+            past.TryPolicy,
+            "What a change would have done lately; with `here`, also one that stands by tells what it recorded.",
+            "/v1/policy",
+            past.Tried,
+            Access.READ,
+        ),
+        query=("here",),
     ),
     "budget": _tagged("/v1/budget", past.BudgetStatus, "What may still be evicted, and what is held."),
 }

@@ -8,6 +8,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit
@@ -83,6 +84,31 @@ class Client:
     def post(self, path: str, body: Any, kind: type[T], *, timeout_s: float = TIMEOUT_S) -> T:
         """The answer of a POST. Raises as ``get``. One that may have been taken is not sent again."""
         return self._decode(self._ask("POST", path, msgspec.json.encode(body), timeout_s), kind)
+
+    @property
+    def several(self) -> bool:
+        """Whether more than one address was given."""
+        return len(self._urls) > 1
+
+    def post_to_each(
+        self, path: str, body: Any, kind: type[T], *, timeout_s: float = TIMEOUT_S
+    ) -> dict[str, T | EverstepError]:
+        """What every controller that was given says, by its address, whether it leads or not: an answer, or why not."""
+        said: dict[str, T | EverstepError] = {}
+        for url in self._urls:
+            try:
+                said[url] = self._decode(self._read_all(url, path, msgspec.json.encode(body), timeout_s), kind)
+            except EverstepError as error:
+                said[url] = error
+        return said
+
+    def _read_all(self, url: str, path: str, body: bytes, timeout_s: float) -> bytes:
+        connection, response = self._send(url, "POST", path, body, timeout_s)
+        with closing(connection):
+            try:
+                return response.read()
+            except (OSError, http.client.HTTPException) as error:
+                raise Unavailable(f"no answer from {url}: {error}") from error
 
     def stream(self, path: str) -> Iterator[tuple[str, bytes]]:
         """The name and the ``data`` of each server-sent event. Raises Unavailable when the stream breaks."""

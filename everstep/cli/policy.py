@@ -10,9 +10,14 @@ import msgspec
 import typer
 
 from everstep.cli import tables
+from everstep.cli.client import Client
 from everstep.cli.context import Json, console, controller, show
 from everstep.errors import ConfigurationError
+from everstep.trials import together
 from everstep.wire.v1 import history as past
+
+TRY_S = 600.0
+"""Seconds that a controller may take to decide its part of a month again."""
 
 app = typer.Typer(help="The policy: show, check, try.", no_args_is_help=True)
 
@@ -81,9 +86,9 @@ def try_(
     hours: Annotated[float, typer.Option(min=0.01, help="How far back.")] = 168.0,
     as_json: Json = False,
 ) -> None:
-    """What a change would have done with what the journal recorded."""
+    """What a change would have done with what the controllers' journals recorded."""
     with controller(context) as client:
-        told = client.post("/v1/policy/try", past.TryPolicy(change=_read(file), hours=hours), past.Tried, timeout_s=600)
+        told = _tried(client, past.TryPolicy(change=_read(file), hours=hours))
         view = tables.table("would have been evicted", "why")
         for verdict in told.also:
             view.add_row(verdict.node, verdict.sentence)
@@ -92,3 +97,10 @@ def try_(
             console.print(f"{told.events} events decided again; {told.sentence}", highlight=False, markup=False)
             for line in told.not_then:
                 console.print(f"would not have been: {line}", highlight=False, markup=False)
+
+
+def _tried(client: Client, wanted: past.TryPolicy) -> past.Tried:
+    """Of several controllers each is asked, since each recorded what it decided while it led."""
+    if not client.several:
+        return client.post("/v1/policy/try", wanted, past.Tried, timeout_s=TRY_S)
+    return together(client.post_to_each("/v1/policy/try?here=true", wanted, past.Tried, timeout_s=TRY_S))

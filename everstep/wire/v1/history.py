@@ -134,12 +134,20 @@ class TryPolicy(Request, frozen=True, kw_only=True):
     hours: Annotated[float, msgspec.Meta(gt=0, le=24 * 31)] = 168.0
 
 
+class Stretch(Message, frozen=True, kw_only=True):
+    """Of the past, what one controller recorded without a gap while it led; ``epoch``: that leadership's number."""
+
+    begins_at: float
+    ends_at: float
+    epoch: int
+
+
 class Tried(Message, frozen=True, kw_only=True):
     """What the change would have done with the recorded past, apart from what operators ordered.
 
     ``also``: evictions of nodes that did not leave and would have, ``not_then``: of nodes that left and would not have;
-    by node, whenever it was. ``since``: where the record begins. ``gaps``: (from, to) of what is not recorded since
-    then: each controller keeps a journal of its own."""
+    by node, whenever it was. ``since``: where the record begins. ``stretches``: what is recorded since then, ``gaps``:
+    (from, to) of what is not: each controller keeps a journal of its own."""
 
     since: float
     events: int
@@ -147,6 +155,7 @@ class Tried(Message, frozen=True, kw_only=True):
     also: tuple[Verdict, ...] = ()
     not_then: tuple[str, ...] = ()
     gaps: tuple[tuple[float, float], ...] = ()
+    stretches: tuple[Stretch, ...] = ()
     sentence: ShortText = ""
 
 

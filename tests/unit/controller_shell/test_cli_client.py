@@ -4,11 +4,14 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner, Result
 
 from everstep.cli import client as client_module
 from everstep.cli.client import Client
+from everstep.cli.main import app
 from everstep.errors import Unavailable
 
 Answer = Callable[[], tuple[int, dict[str, object]] | None]
@@ -122,3 +125,52 @@ def test_an_order_that_may_have_been_taken_is_not_given_twice(controllers: Contr
 def test_where_nobody_answers_the_first_address_is_named() -> None:
     with pytest.raises(Unavailable, match=r"no controller answers at http://127\.0\.0\.1:1 "):
         Client(f"{NOBODY}, http://127.0.0.1:2", "token").get("/", dict)
+
+
+# --- each of them ------------------------------------------------------------------------------------------------
+
+
+def recorded(epoch: int, *left: str) -> Answer:
+    """A trial's outcome: under the change these nodes would not have left while the controller led."""
+    at = 3600.0 * epoch
+    said = {"since": at, "events": 5, "evictions": 1, "stretches": [{"begins_at": at, "ends_at": at + 3599.0}]}
+    said["stretches"][0]["epoch"] = epoch  # type: ignore[index]
+    return lambda: (200, said | {"not_then": [f"verdict {node}-1 (evict): {node}: XID 79" for node in left]})
+
+
+def try_policy(tmp_path: Path, *addresses: str) -> Result:
+    token, change = tmp_path / "token", tmp_path / "change.toml"
+    token.write_text("token")
+    change.write_text("[policy]\neviction_count = 2\n")
+    words = ["--controller", ",".join(addresses), "--token-file", str(token), "policy", "try", str(change)]
+    return CliRunner().invoke(app, words, terminal_width=200)
+
+
+def test_a_policy_is_tried_with_each_controller_whoever_leads(controllers: Controllers, tmp_path: Path) -> None:
+    addresses = [controllers.add(recorded(8, "n3")), controllers.add(recorded(7, "n2"))]
+    done = try_policy(tmp_path, *addresses)
+    assert done.exit_code == 0, done.output
+    assert sorted(controllers.asked) == ["c0", "c1"]
+    words = " ".join(done.output.split())
+    assert "10 events decided again; it would have evicted 2 times; 2 evictions would not have been" in words
+    assert words.index("verdict n2-1") < words.index("verdict n3-1")
+
+
+def test_one_that_is_away_is_named_and_the_others_are_told(controllers: Controllers, tmp_path: Path) -> None:
+    done = try_policy(tmp_path, NOBODY, controllers.add(recorded(7)))
+    assert done.exit_code == 0, done.output
+    words = " ".join(done.output.split())
+    assert "it would have evicted once, as happened; http://127.0.0.1:1 is not counted: no controller answers" in words
+
+
+def test_where_none_recorded_anything_the_reason_is_told(controllers: Controllers, tmp_path: Path) -> None:
+    bare = lambda: (409, {"code": "conflict", "detail": "nothing is recorded here: set journal_dir"})  # noqa: E731
+    done = try_policy(tmp_path, controllers.add(bare), controllers.add(bare))
+    assert (done.exit_code, "set journal_dir" in done.output) == (1, True)
+
+
+def test_a_single_address_finds_the_leader_as_ever(controllers: Controllers, tmp_path: Path) -> None:
+    leader = controllers.add(recorded(7))
+    done = try_policy(tmp_path, controllers.add(stands_by(leader)))
+    assert done.exit_code == 0, done.output
+    assert controllers.asked == ["c1", "c0"]

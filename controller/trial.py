@@ -1,0 +1,70 @@
+"""Changes of policy, tried on what this controller recorded: also while another one leads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import msgspec
+
+from controller import policy_change
+from controller.core.policy import CorePolicy
+from controller.what_if import WhatIf
+from everstep.errors import Conflict
+from everstep.trials import in_words
+from everstep.wire.v1.history import Tried, TryPolicy
+
+MOST_TOLD = 1000
+
+
+class Trials:
+    """One at a time, each in a process of its own: it is long work, and the loop has a fleet to look after.
+
+    Args:
+        journal: the directory that is kept, empty for none.
+        flush: brings what is being recorded to the disk.
+    """
+
+    def __init__(self, journal: str, flush: Callable[[], None] = lambda: None) -> None:
+        self._journal = journal
+        self._flush = flush
+        self._trying = asyncio.Lock()
+
+    async def outcome(self, policy: CorePolicy, wanted: TryPolicy, now: float) -> Tried:
+        """What the change to ``policy`` would have done in the ``hours`` up to ``now``.
+
+        Raises ConfigurationError for a change that cannot be, Conflict where no journal is kept or another change is
+        being tried, NotFound where nothing is recorded.
+        """
+        policy_change.apply(policy, wanted.change)
+        if not self._journal:
+            raise Conflict("nothing is recorded here: set journal_dir, and try the change on what comes from then on")
+        if self._trying.locked():
+            raise Conflict("another change is being tried: wait for its outcome")
+        async with self._trying:
+            self._flush()
+            return _told(await self._apart(policy, wanted, now - wanted.hours * 3600.0))
+
+    async def _apart(self, policy: CorePolicy, wanted: TryPolicy, since: float) -> WhatIf:
+        pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                pool, policy_change.dry_run, self._journal, policy, wanted.change, since
+            )
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _told(found: WhatIf) -> Tried:
+    told = Tried(
+        since=found.since or 0.0,
+        events=found.events,
+        evictions=found.evictions,
+        also=found.also[:MOST_TOLD],
+        not_then=found.not_then[:MOST_TOLD],
+        gaps=found.gaps[:MOST_TOLD],
+        stretches=found.stretches[-MOST_TOLD:],
+    )
+    return msgspec.structs.replace(told, sentence=in_words(told))
