@@ -14,7 +14,7 @@ from controller.core.records import JobRecord
 from controller.core.rules import SecondPass
 from controller.core.second_pass import open_case
 from controller.core.standing import OUT
-from controller.core.state import Case
+from controller.core.state import Case, FleetState
 from controller.core.turn import Turn
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, GenerationReason, JobState, Severity
 from everstep.wire.v1.training import GenerationSpec, Sealed
@@ -108,7 +108,7 @@ def _second_opinion(turn: Turn, job: JobRecord, tied: list[str], what: str) -> b
         return True
     findings = {node: _finding(turn, node, what, Severity.WARNING) for node in tied}
     judge_own(turn)
-    tried = all(set(turn.state.nodes[node].against) == set(tied) - {node} for node in tied)
+    tried = all(set(_tied_with(turn, node)) == set(tied) - {node} for node in tied)
     trying = not tried and open_case(turn, SecondPass.COMPUTE, findings, what, job.job) is not None
     if not trying and _settled_by_history(turn, job, tied, what):
         return True
@@ -145,20 +145,46 @@ def _settled_by_history(turn: Turn, job: JobRecord, tied: list[str], what: str) 
     """Who was tied before, with others than now, is in both ties. True where that convicts one.
 
     Where digests never agreed, it may be the vote that is wrong. Work whose result is known finds under half of the
-    GPUs that compute wrongly (SDCHunter, OSDI'26), so who passed it is not cleared.
+    GPUs that compute wrongly (SDCHunter, OSDI'26), so who passed it is not cleared. A tie is remembered for as long as
+    steps of the rule's ladder are (``repeat_s``).
     """
     agreed_once = turn.state.live_jobs[job.job].verified is not None
     convicted = []
     for node in tied:
-        record = turn.state.nodes[node]
+        record, before = turn.state.nodes[node], _tied_with(turn, node)
         others = [other for other in tied if other != node]
-        if agreed_once and record.against and not set(record.against) & set(others):
+        if agreed_once and before and not set(before) & set(others):
             convicted.append(node)
-        record.against = others
+        record.against, record.against_at = others, turn.now
         turn.node_changed(node)
     if len(convicted) == 1:
         return _convict(turn, job, convicted, f"{what}; {convicted[0]} was in such a tie before, with others")
     return False
+
+
+def _tied_with(turn: Turn, node: str) -> list[str]:
+    """With whom the node was in a tie that is not forgotten yet."""
+    record = turn.state.nodes[node]
+    return record.against if turn.now < record.against_at + _remembered_s(turn.state) else []
+
+
+def _remembered_s(state: FleetState) -> float:
+    return state.policy.rules.of_kind(FindingKind.DIGEST_MISMATCH).repeat_s
+
+
+def date_ties(state: FleetState) -> None:
+    """Ties that were stored without a date are as old as the findings of them."""
+    for record in state.nodes.values():
+        if not record.against or record.against_at:
+            continue
+        doubts = {key: found for key, found in record.own.items() if _is_doubt(found)}
+        record.against_at = max((found.since for found in doubts.values()), default=record.since)
+        for key, found in doubts.items():
+            record.own_until.setdefault(key, found.since + _remembered_s(state))
+
+
+def _is_doubt(finding: Finding) -> bool:
+    return finding.kind is FindingKind.DIGEST_MISMATCH and finding.severity is Severity.WARNING
 
 
 def _too_many(turn: Turn, job: JobRecord) -> bool:
@@ -168,7 +194,8 @@ def _too_many(turn: Turn, job: JobRecord) -> bool:
 
 
 def _finding(turn: Turn, node: str, what: str, severity: Severity) -> Finding:
-    """The controller's own finding, kept with the node."""
+    """The controller's own finding, kept with the node. A doubt is, for as long as the tie is remembered, and never in
+    place of what is proved."""
     finding = Finding(
         kind=FindingKind.DIGEST_MISMATCH,
         subject="parameters",
@@ -178,5 +205,8 @@ def _finding(turn: Turn, node: str, what: str, severity: Severity) -> Finding:
         since=turn.now,
         trace=turn.trace,
     )
-    raise_own(turn, node, finding)
+    standing = turn.state.nodes[node].own.get(finding.key)
+    if _is_doubt(finding) and standing is not None and not _is_doubt(standing):
+        return standing
+    raise_own(turn, node, finding, _remembered_s(turn.state) if _is_doubt(finding) else 0.0)
     return finding

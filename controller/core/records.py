@@ -120,8 +120,9 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     clear before a quarantined node may come back; ``needs_operator``: they never do by themselves. ``returns_at``:
     not before this may it leave quarantine. ``evictions``: times of this node's evictions; repeat offenders wait
     longer. ``verdicts`` counts verdicts ever given, for their ids; ``stands_by``: the one by which it is out, or back.
-    ``probe``: the one it must pass. ``against``: with whom it was in an undecided digest vote. ``condemned``: UUIDs of
-    GPUs (or its name, without any) that computed wrongly; when none of them is left, the node is repaired.
+    ``probe``: the one it must pass. ``against``: with whom it was in an undecided digest vote, at ``against_at``.
+    ``condemned``: UUIDs of GPUs (or its name, without any) that computed wrongly; when none of them is left, the node
+    is repaired.
     ``vouched``: keys of findings that stood when an operator readmitted it, and did not get worse.
     ``overruled``: key of the finding whose eviction is held, ``held_by`` what holds it (a scope of ``eviction``).
 
@@ -164,6 +165,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     probe: str = ""
     probe_failures: int = 0
     against: list[NodeId] = []
+    against_at: float = 0.0
     condemned: list[str] = []
     vouched: list[str] = []
     overruled: str = ""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from controller.core.checkpoints import resume_commits
 from controller.core.correlation import FLEET, expect, mind
+from controller.core.corruption import date_ties
 from controller.core.events import ControllerStarted
 from controller.core.eviction import look_again, rehold
 from controller.core.forgetting import look_later
@@ -46,6 +47,7 @@ def restore(
             expect(state, record.node)
             state.unmet.add(record.node)
         rehold(state, record.node)
+    date_ties(state)
     for job in jobs:
         state.jobs[job.job] = job
         state.live_jobs[job.job] = JobLive()

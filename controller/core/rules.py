@@ -73,7 +73,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ``repeat_s`` takes the next. ``restart_rank`` ends the process of the GPU's rank (of all the node's ranks, where no
     GPU is named) and costs no eviction, ``drain`` waits until the finding clears."""
     repeat_s: float = 7 * 86400.0
-    """Seconds that a step of the ladder is remembered for: longer escalates what comes back now and then."""
+    """Seconds that a step of the ladder is remembered for: longer escalates what comes back now and then. Of digests
+    that differ, a tie as well."""
     same_s: float = 60.0
     """Seconds within which another report belongs to the step that was taken: all GPUs of a node tell of one crash."""
     clear_s: float = 0.0
