@@ -96,6 +96,7 @@ def _note_launcher(turn: Turn, job: JobRecord, node: str, report: LauncherJoined
     if before is not None and same_life:
         before.store, before.generation = report.store, report.generation
         before.able, before.confirmed, before.why_not = True, True, ""
+        before.missing, before.late = [], 0
     else:
         job.launchers.pop(node, None)
         job.launchers[node] = LauncherRecord(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from controller.core import jobs
-from controller.core.generations import Cause, heard_beyond_boundary, regroup
+from controller.core.generations import Cause, consider_growth, heard_beyond_boundary, regroup
 from controller.core.membership import is_seated, jobs_seated_on, least_nodes, seats_of
 from controller.core.own_findings import raise_own
 from controller.core.records import JobRecord
@@ -19,6 +19,8 @@ from everstep.wire.v1.training import CollectiveFailed, GenerationSpec, Launcher
 
 UNHEARD = "has not been heard since this controller began"
 CLOSED = "closed its connection"
+LATE_MOST = 1
+"""Generations in a row that a node's ranks may not enter in time, and it is taken again by itself."""
 
 
 def running_spec(job: JobRecord) -> GenerationSpec | None:
@@ -39,12 +41,15 @@ def spoken_of(job: JobRecord, number: int) -> GenerationSpec | None:
 
 def rank_lost(turn: Turn, job: JobRecord, node: str, report: RankLost) -> None:
     """Regroups at once: with the launcher's replacement in the rank's place, or without the node."""
+    if report.replacement:
+        _missed_no_more(turn, job, node, report.local_rank)
     if job.generation is None or job.state is not JobState.RUNNING:
         turn.ignore("rank_lost.not_running")
         return
     launcher = job.launchers.get(node)
     if launcher is not None and not report.replacement:
         launcher.able, launcher.why_not = False, "its launcher has no replacement for a lost rank"
+        launcher.missing = []
         turn.job_changed(job.job)
     spec = spoken_of(job, report.generation)
     if not is_seated(job, node) or (spec is None and report.replacement):
@@ -61,6 +66,22 @@ def rank_lost(turn: Turn, job: JobRecord, node: str, report: RankLost) -> None:
     data = {"rank": str(report.rank), "detail": report.detail[:1024], "seen_at": f"{report.at:.6f}"}
     turn.audit("rank.lost", sentence, node=node, job=job.job, generation=report.generation, data=data)
     replace_rank(turn, job, node, Cause(reason=GenerationReason.RANK_LOST, sentence=sentence, trace=turn.trace))
+
+
+def _missed_no_more(turn: Turn, job: JobRecord, node: str, local_rank: int) -> None:
+    """Another process has the place of one that did not enter a generation in time. With the last of them the node is
+    able again; not while the job runs without it, where it was late once more: each time all others wait for it."""
+    launcher = job.launchers.get(node)
+    if launcher is None or local_rank not in launcher.missing:
+        return
+    launcher.missing = [other for other in launcher.missing if other != local_rank]
+    turn.job_changed(job.job)
+    if launcher.missing or (launcher.late > LATE_MOST and job.state is not JobState.PAUSED):
+        return
+    launcher.able, launcher.why_not = True, ""
+    sentence = f"other processes have the places of those on {node} that did not enter in time"
+    turn.audit("launcher.able", sentence, node=node, job=job.job)
+    consider_growth(turn, job)
 
 
 def _manner(report: RankLost) -> str:

@@ -81,8 +81,13 @@ def _check_node(state: FleetState, command: OperatorCommand) -> None:
 
 def _excluded(state: FleetState, node: str) -> bool:
     """Whether a job does without the node, although it is in service."""
-    jobs = (state.jobs[name] for name in state.live_nodes[node].jobs)
-    return any(node in job.excluded or node in job.slow for job in jobs)
+    for name in state.live_nodes[node].jobs:
+        job = state.jobs[name]
+        launcher = job.launchers.get(node)
+        unable = launcher is not None and not launcher.able and job.state not in ENDED
+        if unable or node in job.excluded or node in job.slow:
+            return True
+    return False
 
 
 def check_probe(state: FleetState, request: ProbeRequested) -> None:
@@ -185,8 +190,8 @@ def _readmit(turn: Turn, node: str, sentence: str) -> None:
     for name in turn.state.live_nodes[node].jobs:
         forgive(turn, name, node)
         job = turn.state.jobs[name]
-        if node in job.launchers:
-            job.launchers[node].able, job.launchers[node].why_not = True, ""
+        if (launcher := job.launchers.get(node)) is not None:
+            launcher.able, launcher.why_not, launcher.missing, launcher.late = True, "", [], 0
     turn.verdict(node, Decision.READMIT, sentence)
     if not record.reachable:
         set_state(turn, node, NodeState.LOST, f"{sentence}; it is out of reach and comes back when it is heard")

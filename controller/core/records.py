@@ -198,7 +198,9 @@ class NodeRecord(msgspec.Struct, kw_only=True):
 class LauncherRecord(msgspec.Struct, kw_only=True):
     """A node's offer to a job.
 
-    ``able``: false once it could not replace a rank, or stayed silent, until it joins again; ``why_not`` says which.
+    ``able``: false once it could not replace a rank, or its ranks did not enter a generation in time, until it joins
+    again; ``why_not`` says which. ``missing``: local ranks that did not enter, until another process has their place;
+    ``late``: in how many of its generations in a row there were such.
     ``confirmed``: false from its agent's new life until it joins again.
     """
 
@@ -209,6 +211,8 @@ class LauncherRecord(msgspec.Struct, kw_only=True):
     able: bool = True
     confirmed: bool = True
     why_not: str = ""
+    missing: list[int] = []
+    late: int = 0
 
 
 class Share(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from controller.core.checkpoints import expect_commit
 from controller.core.generations import (
     Cause,
@@ -10,15 +12,19 @@ from controller.core.generations import (
     regroup,
     resume_patience_s,
 )
+from controller.core.losses import note_replaced
 from controller.core.records import JobRecord
-from controller.core.signals import send_generation
+from controller.core.signals import send_generation, send_kill
 from controller.core.state import JobLive
 from controller.core.stragglers import watch_pace
 from controller.core.turn import Turn
 from controller.core.wording import named
 from everstep.vocabulary import GenerationReason, JobState
-from everstep.wire.v1.training import GenerationSpec, Resumed
+from everstep.wire.v1.training import GenerationSpec, Member, Resumed
 
+RESTART_AFTER = 3
+"""Deadlines in a row after which ranks that never entered are restarted where every node has some. Each is twice as
+long as the one before: a first import from a slow file system is not to be begun anew."""
 INHERITED_LOOK_S = 1.0
 """Between looks at how far a generation is that had not resumed when this controller began."""
 
@@ -68,6 +74,9 @@ def _all_resumed(turn: Turn, job: JobRecord, spec: GenerationSpec, last: Resumed
 def _steps(turn: Turn, job: JobRecord, live: JobLive) -> None:
     job.resumed_at = turn.now
     live.resume_attempts = 0
+    for node in job.generation.seats if job.generation is not None else ():
+        if (launcher := job.launchers.get(node)) is not None:
+            launcher.late = 0
     expect_commit(turn, job)
     watch_pace(turn, job)
     turn.job_changed(job.job)
@@ -92,7 +101,8 @@ def _seen_to_step(turn: Turn, job: JobRecord, live: JobLive, spec: GenerationSpe
 
 
 def check_resumed(turn: Turn, job: JobRecord) -> None:
-    """At the deadline: whoever has not even entered the generation is left out; who is inside gets more time."""
+    """At the deadline: ranks that have not even entered the generation are replaced, and their nodes left out where
+    others have entered with all of theirs; who is inside gets more time."""
     live, spec = turn.state.live_jobs[job.job], job.generation
     if spec is None or job.resumed_at is not None or job.leaving is not None:
         return
@@ -101,25 +111,58 @@ def check_resumed(turn: Turn, job: JobRecord) -> None:
     if turn.now < live.resume_due:
         return
     entered = turn.entered(job.job)
-    absent = {spec.node_of(rank) for rank in range(spec.world_size) if rank not in entered}
-    present = {spec.node_of(rank) for rank in entered} - absent
+    missing = [member for member in spec.roster if member.rank not in entered]
+    absent = {member.node for member in missing}
     live.resume_attempts += 1
-    if absent and present:
-        _leave_out(turn, job, sorted(absent), spec)
+    if 0 < len(absent) < len(spec.seats):
+        _leave_out(turn, job, missing, spec)
         return
-    who = "nobody has entered it" if absent else "all have entered it, not all have stepped"
-    sentence = f"generation {spec.number} is past its deadline: {who}; waiting on"
+    if missing and entered and live.resume_attempts >= RESTART_AFTER:
+        _restart(turn, job, missing, spec)
+        return
+    sentence = f"generation {spec.number} is past its deadline: {_how_far(missing, spec)}; waiting on"
     turn.audit("generation.overdue", sentence, job=job.job, generation=spec.number, trace=spec.trace)
     live.resume_due = turn.now + resume_patience_s(turn, live)
     turn.wake(live.resume_due, "job", job.job)
-    if absent:
+    if missing:
         send_generation(turn, job, ())
 
 
-def _leave_out(turn: Turn, job: JobRecord, absent: list[str], spec: GenerationSpec) -> None:
-    for node in absent:
-        if node in job.launchers:
-            job.launchers[node].able = False
-            job.launchers[node].why_not = f"its ranks never entered generation {spec.number}"
-    sentence = f"{named(absent)} did not enter generation {spec.number} in time"
+def _how_far(missing: Sequence[Member], spec: GenerationSpec) -> str:
+    if not missing:
+        return "all have entered it, not all have stepped"
+    if len(missing) == spec.world_size:
+        return "nobody has entered it"
+    return f"{len(missing)} of {spec.world_size} ranks have not entered it, on each node some"
+
+
+def _leave_out(turn: Turn, job: JobRecord, missing: Sequence[Member], spec: GenerationSpec) -> None:
+    """The job goes on without the nodes of these ranks, which are restarted: when others have their places the node is
+    able again (``losses.rank_lost``)."""
+    absent: dict[str, list[Member]] = {}
+    for member in missing:
+        absent.setdefault(member.node, []).append(member)
+    for node, members in absent.items():
+        if (launcher := job.launchers.get(node)) is None:
+            continue
+        ranks = named([str(member.rank) for member in members])
+        launcher.able, launcher.late = False, launcher.late + 1
+        launcher.missing = [member.local_rank for member in members]
+        launcher.why_not = f"rank {ranks} on it did not enter generation {spec.number} in time"
+    sentence = f"{named(sorted(absent))} did not enter generation {spec.number} in time"
+    _end(turn, job, missing, spec, sentence)
     regroup(turn, job, Cause(reason=GenerationReason.NODE_LOST, sentence=sentence, trace=spec.trace))
+
+
+def _restart(turn: Turn, job: JobRecord, missing: Sequence[Member], spec: GenerationSpec) -> None:
+    """There is no node to go on without: the same try again, with other processes in place of those that never came."""
+    sentence = f"{_how_far(missing, spec)}, deadline after deadline (generation {spec.number}): these are restarted"
+    _end(turn, job, missing, spec, sentence)
+    regroup(turn, job, Cause(reason=GenerationReason.RANK_HUNG, sentence=sentence, trace=spec.trace))
+
+
+def _end(turn: Turn, job: JobRecord, missing: Sequence[Member], spec: GenerationSpec, sentence: str) -> None:
+    for member in missing:
+        if member.node in turn.state.reachable:
+            send_kill(turn, job, member, spec.number, sentence, spec.trace)
+            note_replaced(turn, job, member.node, member.local_rank)
