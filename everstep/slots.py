@@ -150,6 +150,10 @@ class SegmentView:
         header = self._records.header(slot)
         return None if header is None or header.state is SlotState.EMPTY else header
 
+    def headers(self) -> list[SlotHeader | None]:
+        """Of all slots, in their order."""
+        return [self.header(slot) for slot in range(self.slots)]
+
     def look(self, slot: int) -> Look:
         """Both records of the slot's header; tells a damaged slot from an empty one."""
         return self._records.look(slot)

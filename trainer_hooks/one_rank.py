@@ -9,7 +9,8 @@ import torch
 
 from everstep.errors import NotRestorable
 
-_SAID = frozenset({"rank", "world_size", "state"})
+FIELDS = frozenset({"rank", "world_size", "state"})
+"""Of what is stored of such an object."""
 
 
 class OfOneRank:
@@ -34,7 +35,7 @@ class OfOneRank:
 
     def load_state_dict(self, stored: Any) -> None:
         """Raises NotRestorable for the state of another rank, or of another number of them."""
-        if not isinstance(stored, Mapping) or stored.keys() != _SAID:
+        if not isinstance(stored, Mapping) or stored.keys() != FIELDS:
             raise NotRestorable(f"what is stored of {self._called} does not say whose it is. {self._mend}")
         if stored["world_size"] != self._world:
             raise NotRestorable(

@@ -30,6 +30,7 @@ def test_a_trainer_whose_ranks_are_killed_goes_on_from_the_last_batch(short_path
     argv += ["-m", "tests.support.lightning_training", str(short_path), str(STEPS), *map(str, faults)]
     with launched(short_path, *argv, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo") as launcher:
         assert launcher.wait() == 0, launcher.err
+    assert "not alike on all ranks" not in launcher.err + launcher.out
     rows = read_diaries(short_path)
     assert {row["generation"] for row in rows} == {1, 2, 3}, launcher.err
     sampler = ElasticSampler(SAMPLES, global_batch=BATCH, seed=SEED)

@@ -22,6 +22,7 @@ def test_ranks_killed_in_the_middle_of_an_epoch_lose_no_sample_and_repeat_none(s
     argv += ["-m", "tests.support.stateful_training", str(short_path), str(STEPS), *map(str, faults)]
     with launched(short_path, *argv, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo") as launcher:
         assert launcher.wait() == 0, launcher.err
+    assert "not alike on all ranks" not in launcher.err + launcher.out
     rows = read_diaries(short_path)
     assert {row["generation"] for row in rows} == {1, 2, 3}, "every fault has struck"
     last = {(row["rank"], row["step"]): row for row in sorted(rows, key=lambda row: row["generation"])}

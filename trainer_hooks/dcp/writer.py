@@ -19,7 +19,7 @@ from everstep.errors import EverstepError, StaleGeneration
 from everstep.ids import Version
 from everstep.manifests import LAYOUT_FORMAT, Manifest, Stored, Tensor, encode_manifest
 from everstep.slot_choice import slot_to_fill
-from everstep.slots import SlotHeader, SlotState, slot_bytes_for
+from everstep.slots import SlotState, slot_bytes_for
 from everstep.wire.v1.local import Replicated
 from trainer_hooks.dcp.metadata import Aside, encode_aside
 from trainer_hooks.dcp.planner import PLAIN
@@ -157,7 +157,7 @@ class VaultWriter(StorageWriter):
         for slot, header in list(view.sealed()):
             if header.version == self._version:
                 view.discard(slot)
-        headers: list[SlotHeader | None] = [view.header(slot) for slot in range(view.slots)]
+        headers = view.headers()
         sealed = sorted(h.version for h in headers if h is not None and h.state is SlotState.SEALED)
         whole = self._tier.newest_whole()
         others = [version for version in sealed if version != whole]

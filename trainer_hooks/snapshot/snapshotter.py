@@ -20,10 +20,10 @@ from torch._C._distributed_c10d import Store
 from everstep.clock import Clock
 from everstep.errors import EverstepError
 from everstep.ids import Version
-from everstep.slots import SegmentView, SlotHeader
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Member, Sealed
 from trainer_hooks.sdc.digest import unsigned
+from trainer_hooks.snapshot.alikeness import Alikeness
 from trainer_hooks.snapshot.changes import difference
 from trainer_hooks.snapshot.choices import DEFAULT, Choices
 from trainer_hooks.snapshot.copy import Sources, write_blob
@@ -99,6 +99,7 @@ class Snapshotter:
         self._closing = False
         self._retention = Retention(spec.number, spec.restore, restored)
         self._pace = Pace(store, member.rank, 1 if choices.lean else choices.every)
+        self._alikeness = Alikeness(store, member.rank, spec.world_size, self._where)
         self._watch = Stopwatch(None if self._pace.fixed else self._pace.took, clock)
         self._retry_at = self._warn_at = float("-inf")
         exchange = Exchange(store, member.rank, spec.world_size, clock, self._stop)
@@ -283,6 +284,9 @@ class Snapshotter:
             self._attempt(partial(self._snapshot, job), f"snapshot step {job.version.step}")
             if not self._plans.lean:
                 self._attempt(partial(self._pace.agree, job.version.step), "agree on how often to snapshot")
+            if job.filled is not None:
+                compare = partial(self._alikeness.stored, job.version.step, job.look.layout, job.blob)
+                self._attempt(compare, "compare what the ranks track")
             with self._changed:
                 self._end(job)
 
@@ -374,7 +378,7 @@ class Snapshotter:
             digests={group: f"{unsigned(digest):016x}" for group, digest in filled.digests.items()},
             alike=share.alike,
         )
-        copies_keep = self._retention.copies_keep(_headers(view), self._pace.due) if sealed.exclusive else ()
+        copies_keep = self._retention.copies_keep(view.headers(), self._pace.due) if sealed.exclusive else ()
         self._reports.sealed(sealed, copies_keep)
 
     def _cover(self, job: Job) -> None:
@@ -393,8 +397,4 @@ class Snapshotter:
 
     def _slot(self, planned: Planned) -> int:
         self._reports.await_copies()
-        return self._retention.slot_to_fill(_headers(planned.segment.view), self._pace.due)
-
-
-def _headers(view: SegmentView) -> list[SlotHeader | None]:
-    return [view.header(slot) for slot in range(view.slots)]
+        return self._retention.slot_to_fill(planned.segment.view.headers(), self._pace.due)

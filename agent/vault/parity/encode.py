@@ -105,7 +105,7 @@ class Encoder:
         self._still_wanted(ask.job)
         if _holds(segment, ask, said):
             return
-        slot = slot_to_fill([segment.view.header(slot) for slot in range(segment.view.slots)], set(ask.keep))
+        slot = slot_to_fill(segment.view.headers(), set(ask.keep))
         payload = segment.view.begin(slot, ask.group.group, ask.version, said, manifest.payload_bytes)
         try:
             digests = [xxhash.xxh3_128_digest(said), *self._fill(ask, manifest, payload)]
