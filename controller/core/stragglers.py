@@ -39,10 +39,10 @@ def check_pace(turn: Turn, job: JobRecord) -> None:
     if not live.window_due or turn.now < live.window_due:
         return
     _next_window(turn, job, live)
+    live.window += 1  # whether anybody can be compared in it or not: what was before an interruption is of then
     if spec is None or job.resumed_at is None or job.leaving is not None or job.state is not JobState.RUNNING:
         return
     lag = turn.laggards(job.job, policy.straggler_factor)
-    live.window += 1
     slow = slow_nodes(spec, lag, policy.straggler_share)
     oldest = live.window - policy.straggler_windows
     kept = {node: [w for w in seen if w > oldest] for node, seen in live.slow.items() if node in spec.seated}

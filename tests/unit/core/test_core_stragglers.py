@@ -81,6 +81,19 @@ def test_a_slow_moment_is_no_slow_node() -> None:
     assert decisions(fleet.effects) == []
 
 
+def test_slow_windows_before_an_interruption_do_not_count_after_it() -> None:
+    fleet = _start(spares=0)
+    _run(fleet, 12.0, n2=0.049)
+    assert decisions(fleet.effects) == [("n2", Decision.RECOMMEND)]
+    fleet.lose_rank(0)
+    fleet.advance(30.0, *fleet.state.nodes)
+    assert KEY not in fleet.state.nodes["n2"].own
+    fleet.resume(restored=Version(1, 100), step=1001)
+    _run(fleet, 4.0)
+    assert KEY not in fleet.state.nodes["n2"].own, "it keeps up since then"
+    assert fleet.state.live_jobs["job"].slow == {}
+
+
 def test_where_many_are_slow_it_is_not_the_nodes() -> None:
     fleet = _start(nodes=6)
     _run(fleet, 30.0, n2=0.049, n3=0.049)
