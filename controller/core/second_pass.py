@@ -37,7 +37,7 @@ def open_case(turn: Turn, kind: SecondPass, findings: dict[str, Finding], what: 
         trace=turn.trace,
         job=job,
     )
-    name = f"case-{turn.state.fleet.probes + 1}"
+    name = f"case-{turn.state.fleet.probes + 1}-{next(iter(findings))}"  # two may begin before the next probe does
     turn.state.cases[name] = case
     words = f"{what}: a second pass of {', '.join(findings)} will tell"
     turn.audit("second_pass.begun", words, job=job or None, data={"case": name})

@@ -247,3 +247,20 @@ def test_a_tie_of_nodes_that_were_tried_already_counts() -> None:
         fleet.seal(step, digests={0: "x", 1: "y"})
         fleet.resume(step=step)
     assert fleet.job_state() is JobState.FAILED
+
+
+def test_two_pairs_that_fail_while_all_partners_are_busy_are_both_tried() -> None:
+    fleet = _fleet(6)
+    everybody = [f"n{i}" for i in range(1, 7)]
+    fleet.feed(ProbeRequested(nodes=tuple(everybody), actor="olga", trace=fleet.trace()))
+    fleet.raise_finding("n1", _slow("n2"))
+    fleet.raise_finding("n3", _slow("n4"))
+    assert sorted(case.suspects for case in fleet.state.cases.values()) == [("n1", "n2"), ("n3", "n4")]
+    for node in everybody:
+        fleet.report(node, ProbeFinished(probe=next(iter(fleet.state.probes)), ok=True))
+    for pair in ("n1", "n2"), ("n3", "n4"):
+        fleet.advance(2.0, *everybody)
+        for suspect in pair:
+            _answer(fleet, suspect, ok=True)
+    assert fleet.state.cases == {}
+    assert len(audits(fleet.effects, "second_pass.nobody")) == 2
