@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from controller.core.events import NodeDisconnected, Tick
+from controller.core.events import NodeDisconnected, OperatorAction, Tick
 from controller.core.fleet import Heard, touch
 from controller.core.policy import CorePolicy
 from everstep.errors import NotFound, StaleGeneration
@@ -125,6 +125,24 @@ def test_a_mass_silence_is_believed_after_patience() -> None:
     fleet.advance(20.0)
     assert {fleet.node_state(f"n{i}") for i in (1, 2, 3, 4)} == {NodeState.LOST}
     assert fleet.job_state() is JobState.PAUSED
+
+
+def test_a_node_that_became_healthy_while_its_connection_was_closed_is_offered_when_it_is_heard() -> None:
+    fleet = CoreFleet()
+    fleet.start(2, min_nodes=2)
+    fleet.order(OperatorAction.HOLD, node="n2")
+    fleet.order(OperatorAction.EVICT, node="n1")
+    assert fleet.job_state() is JobState.PAUSED
+    fleet.order(OperatorAction.READMIT, node="n1")
+    for node in next(iter(fleet.state.probes.values())).nodes if fleet.state.probes else ():
+        fleet.probe_result(node)
+    fleet.advance(4.0, "n1", "n2")
+    fleet.disconnect("n2")
+    fleet.order(OperatorAction.READMIT, node="n2")
+    assert (fleet.node_state("n2"), fleet.job_state()) == (NodeState.HEALTHY, JobState.PAUSED)
+    fleet.hear("n2")
+    fleet.advance(0.3, "n1", "n2")
+    assert fleet.job_state() is JobState.RUNNING
 
 
 def test_an_agents_restart_with_its_launchers_costs_nothing() -> None:
