@@ -92,6 +92,8 @@ __all__ = [
 ]
 
 
+_FIRST = {"silence": 0, "maintenance": 1}
+"""Of what is due at once: who is doubted gets no seat below, and to whom a window has come nothing is done any more."""
 _OF_NO_ONE = ("probe", "case", "correlation", "reunion", "held", "retention", "maintenance")
 """Deadlines of neither a node nor a job."""
 NO_LAG_S = 0.01
@@ -249,7 +251,7 @@ def _tick(turn: Turn, event: Tick) -> None:
     most = len(state.deadlines)
     while due := list(itertools.islice(iter(lambda: pop_due(state, turn.now), None), most)):
         most -= len(due)
-        for kind, subject in sorted(due, key=lambda one: one[0] != "silence"):  # who is doubted gets no seat below
+        for kind, subject in sorted(due, key=lambda one: _FIRST.get(one[0], len(_FIRST))):
             if turn.looks is None or kind != "silence":
                 _look(turn, kind, subject)
 

@@ -167,7 +167,9 @@ def order_maintenance(turn: Turn, order: OperatorCommand, sentence: str) -> None
 
 
 def look_ahead(turn: Turn) -> None:
-    """This controller begins: asks for a look when planned windows do."""
+    """This controller begins: so do windows whose time has come, before anybody is heard, and treated; others are
+    looked at when theirs comes."""
+    check_begin(turn)
     for window in turn.state.fleet.maintenance:
         if window.starts_at:
             turn.wake(max(turn.now, window.starts_at), "maintenance", FLEET)

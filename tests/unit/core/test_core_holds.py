@@ -372,3 +372,20 @@ def test_a_job_that_needs_its_nodes_pauses_when_a_planned_window_begins() -> Non
     _planned(fleet, 10.0, 20.0, node="n2")
     _everybody(fleet, 11.0)
     assert fleet.job_state() is JobState.PAUSED
+
+
+@pytest.mark.parametrize("again", ["restarts", "wakes"])
+def test_nothing_is_done_to_a_node_whose_window_came_while_the_controller_was_away(again: str) -> None:
+    fleet = _fleet(remediate=Mode.ENFORCE)
+    fleet.raise_finding("n2", xid(119, Action.RESET_GPU))
+    fleet.resume(step=40)
+    _planned(fleet, 0.5, 60.0, node="n2")
+    before = len(fleet.effects)
+    if again == "wakes":
+        fleet.stop_controller(10.0)
+    else:
+        fleet.now += 10.0
+        fleet.restart()
+    _everybody(fleet, 30.0)
+    assert audits(fleet.effects[before:], "maintenance.begun")
+    assert not {RemedyKind.RESET_GPU, RemedyKind.REBOOT} & set(_kinds(fleet.effects[before:]))
