@@ -9,6 +9,18 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+
+
+def _number(loss: torch.Tensor) -> torch.Tensor:
+    if isinstance(loss, DTensor):
+        if not all(placement.is_replicate() for placement in loss.placements):
+            raise ValueError("run.report takes a loss that this rank has whole: report loss.full_tensor()")
+        loss = loss.to_local()
+    if loss.numel() != 1 or loss.is_complex():
+        kind = f"{loss.dtype} of shape {list(loss.shape)}"
+        raise ValueError(f"run.report takes one real number, and this loss is {kind}: report loss.mean(), say")
+    return loss.reshape(())
 
 
 class LossReading:
@@ -23,10 +35,11 @@ class LossReading:
         self._ready: Any = None  # a torch.cuda.Event; its methods carry no types
 
     def offer(self, loss: torch.Tensor | float) -> None:
+        """Raises ValueError for what is not one number: whoever reads it later could tell nobody."""
         if not isinstance(loss, torch.Tensor):
             self._pending, self._value = None, float(loss)
             return
-        loss = loss.detach()
+        loss = _number(loss.detach())
         if loss.is_cuda:
             host = torch.empty((), dtype=loss.dtype, pin_memory=True)
             host.copy_(loss, non_blocking=True)

@@ -29,10 +29,10 @@ class Replication:
         self._waited = waited
         self._exact: ExactMode | None = None
 
-    @property
-    def unfinished(self) -> bool:
-        """Whether a loop over ``parts`` was begun, and the step has no gradients yet."""
-        return self._exact is not None and self._exact.unfinished
+    def step_finished(self) -> None:
+        """See Run."""
+        if self._exact is not None:
+            self._exact.step_finished()
 
     def replicate(self, model: nn.Module, exact: bool, virtual_ranks: int | None, options: dict[str, Any]) -> nn.Module:
         """See Run."""

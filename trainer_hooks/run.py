@@ -341,10 +341,10 @@ class Run:
 
         Call ``seed_step`` where a step begins.
 
-        Raises RuntimeError where a loop over ``parts`` was left before its end: the gradients were not there.
+        Raises RuntimeError where the step had no gradients: a loop over ``parts`` was left before its end, or in exact
+        mode there was none.
         """
-        if self._replication.unfinished:
-            raise RuntimeError("the loop over run.parts was left before its end, so this step had no gradients")
+        self._replication.step_finished()
         if self._guard is not None:
             self._guard.step_finished()
         self._finished += 1
@@ -359,7 +359,10 @@ class Run:
         self._keeper.before_update()
 
     def report(self, *, loss: torch.Tensor | float) -> None:
-        """This rank's loss, for people to watch. A tensor is read later, and never waited for."""
+        """This rank's loss, for people to watch. A tensor is read later, and never waited for.
+
+        Raises ValueError for what is not one number.
+        """
         self._keeper.report(loss)
 
     def mean(self, value: Loss | None, weight: float = 1.0) -> torch.Tensor:

@@ -42,6 +42,11 @@ logger = logging.getLogger(__name__)
 TrainingFunction = Callable[[Run], None]
 
 
+def _is_return(failure: BaseException) -> bool:
+    """``sys.exit()`` in the training function."""
+    return isinstance(failure, SystemExit) and failure.code in (None, 0)
+
+
 class Worker:
     """One rank's process. For the main thread.
 
@@ -85,9 +90,9 @@ class Worker:
     def work(self, train: TrainingFunction) -> None:
         """Takes part in generation after generation until the job is stopped.
 
-        Returns when the job ended well; raises SystemExit(1) when it did not, and whatever ends a script
-        (SystemExit, KeyboardInterrupt) when the training function raised that. Raises Unavailable when no agent
-        answers at the start.
+        Returns when the job ended well; raises SystemExit(1) when it did not, and KeyboardInterrupt when the training
+        function raised that. There ``sys.exit()`` is a return, and with another status an error like any: what a rank
+        leaves with, all must hear of. Raises Unavailable when no agent answers at the start.
         """
         self._welcome = self._link.start(self._settings.first_contact_s)
         gc.freeze()  # what was imported is not garbage: a collection between generations then costs microseconds
@@ -147,7 +152,8 @@ class Worker:
         try:
             if self._join(spec, member):
                 failure = self._enter(spec, member, train)
-                if failure is None:
+                if failure is None or _is_return(failure):
+                    release_frames(failure)
                     self._finished(spec, member)
                 else:
                     self._failed(spec, member, failure)
@@ -240,7 +246,7 @@ class Worker:
 
     def _failed(self, spec: GenerationSpec, member: Member, failure: BaseException) -> None:
         """It raised: because of a peer, for a newer generation, or on its own account."""
-        if isinstance(failure, (KeyboardInterrupt, SystemExit)):
+        if isinstance(failure, KeyboardInterrupt):
             raise failure
         at_boundary = isinstance(failure, Regroup) and not self._orders.is_over(spec.number, -1)
         communication, text, trace = is_communication_error(failure), describe(failure), full_traceback(failure)

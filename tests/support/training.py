@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 import torch
@@ -47,6 +48,19 @@ def fail_at_step_3(run: Run) -> None:
         dist.all_reduce(torch.ones(1))
         if step == 3 and run.rank == 0 and run.generation == 1:
             raise ValueError("a mistake of the user's own")
+
+
+def leave_at_step_3(run: Run) -> None:
+    """As scripts do that have seen enough."""
+    for step in run.steps(until=STEPS):
+        if step == 3:
+            sys.exit()
+
+
+def give_up_at_step_3(run: Run) -> None:
+    for step in run.steps(until=STEPS):
+        if step == 3:
+            sys.exit(7)
 
 
 def train_replicas(run: Run) -> None:

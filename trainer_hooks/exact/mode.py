@@ -23,8 +23,7 @@ class ExactMode:
 
     def __init__(self, mean: VirtualMean) -> None:
         self.mean = mean
-        self.unfinished = False
-        """Whether a step's parts were begun, and its gradients are not there."""
+        self._begun = self._given = False
         self._models: list[VirtualReplicas] = []
         self._sharded = False
 
@@ -46,7 +45,7 @@ class ExactMode:
         A pass over shards is a matter of all ranks: who has fewer virtual ranks than another repeats its last one.
         """
         batches = batches_of(sampler, step)
-        self.unfinished = True
+        self._begun = True
         for model in self._models:
             model.begin()
         for rank in self.mean.mine:
@@ -63,7 +62,20 @@ class ExactMode:
         for model in self._models:
             model.give()
         seed_step(seed, step, EVERYBODY)
-        self.unfinished = False
+        self._given = True
+
+    def step_finished(self) -> None:
+        """Raises RuntimeError where the step's gradients are not those of its virtual ranks."""
+        begun, given = self._begun, self._given
+        self._begun = self._given = False
+        if given:
+            return
+        if begun:
+            raise RuntimeError("the loop over run.parts was left before its end, so this step had no gradients")
+        raise RuntimeError(
+            "a model of this run has virtual_ranks, and this step has not taken its parts, so that each rank would "
+            "train by itself: compute the step in `for part in run.parts(sampler, step)`"
+        )
 
     def require_elementwise(self, tracked: Iterable[object]) -> None:
         """Raises ValueError for an optimizer whose numbers depend on how its parameters are sharded."""

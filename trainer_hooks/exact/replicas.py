@@ -80,20 +80,29 @@ class VirtualReplicas:
         shards = sharded_gradients(module, mean)
         self.sharded = bool(shards)
         _refuse_other_shards(module, shards)
-        by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-        for parameter in module.parameters():
-            if parameter.requires_grad and not isinstance(parameter, DTensor):
-                by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        self._gradients = [Gradients(parameters, mean) for parameters in by_kind.values()]
+        self._mean = mean
         self._shards = shards
         self._still: dict[str, tuple[torch.Tensor, int]] = {}
+        self._arrange()
+        if dist.is_initialized() and not equal_already:
+            _send_first_ranks(module)
+
+    def _arrange(self) -> None:
+        """Buffers for the parameters that are trained now. A collective."""
+        self._trained = _trained(self._module)
+        by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        for parameter in self._trained:
+            by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        self._gradients = [Gradients(parameters, self._mean) for parameters in by_kind.values()]
         if dist.is_initialized():
-            _refuse_differences(mean.virtual_ranks, [p for p in module.parameters() if p.requires_grad])
-            if not equal_already:
-                _send_first_ranks(module)
+            _refuse_differences(self._mean.virtual_ranks, [p for p in self._module.parameters() if p.requires_grad])
 
     def begin(self) -> None:
-        """Before the first virtual rank of a step."""
+        """Before the first virtual rank of a step. Parameters may have been frozen or thawed, on all ranks alike."""
+        if [*map(id, _trained(self._module))] != [*map(id, self._trained)]:
+            for parameter in self._trained:
+                parameter.grad = None
+            self._arrange()
         self._still = {name: (buffer, buffer._version) for name, buffer in self._module.named_buffers()}
         for gradients in self._gradients:
             gradients.begin()
@@ -123,6 +132,10 @@ class VirtualReplicas:
                     f"the buffer {name} changes in the forward pass, so it depends on which virtual ranks a rank "
                     "plays: exact mode cannot have it. Freeze it, or go on without virtual_ranks"
                 )
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.requires_grad and not isinstance(p, DTensor)]
 
 
 def _refuse_running_statistics(module: nn.Module) -> None:

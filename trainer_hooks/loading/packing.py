@@ -25,7 +25,9 @@ def pack(lengths: Sequence[int], budget: int, *, seed: int = 0, window: int = WI
 
     Raises ValueError for a sequence that is longer than a row, or has no length.
     """
-    order = Permutation(len(lengths), seed, 0)(np.arange(len(lengths), dtype=np.uint64)).tolist() if lengths else []
+    order = (
+        Permutation(len(lengths), seed, 0)(np.arange(len(lengths), dtype=np.uint64)).tolist() if len(lengths) else []
+    )
     rows: list[tuple[int, ...]] = []
     for start in range(0, len(order), window):
         rows += _pack_window(order[start : start + window], lengths, budget)

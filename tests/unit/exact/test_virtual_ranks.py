@@ -155,6 +155,30 @@ def test_a_step_whose_parts_were_left_early_is_not_finished():
         run.step_finished()
 
 
+def test_a_step_that_took_no_parts_is_not_finished():
+    run = alone()
+    model = run.replicate(nn.Linear(2, 1), virtual_ranks=2)
+    step_of(run, model)
+    run.step_finished()
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="has not taken its parts"):
+        run.step_finished()
+
+
+def test_parameters_that_are_thawed_and_frozen_later_are_averaged_and_left_alone():
+    run = alone()
+    first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False)
+    first.requires_grad_(False)
+    model = run.replicate(nn.Sequential(first, second), virtual_ranks=2)
+    step_of(run, model)
+    assert first.weight.grad is None
+    first.requires_grad_(True)
+    second.requires_grad_(False)
+    step_of(run, model)
+    assert second.weight.grad is None
+    assert first.weight.grad.tolist() == (4.0 * second.weight.detach().T.expand(2, 2)).tolist()
+
+
 def test_without_virtual_ranks_there_is_one_part():
     run = alone()
     sampler = run.sampler(10, global_batch=4)

@@ -186,6 +186,23 @@ def test_a_users_error_is_reported_whole_and_ends_the_rank_with_the_job(forks):
         assert scene.finish(ok=False, reason="a user's error") == [1, 1]
 
 
+def test_a_script_that_leaves_the_training_function_has_finished(forks):
+    with stage(forks, training.leave_at_step_3) as scene:
+        scene.start(0, 1)
+        scene.form(1, 0, 1)
+        assert [m.step for m in scene.heard(RankFinished, 2)] == [2, 2]
+        assert scene.finish() == [0, 0]
+
+
+def test_a_script_that_leaves_with_a_status_has_failed(forks):
+    with stage(forks, training.give_up_at_step_3, explanation_grace_s=0.05) as scene:
+        scene.start(0)
+        scene.form(1, 0)
+        (error,) = scene.heard(UserError, 1)
+        assert error.error == "SystemExit: 7"
+        assert scene.finish(ok=False, reason="a user's error") == [1]
+
+
 def test_a_users_error_may_be_tried_again(forks):
     with stage(forks, training.fail_at_step_3, explanation_grace_s=0.05) as scene:
         scene.start(0, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,6 +50,12 @@ def test_a_sequence_that_no_row_can_take_is_named():
         pack([5, 101], BUDGET)
     with pytest.raises(ValueError, match="sequence 0 has length 0"):
         pack([0], BUDGET)
+
+
+def test_lengths_may_be_an_array():
+    lengths = np.array([60, 30, 50])
+    assert pack(lengths, BUDGET) == pack(lengths.tolist(), BUDGET)
+    assert pack(lengths[:0], BUDGET) == []
 
 
 def test_rows_are_samples_like_any_others():

@@ -232,3 +232,16 @@ def test_what_optimizers_do_to_shards_and_whole_parameters_is_counted() -> None:
             parameter.grad = torch.ones_like(parameter)
             torch.optim.AdamW([parameter], foreach=parameter is model.weight).step()
         assert writes.since(counts) == ["model.bias", "model.weight"]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, as it compiles
+def test_a_compiled_step_of_a_tracked_optimizer_is_not_compiled_again() -> None:
+    torch.compiler.reset()
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), torch.tensor(1e-3), foreach=False)
+    Run(Place(), IdleKeeper()).track(model=model, optimizer=optimizer)
+    step = torch.compile(optimizer.step, backend="eager")
+    for number in range(6):
+        model(torch.ones(1, 4)).sum().backward()
+        with torch._dynamo.config.patch(error_on_recompile=number > 1):  # state is made in the first
+            step()
