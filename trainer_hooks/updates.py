@@ -52,4 +52,5 @@ class Updates:
                     extra=self._where,
                 )
 
-        return torch.compiler.disable(before)  # what it counts is no part of a compiled step
+        outside: Callable[..., None] = torch.compiler.disable(before)  # type: ignore[no-untyped-call]
+        return outside  # what it counts is no part of a compiled step
