@@ -141,3 +141,11 @@ def test_one_that_is_over_and_latches_again_at_one_time_is_latched(days: Days) -
     days.logs("fleet.breaker_over", "fleet.breaker", at=6.0)
     with pytest.raises(Violation, match="n2 is evicted while the breaker is latched"):
         days.written("n2", 7.0)
+
+
+def test_a_job_that_failed_before_its_node_was_evicted_lost_nothing_by_that(days: Days) -> None:
+    days.decides(days.evicts("n2"), days.job(JobState.RUNNING, "n1", "n3"))
+    days.written("n2", 10.0)
+    over = Audit(AuditEntry(kind="job.failed", sentence="wrong for the 3. time", at=0.0, trace="", job="a"))
+    days.decides(days.job(JobState.FAILED, "n1", "n3"), over, days.evicts("n1"))
+    days.written("n1", 15.0)

@@ -21,6 +21,7 @@ from tests.sim.facts import Violation
 if TYPE_CHECKING:
     from tests.sim.world import World
 
+ENDS = ("job.paused", "job.failed")
 LATCHED, OVER, RESET = "fleet.breaker", "fleet.breaker_over", "operator.reset_breaker"
 
 
@@ -224,13 +225,13 @@ class Budget:
 
 
 def _without(fact: facts.Handled, verdict: Verdict) -> set[str]:
-    """Jobs that did without the node already when it was evicted, in the same event: paused, or in a generation that
-    interrupts and has no seat for it."""
+    """Jobs that did without the node already when it was evicted, in the same event: paused, at their end, or in a
+    generation that interrupts and has no seat for it."""
     found: set[str] = set()
     for effect in fact.effects:
         if isinstance(effect, PutVerdict) and effect.verdict is verdict:
             break
-        if isinstance(effect, Audit) and effect.entry.kind == "job.paused" and effect.entry.job is not None:
+        if isinstance(effect, Audit) and effect.entry.kind in ENDS and effect.entry.job is not None:
             found.add(effect.entry.job)
         elif isinstance(effect, PutGeneration) and effect.spec.after_step is None:
             (found.discard if verdict.node in effect.spec.seats else found.add)(effect.spec.job)
