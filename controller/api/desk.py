@@ -210,8 +210,9 @@ class AgentDesk:
     def _meet(self, node: str, incarnation: int) -> None:
         """The first word of a node since this controller began. A whole fleet says it in the same second: they come
         before the core together, and ahead of their registrations."""
+        asked = bool(self._met)
         self._met[node] = incarnation
-        if len(self._met) > 1:
+        if asked:
             return
         try:
             told = self._loop.enqueue(self._meet_all)

@@ -1,0 +1,53 @@
+"""The first beats after a controller began come before the core together, however often each node says them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from controller.api.descriptors import Descriptors
+from controller.api.desk import AgentDesk
+from controller.core.events import NodeHeard
+from controller.metrics import Metrics
+from controller.push import Outbox
+from everstep.clock import ManualClock
+from everstep.wire.v1.agent import Heartbeat
+from tests.support.core_fleet import CoreFleet
+
+
+class Waiting:
+    """A loop that has not come to anything yet."""
+
+    def __init__(self, fleet: CoreFleet) -> None:
+        self.state, self.outbox, self.stimuli = fleet.state, Outbox(1), list[Any]()
+        self.now = lambda: fleet.now
+
+    def check_leading(self) -> None: ...
+
+    def enqueue(self, stimulus: Any, *_: Any) -> Any:
+        self.stimuli.append(stimulus)
+        return SimpleNamespace(add_done_callback=lambda call: None)
+
+
+def test_a_node_that_beats_twice_before_its_first_word_was_taken_is_heard_once() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.restart()
+    loop, clock, heard = Waiting(fleet), ManualClock(wall=fleet.now), list[NodeHeard]()
+    desk = AgentDesk(
+        loop=loop,  # type: ignore[arg-type]
+        metrics=Metrics(),
+        clock=clock,
+        descriptors=Descriptors(100),
+        soon=lambda work: work(),
+        name="c1",
+        heartbeat_interval_s=1.0,
+        marks={},
+        poisoned=frozenset(),
+    )
+    tx: Any = SimpleNamespace(hear=lambda event, now: heard.append(event))
+    for node, seq in (("n1", 1), ("n1", 2), ("n2", 1), ("n1", 3)):
+        desk.beat(node, Heartbeat(incarnation=1, seq=seq, sent_at=0.0))
+    for stimulus in loop.stimuli:
+        stimulus(tx, fleet.now)
+    assert [(event.node, [other for other, _ in event.others]) for event in heard] == [("n1", ["n2"])]
