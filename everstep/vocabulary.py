@@ -47,6 +47,7 @@ class FindingKind(StrEnum):
     STORED_CORRUPT = "vault.stored_corrupt"
     COPIES_MISSING = "vault.copies_missing"
     MEMORY_SHORT = "vault.memory_short"
+    NOT_STORED = "vault.not_stored"
     DIGEST_MISMATCH = "sdc.digest_mismatch"
     PROBE_FAILED = "probe.failed"
     COMPUTE_WRONG = "probe.compute_wrong"

@@ -1,9 +1,17 @@
-"""The ranks tell one another their layouts, once in a generation, through its store."""
+"""The ranks tell one another their layouts through their generation's store: in rounds, all ranks in each.
+
+Round 0 is there from the beginning. A rank whose layout becomes another one opens the next, whatever its step is, and
+all tell their layouts once more, those with nothing new as well. Whoever waits in a round hears of the next one there.
+Whoever has planned asks the store now and then, but not while versions are committed: a rank that waits in a newer
+round stores none, so nothing is.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from torch._C._distributed_c10d import Store
 
@@ -13,25 +21,52 @@ from trainer_hooks.snapshot.layout import Layout, content_digest, decode_layout,
 
 FIRST_POLL_S = 0.001
 LAST_POLL_S = 0.02
+ASK_S = 3.0
+"""A rank that has planned asks for a newer round so often at most. A longer time spares the store of a job of many
+ranks some requests while the controller is away; after a shorter one snapshots go on sooner where ranks change apart.
+"""
 
 
-def poll(store: Store, keys: list[str], *, stop: threading.Event, clock: Clock, timeout_s: float) -> list[bytes]:
+class Superseded(Unavailable):
+    """What is waited for is of a round that ranks have left for a newer one."""
+
+
+def poll(
+    store: Store,
+    keys: list[str],
+    *,
+    stop: threading.Event,
+    clock: Clock,
+    timeout_s: float,
+    superseded: Callable[[], bool] = lambda: False,
+) -> list[bytes]:
     """The values of ``keys``, once all are there; for threads beside the training thread.
 
     The store is asked and not waited on: a connection that waits would stand in the way of the training thread's own
-    use of it. Raises Unavailable when they are not there in time or ``stop`` was set.
+    use of it. Raises Unavailable when they are not there in time or ``stop`` was set, Superseded when that is true.
     """
     deadline = clock.monotonic() + timeout_s
     pause_s = FIRST_POLL_S
     while keys and not store.check(keys):
         if stop.wait(pause_s) or clock.monotonic() > deadline:
             raise Unavailable(f"not all ranks have told what the others wait for: {keys[0]} or one like it")
+        if superseded():
+            raise Superseded("ranks plan anew")
         pause_s = min(LAST_POLL_S, pause_s * 1.5)
     return store.multi_get(keys) if keys else []
 
 
+class Round(NamedTuple):
+    """What all ranks told: their layouts, of which equal ones are one object. All go by them from step ``since`` on,
+    so that of no version some slots are of this round and others of the one before."""
+
+    number: int
+    layouts: list[Layout]
+    since: int
+
+
 class Exchange:
-    """All ranks' layouts, from any thread.
+    """All ranks' layouts, for the copier thread.
 
     Bodies are stored by their digest, so that equal layouts (DDP: all of them) cross the store once.
 
@@ -46,35 +81,85 @@ class Exchange:
         self._world = world
         self._clock = clock
         self._stop = stop
+        self._round = -1
+        self._mine: Layout | None = None
+        self._ask_at = float("-inf")
 
-    def layouts(self, tag: str, mine: Layout, timeout_s: float) -> list[Layout]:
-        """Every rank's layout under ``tag``; equal ones are one object.
+    def layouts(self, mine: Layout, since: int, timeout_s: float) -> Round:
+        """The newest round; one that this rank opens where ``mine`` is another object than the last time.
 
-        Raises Unavailable when a rank's is not there in time or ``stop`` was set.
+        ``since``: this rank has stored no step from there on yet. Raises Unavailable when a rank's layout is not there
+        in time or ``stop`` was set, Superseded where it is to be called again.
         """
+        if self._world == 1:
+            self._round, self._mine = self._round + (mine is not self._mine), mine
+            return Round(self._round, [mine], since)
+        self._ask_at = self._clock.monotonic() + ASK_S
         body = encode(mine)
         digest = content_digest(body)
         known = {digest: mine}
-        if self._world == 1:
-            return [mine]
-        self._put_body(tag, digest, body)
-        self._store.set(f"snapshot/{tag}/rank/{self._rank}", digest)
+        number = self._join(mine)
+        if number != self._round:  # what was told once stands, for others may have read it
+            self._round, self._mine = number, mine
+            self._put_body(number, digest, body)
+            self._store.set(_rank_key(number, self._rank), f"{digest} {since}")
         get = partial(self.get, timeout_s=timeout_s)
-        digests = [digest.decode() for digest in get([f"snapshot/{tag}/rank/{r}" for r in range(self._world)])]
-        missing = sorted(set(digests) - known.keys())
-        bodies = get([f"snapshot/{tag}/body/{d}" for d in missing])
+        told = [said.decode().split() for said in get([_rank_key(number, rank) for rank in range(self._world)])]
+        missing = sorted({each for each, _ in told} - known.keys())
+        bodies = get([_body_key(number, each) for each in missing])
         known.update({d: decode_layout(b) for d, b in zip(missing, bodies, strict=True)})
-        return [known[d] for d in digests]
+        return Round(number, [known[each] for each, _ in told], max(int(step) for _, step in told))
+
+    def superseded(self) -> bool:
+        """Whether ranks have left the round that this rank has planned by; mostly without asking."""
+        now = self._clock.monotonic()
+        if self._world == 1 or self._round < 0 or now < self._ask_at:
+            return False
+        self._ask_at = now + ASK_S
+        return self._is_over(self._round)
+
+    def committed(self) -> None:
+        """A version was, which all ranks stored. From any thread."""
+        self._ask_at = self._clock.monotonic() + ASK_S
+
+    def absent(self) -> list[int]:
+        """Ranks that have not told their layout in this rank's round; asks for each."""
+        return [rank for rank in range(self._world) if not self._store.check([_rank_key(self._round, rank)])]
+
+    def _join(self, mine: Layout) -> int:
+        number = max(self._round, 0)
+        if self._mine is not None and mine is not self._mine:
+            number += 1
+            self._store.set(_open_key(number), "")
+        while self._is_over(number):
+            number += 1
+        return number
+
+    def _is_over(self, number: int) -> bool:
+        return self._store.check([_open_key(number + 1)])
 
     def put(self, key: str, body: bytes) -> None:
         """Publishes something else that ranks plan by."""
         self._store.set(key, body)  # type: ignore[arg-type]  # takes bytes
 
     def get(self, keys: list[str], timeout_s: float) -> list[bytes]:
-        """The values of ``keys``, once all are there. Raises as ``layouts`` does."""
-        return poll(self._store, keys, stop=self._stop, clock=self._clock, timeout_s=timeout_s)
+        """The values of ``keys`` of this rank's round, once all are there. Raises as ``layouts`` does."""
+        superseded = partial(self._is_over, self._round)
+        return poll(self._store, keys, stop=self._stop, clock=self._clock, timeout_s=timeout_s, superseded=superseded)
 
-    def _put_body(self, tag: str, digest: str, body: bytes) -> None:
-        key = f"snapshot/{tag}/body/{digest}"
+    def _put_body(self, number: int, digest: str, body: bytes) -> None:
+        key = _body_key(number, digest)
         if not self._store.check([key]):
             self._store.set(key, body)  # type: ignore[arg-type]  # takes bytes
+
+
+def _open_key(number: int) -> str:
+    return f"snapshot/{number}/open"
+
+
+def _rank_key(number: int, rank: int) -> str:
+    return f"snapshot/{number}/rank/{rank}"
+
+
+def _body_key(number: int, digest: str) -> str:
+    return f"snapshot/{number}/body/{digest}"

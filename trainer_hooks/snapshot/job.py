@@ -25,13 +25,12 @@ class Phase(enum.Enum):
 
 
 class Look:
-    """The tensors as they were found, and the name under which the ranks exchange this layout. ``change``: what is not
-    as it was before, in words. ``gpus``: where they lie; none for the host."""
+    """The tensors as they were found, and the layout that is planned for them. ``change``: what is not as it was
+    before, in words. ``gpus``: where they lie; none for the host."""
 
-    def __init__(self, tensors: list[TrackedTensor], layout: Layout, tag: str, change: str = "") -> None:
+    def __init__(self, tensors: list[TrackedTensor], layout: Layout, change: str = "") -> None:
         self.tensors = tensors
         self.layout = layout
-        self.tag = tag
         self.change = change
         self.gpus = gpus_of(tensors)
         self.sharded = any(part.box != whole(part.shape) for part in layout.parts)

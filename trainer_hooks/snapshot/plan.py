@@ -112,6 +112,34 @@ def divide(
     ]
 
 
+def shared_alike(layouts: Sequence[Layout]) -> list[Layout]:
+    """The layouts, where a tensor is shared as on the rank that knows most: what is one rank's own, or the first rank's
+    to say, is so on all that have it. One rank sees earlier than another that training changes a buffer."""
+    most: dict[str, Sharing] = {}
+    for layout in {id(layout): layout for layout in layouts}.values():
+        for part in layout.parts:
+            if part.sharing is not Sharing.EQUAL and most.get(part.name) is not Sharing.OWN:
+                most[part.name] = part.sharing
+    made: dict[tuple[int, int], Layout] = {}
+    shared = []
+    for rank, layout in enumerate(layouts):
+        other = {p.name: most[p.name] for p in layout.parts if most.get(p.name, p.sharing) != p.sharing}
+        key = (id(layout), rank if Sharing.OWN in other.values() else 0)  # equal ones stay one object
+        if other and key not in made:
+            made[key] = Layout(tuple(_shared_as(p, other.get(p.name), rank, len(layouts)) for p in layout.parts))
+        shared.append(made[key] if other else layout)
+    return shared
+
+
+def _shared_as(part: Part, sharing: Sharing | None, rank: int, world: int) -> Part:
+    if sharing is None:
+        return part
+    shape, box = part.shape, part.box
+    if sharing is Sharing.OWN:
+        shape, box = (world, *shape), Box((rank, *box.offset), (1, *box.size))
+    return msgspec.structs.replace(part, shape=shape, box=box, sharing=sharing)
+
+
 def _exclusive_first(piece: Piece) -> tuple[bool, Piece]:
     return not piece.exclusive, piece
 

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -18,11 +19,11 @@ from trainer_hooks.mapped_segment import MappedSegment
 from trainer_hooks.restore.choose import FIRST_CHECKPOINT_RANK
 from trainer_hooks.snapshot.choices import DEFAULT, Choices
 from trainer_hooks.snapshot.copy import slot_view
-from trainer_hooks.snapshot.exchange import Exchange
+from trainer_hooks.snapshot.exchange import Exchange, Superseded
 from trainer_hooks.snapshot.gather import Targets
 from trainer_hooks.snapshot.layout import ALIGN, Layout, Manifest
 from trainer_hooks.snapshot.needs import needs_of
-from trainer_hooks.snapshot.plan import Share, divide, manifest_for, payload_bytes
+from trainer_hooks.snapshot.plan import Share, divide, manifest_for, payload_bytes, shared_alike
 from trainer_hooks.snapshot.provision import Agreed, Provision, Quartermaster, provisions
 from trainer_hooks.vault_client import VaultClient
 
@@ -38,7 +39,8 @@ SMALL_PIECES = 2048
 
 
 class Planned:
-    """What each snapshot needs, made once: nothing in here depends on the step.
+    """What each snapshot needs, made once: nothing in here depends on the step, but that only those from ``since`` on
+    are stored by it.
 
     ``with_covers``: the same for all that this rank can store, where others' pieces are among it.
     """
@@ -49,9 +51,11 @@ class Planned:
         share: Share,
         manifest: Manifest,
         segment: MappedSegment,
+        since: int,
         with_covers: Planned | None = None,
     ) -> None:
         self.layout = layout
+        self.since = since
         self.share = share
         self.manifest = manifest
         self.manifest_bytes = encode_manifest(manifest)
@@ -75,6 +79,16 @@ class Planned:
             )
             self._targets[slot] = Targets(views, self.segment)
         return self._targets[slot]
+
+
+class _Agreement(NamedTuple):
+    """What ranks told of ``layout``, and what came of it. ``mine``: the layout as it is shared on all ranks."""
+
+    layout: Layout
+    mine: Layout
+    layouts: list[Layout]
+    share: Share
+    since: int
 
 
 class Planner:
@@ -104,30 +118,59 @@ class Planner:
         self._quartermaster = Quartermaster(
             spec, member, choices, exchange.put, partial(exchange.get, timeout_s=timeout_s)
         )
-        self._shared: tuple[Layout, list[Layout], Share] | None = None
+        self._agreement: _Agreement | None = None
         self.agreed = Agreed(provisions(choices)[0])
 
-    def plan(self, tag: str, layout: Layout, blob_bytes: int) -> Planned:
+    def plan(self, layout: Layout, blob_bytes: int, since: int) -> Planned:
         """A plan for ``layout`` with room for ``blob_bytes`` of Python state.
 
-        The exchange under ``tag`` takes place only where ``layout`` is not the last one planned. Raises Unavailable,
-        OutOfSlotMemory, and ValueError where ranks hold different tensors under one name.
+        The ranks exchange layouts only where ``layout`` is not the last one planned, or ``superseded`` said so;
+        ``since`` is as in Exchange.layouts. Raises Unavailable, OutOfSlotMemory, and ValueError where ranks hold
+        different tensors under one name.
         """
-        if self._shared is None or self._shared[0] is not layout:
-            layouts = self._exchange.layouts(tag, layout, self._timeout_s)
-            shares = divide(layouts, self._nodes(), self._spec.spec.replicas, self._spec.replica_nodes)
-            manifest = manifest_for(self._member.rank, layouts, shares[self._member.rank], _capacity(blob_bytes))
-            agreed = self._quartermaster.agree(tag, partial(self._ask_for_room, layouts, shares, manifest))
-            self._shared, self.agreed = (layout, layouts, shares[self._member.rank]), agreed
+        if self._agreement is None or self._agreement.layout is not layout:
+            self._agree(layout, blob_bytes, since)
             self._tell_lack()
-        _, layouts, share = self._shared
+        assert self._agreement is not None
+        _, _, layouts, share, since = self._agreement
         manifest = manifest_for(self._member.rank, layouts, share, _capacity(blob_bytes))
         if not share.covers or self.agreed.provision.lean:
-            return Planned(layout, share, manifest, self._open(manifest))
+            return Planned(layout, share, manifest, self._open(manifest), since)
         wide = share.with_covers()
         wide_manifest = manifest_for(self._member.rank, layouts, wide, _capacity(blob_bytes))
         segment = self._open(wide_manifest)
-        return Planned(layout, share, manifest, segment, Planned(layout, wide, wide_manifest, segment))
+        return Planned(layout, share, manifest, segment, since, Planned(layout, wide, wide_manifest, segment, since))
+
+    def superseded(self) -> bool:
+        """Whether other ranks plan anew, as this one then has to; see Exchange."""
+        if not self._exchange.superseded():
+            return False
+        self._agreement = None
+        return True
+
+    def absent(self) -> list[int]:
+        """Ranks without which nothing can be planned; see Exchange."""
+        return self._exchange.absent()
+
+    def takes_for_the_same(self, planned: Layout, layout: Layout) -> bool:
+        """Whether ``layout`` is what the plan for ``planned`` makes of that, since other ranks knew it before."""
+        agreement = self._agreement
+        return agreement is not None and agreement.layout is planned and agreement.mine == layout
+
+    def _agree(self, layout: Layout, blob_bytes: int, since: int) -> None:
+        rank = self._member.rank
+        while True:
+            try:
+                told = self._exchange.layouts(layout, since, self._timeout_s)
+                layouts = shared_alike(told.layouts)
+                shares = divide(layouts, self._nodes(), self._spec.spec.replicas, self._spec.replica_nodes)
+                manifest = manifest_for(rank, layouts, shares[rank], _capacity(blob_bytes))
+                ask = partial(self._ask_for_room, layouts, shares, manifest)
+                self.agreed = self._quartermaster.agree(str(told.number), ask)
+            except Superseded:
+                continue
+            self._agreement = _Agreement(layout, layouts[rank], layouts, shares[rank], told.since)
+            return
 
     def _nodes(self) -> list[str]:
         return [self._spec.node_of(rank) for rank in range(self._spec.world_size)]

@@ -8,23 +8,34 @@ from collections.abc import Callable
 import torch
 
 from everstep.clock import Clock
+from everstep.errors import OutOfSlotMemory
 from everstep.slots import SLOTS
 from everstep.vocabulary import Finding, FindingKind, Mode, Severity
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Member
+from trainer_hooks.snapshot.changes import difference
 from trainer_hooks.snapshot.choices import Choices
 from trainer_hooks.snapshot.device import current_gpu
 from trainer_hooks.snapshot.first_plan import FirstPlan
 from trainer_hooks.snapshot.job import Look
+from trainer_hooks.snapshot.layout import Layout
 from trainer_hooks.snapshot.locked import page_lock
 from trainer_hooks.snapshot.planned import Planned, Planner
 from trainer_hooks.snapshot.provision import Agreed
 from trainer_hooks.snapshot.retention import Retention
+from trainer_hooks.state import TrackedTensor
 
 log = logging.getLogger(__name__)
 
+UNPLANNED_S = 30.0
+"""After so long without a plan it is told: nothing is stored meanwhile. A change that ranks see at different steps is
+planned for within some seconds."""
+SHOWN = 8
+"""Ranks."""
+
 
 class Plans:
-    """Of one rank in one generation. ``make`` is for the copier thread, the rest for any.
+    """Of one rank in one generation. ``make`` is for the copier thread, the rest for any. ``blob_bytes``: the Python
+    state that there was room for the last time.
 
     Args:
         retention: hears how many slots there are.
@@ -49,6 +60,9 @@ class Plans:
         self._clock = clock
         self._gpu = current_gpu()
         self._told: Agreed | None = None
+        self._unplanned_since: float | None = None
+        self._told_unplanned = False
+        self.blob_bytes = 0
         self.first = FirstPlan(choices.require)
         self.current: Planned | None = None
 
@@ -61,8 +75,30 @@ class Plans:
         """The plan there is, where it is one for this layout."""
         return self.current if self.current is not None and self.current.layout is look.layout else None
 
-    def make(self, look: Look, blob_bytes: int) -> Planned:
+    def look(self, tensors: list[TrackedTensor], layout: Layout, known: Look | None, step: int) -> Look:
+        """What was found after ``step``; to be planned only where it is another layout than the ``known`` one."""
+        if known is None:
+            return Look(tensors, layout)
+        if known.layout == layout or self._takes_for_the_same(known, layout):
+            return Look(tensors, known.layout, known.change)
+        change = difference(known.layout, layout)
+        log.info("planned anew from step %d on, since tracked tensors changed: %s", step, change, extra=self._where())
+        return Look(tensors, layout, change)
+
+    def _takes_for_the_same(self, known: Look, layout: Layout) -> bool:
+        return self.of(known) is not None and self._planner.takes_for_the_same(known.layout, layout)
+
+    def superseded(self) -> bool:
+        """Whether other ranks plan anew. Nothing begins by the plan there is from then on; for the copier thread."""
+        if self.current is None or not self._planner.superseded():
+            return False
+        self.current = None
+        return True
+
+    def make(self, look: Look, blob_bytes: int, since: int) -> Planned:
         """The plan there is where it fits, else a new one; its slots are page-locked where state lies on a GPU.
+
+        ``since``: no step from there on was stored by an older one.
 
         Raises what Planner does, and RuntimeError where the slots cannot be locked.
         """
@@ -73,19 +109,52 @@ class Plans:
         try:
             if planned is None or not planned.fits(blob_bytes):
                 self.current = None  # its segment may be about to make place for another
+                self.blob_bytes = blob_bytes
                 try:
-                    planned = self._planner.plan(look.tag, look.layout, blob_bytes)
+                    planned = self._planner.plan(look.layout, blob_bytes, since)
                 finally:  # also where there is no room for this rank's own slots
                     self._tell_agreed()
                 self._retention.provide(self._planner.agreed.provision.slots)
                 self.current = planned
+                self._tell_planned()
                 self.first.made()
             if look.gpus:
                 page_lock(planned.segment)
         except Exception as error:
             self.first.failed(error)
+            if not isinstance(error, OutOfSlotMemory):  # which is told in its own words
+                self._tell_unplanned(error)
             raise
         return planned
+
+    def _tell_planned(self) -> None:
+        if self._told_unplanned:
+            log.info("checkpoints of %s are stored again", self._spec.job, extra=self._where())
+        self._unplanned_since, self._told_unplanned = None, False
+
+    def _tell_unplanned(self, error: Exception) -> None:
+        """Once, by the first of the ranks that are there."""
+        now = self._clock.monotonic()
+        if self._unplanned_since is None:
+            self._unplanned_since = now
+        if self._told_unplanned or now - self._unplanned_since < UNPLANNED_S:
+            return
+        self._told_unplanned = True
+        absent = self._planner.absent()
+        if any(rank not in absent for rank in range(self._member.rank)):
+            return
+        more = f" and {len(absent) - SHOWN} more" if len(absent) > SHOWN else ""
+        who = f"; ranks {', '.join(map(str, absent[:SHOWN]))}{more} have not told what they hold" if absent else ""
+        message = (
+            f"no checkpoint of {self._spec.job} has been stored for {now - self._unplanned_since:.0f} s, and a loss "
+            f"costs the steps since: {error}{who}"
+        )
+        log.error("%s", message, extra=self._where())
+        source = "every rank's word on which tensors it holds, which a plan takes"
+        self._tell(self._finding(FindingKind.NOT_STORED, Severity.WARNING, "plan", message, source))
+
+    def _where(self) -> dict[str, object]:
+        return {"node": self._member.node, "job": self._spec.job, "generation": self._spec.number}
 
     def _tell_agreed(self) -> None:
         """Rank 0 says what all ranks have, where it is not the best that may be, or was not before."""
@@ -93,27 +162,29 @@ class Plans:
         if self._member.rank != 0 or self._told == before:
             return
         spec, agreed = self._spec, self._told
-        where = {"node": self._member.node, "job": spec.job, "generation": spec.number}
+        where = self._where()
         if not agreed.why:
             if before is not None and before.why:
                 log.info("there is room for all checkpoint slots again", extra=where)
         elif agreed.lacking or agreed.provision.lean:
             message = _lack(spec.job, agreed) if agreed.lacking else _thrift(spec.job, agreed)
             log.warning("%s", message, extra=where)
-            self._tell(self._finding(message, Severity.WARNING if agreed.lacking else Severity.INFO))
+            severity = Severity.WARNING if agreed.lacking else Severity.INFO
+            source = "the sum of what is planned, on each node of the job"
+            self._tell(self._finding(FindingKind.MEMORY_SHORT, severity, "slots", message, source))
         else:
             log.info(
                 "checkpoint slots have no room for the larger share that a loss leaves: %s", agreed.why, extra=where
             )
 
-    def _finding(self, message: str, severity: Severity) -> FindingRaised:
+    def _finding(self, kind: FindingKind, severity: Severity, of: str, message: str, source: str) -> FindingRaised:
         finding = Finding(
-            kind=FindingKind.MEMORY_SHORT,
-            subject=f"slots/{self._spec.job}",
+            kind=kind,
+            subject=f"{of}/{self._spec.job}",
             severity=severity,
             message=message,
             mode=Mode.OBSERVE,
-            source="the sum of what is planned, on each node of the job",
+            source=source,
             since=self._clock.wall(),
             trace=self._spec.trace,
         )

@@ -35,18 +35,21 @@ class Retention:
         self._candidate = 1 if restored is None else restored.step + 1
         self._kept: Version | None = None
 
-    def note(self, committed: Version | None, candidate: int | None, pinned: Iterable[Version]) -> None:
+    def note(self, committed: Version | None, candidate: int | None, pinned: Iterable[Version]) -> bool:
         """What the controller says: the newest committed version, and the step whose version may be committed next.
+        Whether more is committed than was known.
 
         Both are kept, and the candidate before until then; a candidate that is sealed already comes too late.
         ``pinned`` are kept besides, as long as there is a slot to fill without them.
         """
         with self._lock:
             self._pinned = frozenset(pinned)
-            if committed is not None and (self._committed is None or committed > self._committed):
+            newer = committed is not None and (self._committed is None or committed > self._committed)
+            if newer:
                 self._committed = committed
             if candidate is not None:
                 self._candidate = candidate
+            return newer
 
     def is_candidate(self, step: int) -> bool:
         """Whether the version of this step may be the next one to be committed, as far as is known now."""

@@ -24,11 +24,10 @@ from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Member, Sealed
 from trainer_hooks.sdc.digest import unsigned
 from trainer_hooks.snapshot.alikeness import Alikeness
-from trainer_hooks.snapshot.changes import difference
 from trainer_hooks.snapshot.choices import DEFAULT, Choices
 from trainer_hooks.snapshot.copy import Sources, write_blob
 from trainer_hooks.snapshot.cover import all_stored, store_with_covers
-from trainer_hooks.snapshot.exchange import Exchange
+from trainer_hooks.snapshot.exchange import ASK_S, Exchange
 from trainer_hooks.snapshot.job import Filled, Job, Look, Phase
 from trainer_hooks.snapshot.pace import Pace
 from trainer_hooks.snapshot.planned import Planned, Planner
@@ -46,6 +45,8 @@ POLL_S = 0.02
 """Slices of ``wait``, so that an exception set from another thread reaches the training thread between them."""
 PATIENCE_S = 2.0
 """How long ``wait`` lets a snapshot be planned before it goes on without it."""
+PLAN_S = 10.0
+"""How long a plan is given, for which training does not wait: ranks that change at different steps meet in it."""
 RETRY_S = 5.0
 """After a plan failed, snapshots are skipped for this long, so that training does not stop for each attempt. Also how
 often a failure that stays is told."""
@@ -55,7 +56,6 @@ LONGEST_REST_S = 0.05
 and the first to be done should not take them from those who still hold up their training."""
 LOOK_S = 0.02
 """How often the copier looks for what the training thread has copied itself: nobody wakes it for that."""
-START = "start"
 
 
 class Snapshotter:
@@ -102,14 +102,15 @@ class Snapshotter:
         self._alikeness = Alikeness(store, member.rank, spec.world_size, self._where)
         self._watch = Stopwatch(None if self._pace.fixed else self._pace.took, clock)
         self._retry_at = self._warn_at = float("-inf")
-        exchange = Exchange(store, member.rank, spec.world_size, clock, self._stop)
-        planner = Planner(vault, spec, member, exchange, PATIENCE_S, choices, self._retention.indispensable)
+        self._exchange = Exchange(store, member.rank, spec.world_size, clock, self._stop)
+        planner = Planner(vault, spec, member, self._exchange, PLAN_S, choices, self._retention.indispensable)
         self._plans = Plans(planner, spec, member, self._retention, tell, choices, clock)
         self.first_plan = self._plans.first
         self._sources: Sources | None = None
         self._look: Look | None = None
+        self._begun = 0
         if state.complete():
-            self._look = self._look_again(START)
+            self._look = self._look_again(0)
         self._thread = threading.Thread(target=self._run, name="everstep-copier", daemon=True)
         self._thread.start()
 
@@ -138,6 +139,7 @@ class Snapshotter:
         return self._retention.is_candidate(step) or (not self._plans.lean and self._pace.due(step))
 
     def _begin(self, step: int) -> None:
+        self._begun = step  # before it is looked which plan there is
         if self._last is not None:
             self._wanted.set()
             with self._changed:
@@ -146,7 +148,7 @@ class Snapshotter:
         if self._clock.monotonic() < self._retry_at:
             return
         if self._look is None or not self._state.unchanged():
-            self._look = self._look_again(str(step))
+            self._look = self._look_again(step)
         sources = self._fitting_sources(self._look)
         sources.begin()
         version = Version(self._spec.number, step)
@@ -174,7 +176,7 @@ class Snapshotter:
         """The plan under which the training thread copies this itself; None where it is for the copier, which alone may
         wait for others and does the digests, or where the job wants all copies under the next step."""
         planned = self._plans.of(job.look)
-        if planned is None or not planned.fits(job.blob.room):
+        if planned is None or not planned.fits(job.blob.room) or job.version.step < planned.since:
             return None
         digested = planned.share.groups and (self._retention.is_candidate(job.version.step) or self._digest_due(job))
         others = job.sources.on_gpu or digested or self._choices.overlap or self._reports.copying
@@ -212,7 +214,8 @@ class Snapshotter:
 
     def note(self, committed: Version | None, candidate: int | None, pinned: Iterable[Version] = ()) -> None:
         """What the controller says; see Retention."""
-        self._retention.note(committed, candidate, pinned)
+        if self._retention.note(committed, candidate, pinned):
+            self._exchange.committed()
 
     def close(self, finish: bool) -> None:
         """The generation is over for this rank.
@@ -239,19 +242,12 @@ class Snapshotter:
         elif finish and self._still is not None and not self._still.moved():
             self._attempt(partial(self._cover, self._still), f"cover step {self._still.version.step}")
 
-    def _look_again(self, tag: str) -> Look:
-        """Finds the tensors anew; only where their layout is another one is there something to plan under ``tag``."""
+    def _look_again(self, step: int) -> Look:
+        """Finds the tensors anew."""
         tensors = self._state.tensors()
         layout = self._state.layout(tensors, self._member.rank, self._spec.world_size)
-        known = self._look
         self._sources = None
-        if known is None:
-            return Look(tensors, layout, tag)
-        if known.layout == layout:
-            return Look(tensors, known.layout, known.tag, known.change)
-        change = difference(known.layout, layout)
-        log.info("planned anew from step %s on, since tracked tensors changed: %s", tag, change, extra=self._where)
-        return Look(tensors, layout, tag, change)
+        return self._plans.look(tensors, layout, self._look, step)
 
     def _fitting_sources(self, look: Look) -> Sources:
         """Views for what is planned; before it is planned, of everything that must be staged."""
@@ -268,7 +264,7 @@ class Snapshotter:
                 return False
             self._end(job)
             self._retry_at = self._clock.monotonic() + RETRY_S
-        why = f" (tracked tensors changed here, and must on all ranks: {job.look.change})" if job.look.change else ""
+        why = f" (tracked tensors changed here, so all ranks plan anew: {job.look.change})" if job.look.change else ""
         step = job.version.step
         log.warning("no snapshot of step %d: it could not be planned in time%s", step, why, extra=self._where)
         return True
@@ -278,7 +274,7 @@ class Snapshotter:
     def _run(self) -> None:
         early = self._look
         if early is not None:
-            self._attempt(partial(self._plan, early, 0), "plan snapshots")
+            self._attempt(partial(self._plan, early, 0, 0), "plan snapshots")
         self.first_plan.tried()
         while (job := self._next()) is not None:
             self._attempt(partial(self._snapshot, job), f"snapshot step {job.version.step}")
@@ -301,12 +297,21 @@ class Snapshotter:
                 log.warning("cannot %s, training goes on without: %s", what, error, extra=self._where)
 
     def _next(self) -> Job | None:
-        with self._changed:
-            while self._queue is None and not self._closing:
-                planned = self._plans.current
-                self._changed.wait(LOOK_S if planned is not None and planned.is_small else None)
-            job, self._queue = self._queue, None
-            return job
+        """The next one to do; until there is one, what other ranks plan is followed."""
+        while True:
+            self._attempt(self._follow, "plan anew with the other ranks")
+            with self._changed:
+                if self._queue is None and not self._closing:
+                    planned = self._plans.current
+                    self._changed.wait(LOOK_S if planned is not None and planned.is_small else ASK_S)
+                if self._queue is not None or self._closing:
+                    job, self._queue = self._queue, None
+                    return job
+
+    def _follow(self) -> None:
+        """Where other ranks plan anew this one does, too, for steps that have not begun."""
+        if self._plans.superseded() and self._look is not None:
+            self._plan(self._look, self._plans.blob_bytes, self._begun + 1)
 
     def _end(self, job: Job) -> None:
         job.phase = Phase.OVER
@@ -321,9 +326,9 @@ class Snapshotter:
             job.phase = after
             return True
 
-    def _plan(self, look: Look, blob_bytes: int) -> Planned:
+    def _plan(self, look: Look, blob_bytes: int, since: int) -> Planned:
         try:
-            planned = self._plans.make(look, blob_bytes)
+            planned = self._plans.make(look, blob_bytes, since)
         except Exception:
             self._retry_at = self._clock.monotonic() + RETRY_S
             raise
@@ -332,8 +337,10 @@ class Snapshotter:
 
     def _snapshot(self, job: Job) -> None:
         if job.phase is Phase.QUEUED:
-            planned = self._plan(job.look, job.blob.room)
-            if not self._plans.lean or self._retention.is_candidate(job.version.step):  # it may have just become lean
+            step = job.version.step
+            planned = self._plan(job.look, job.blob.room, step)
+            lean = self._plans.lean and not self._retention.is_candidate(step)  # it may have just become so
+            if step >= planned.since and not lean:
                 self._fill(job, planned)
         if job.filled is not None:
             self._seal(job, job.filled)
@@ -384,7 +391,7 @@ class Snapshotter:
     def _cover(self, job: Job) -> None:
         """Stores what ranks of this node died over, of the last finished step: no optimizer has touched it since."""
         planned, version = self._plans.of(job.look), job.version
-        if planned is None or planned.with_covers is None:
+        if planned is None or planned.with_covers is None or version.step < planned.since:
             return
         others = [self._spec.roster[rank] for rank in (self._member.rank, *planned.share.covered)]
         if not all_stored(planned.segment.directory, others, version):

@@ -16,8 +16,9 @@ from everstep.wire.v1.training import JobSpec
 from tests.support.generations import JOB, generation
 from trainer_hooks.restore.choose import covers, is_whole
 from trainer_hooks.snapshot.choices import Choices
+from trainer_hooks.snapshot.exchange import Round
 from trainer_hooks.snapshot.layout import Box, Layout, Part, Sharing, encode, whole
-from trainer_hooks.snapshot.plan import divide, manifest_for, payload_bytes
+from trainer_hooks.snapshot.plan import divide, manifest_for, payload_bytes, shared_alike
 from trainer_hooks.snapshot.planned import SMALLEST_BLOB_BYTES, Planner
 
 
@@ -162,6 +163,30 @@ def stages() -> list[Layout]:
     return [Layout((*(first if rank % 2 == 0 else last), own(f"seen{rank % 2}", rank))) for rank in range(4)]
 
 
+@pytest.mark.parametrize(("most", "own"), [(Sharing.OWN, True), (Sharing.FIRST, False)])
+def test_a_buffer_that_one_rank_has_seen_to_change_is_shared_so_on_all(most: Sharing, own: bool) -> None:
+    constant, other = part("mask", (4, 8)), part("t", (4, 8))
+    row = Box((2, 0, 0), (1, 4, 8))
+    seen = part("mask", (3, 4, 8), row, sharing=most) if own else part("mask", (4, 8), sharing=most)
+    plain = Layout((constant, other))
+    layouts = shared_alike([plain, plain, Layout((seen, other))])
+    assert [layout.parts[1] for layout in layouts] == [other] * 3
+    assert [layout.parts[0].sharing for layout in layouts] == [most] * 3
+    shares = divide(layouts, ["n1", "n2", "n3"], 2)
+    manifests = [manifest_for(rank, layouts, share, 0) for rank, share in enumerate(shares)]
+    assert manifests[0].catalog == manifests[1].catalog == manifests[2].catalog
+    holders = [
+        {m.rank for m in manifests for s in m.stored if m.catalog[s.tensor].name == "mask" and s.box == box}
+        for box in (Box((rank, 0, 0), (1, 4, 8)) for rank in range(3))
+    ]
+    assert holders == [{0}, {1}, {2}] if own else layouts[0] is layouts[1]
+
+
+def test_layouts_that_agree_stay_the_objects_that_they_are() -> None:
+    layouts = [*replicated([100], 3), *stages()[:1]]
+    assert all(one is other for one, other in zip(shared_alike(layouts), layouts, strict=True))
+
+
 def test_ranks_vote_only_with_those_that_hold_the_same() -> None:
     layouts = stages()
     shares = divide(layouts, ["n1", "n2", "n3", "n4"], 2)
@@ -232,8 +257,8 @@ class Asked(Exception):
 
 def test_a_slot_has_room_for_the_share_after_a_loss_and_never_for_more_than_everything() -> None:
     class Layouts(AloneInTheStore):
-        def layouts(self, _tag: str, mine: Layout, _timeout_s: float) -> list[Layout]:
-            return [mine] * 2
+        def layouts(self, mine: Layout, since: int, _timeout_s: float) -> Round:
+            return Round(0, [mine] * 2, since)
 
     class Vault:
         def check_room(self, _job: str, needs: tuple[SegmentNeed, ...], **_how: object) -> None:
@@ -248,7 +273,7 @@ def test_a_slot_has_room_for_the_share_after_a_loss_and_never_for_more_than_ever
     spec = generation(1, ranks=[("n1", 0), ("n2", 0)])
     planner = Planner(Vault(), spec, spec.roster[0], Layouts(), 1.0)  # type: ignore[arg-type]
     with pytest.raises(Asked) as asked:
-        planner.plan("start", layout, 0)
+        planner.plan(layout, 0, 0)
     assert whole < asked.value.args[0] < 1.05 * whole
     assert [(need.replica, need.number) for need in foreseen] == [(False, 0)]
     assert (foreseen[0].slots, foreseen[0].slot_bytes) == (5, -(-asked.value.args[0] // PAGE) * PAGE)
@@ -257,8 +282,8 @@ def test_a_slot_has_room_for_the_share_after_a_loss_and_never_for_more_than_ever
 @pytest.mark.parametrize("nodes", [["n1", "n2"], ["n1", "n1"]])
 def test_a_job_that_is_short_of_memory_gets_two_slots_of_the_size_of_its_share(nodes: list[str]) -> None:
     class Layouts(AloneInTheStore):
-        def layouts(self, _tag: str, mine: Layout, _timeout_s: float) -> list[Layout]:
-            return [mine] * 2
+        def layouts(self, mine: Layout, since: int, _timeout_s: float) -> Round:
+            return Round(0, [mine] * 2, since)
 
     class Vault:
         def check_room(self, _job: str, needs: tuple[SegmentNeed, ...], **_how: object) -> None:
@@ -272,7 +297,7 @@ def test_a_job_that_is_short_of_memory_gets_two_slots_of_the_size_of_its_share(n
     spec = generation(1, ranks=[(node, nodes[:rank].count(node)) for rank, node in enumerate(nodes)])
     planner = Planner(Vault(), spec, spec.roster[0], Layouts(), 1.0, Choices(slots=2))  # type: ignore[arg-type]
     with pytest.raises(Asked) as asked:
-        planner.plan("start", layouts[0], 0)
+        planner.plan(layouts[0], 0, 0)
     share = divide(layouts, nodes, spec.spec.replicas, spec.replica_nodes)[0]
     manifest = manifest_for(0, layouts, share, SMALLEST_BLOB_BYTES)
     stored = sum(piece.box.volume * layouts[0].parts[piece.part].itemsize for piece in share.pieces)
@@ -288,8 +313,8 @@ def test_a_nodes_vault_is_foreseen_to_keep_its_ranks_slots_and_the_copies_that_a
     """Shards on two nodes of two ranks each, each node the home of the other's copies; two slots more for parity."""
 
     class Layouts(AloneInTheStore):
-        def layouts(self, _tag: str, _mine: Layout, _timeout_s: float) -> list[Layout]:
-            return layouts
+        def layouts(self, _mine: Layout, since: int, _timeout_s: float) -> Round:
+            return Round(0, layouts, since)
 
     class Vault:
         def check_room(self, _job: str, needs: tuple[SegmentNeed, ...], **_how: object) -> None:
@@ -301,7 +326,7 @@ def test_a_nodes_vault_is_foreseen_to_keep_its_ranks_slots_and_the_copies_that_a
     spec = msgspec.structs.replace(spec, replica_nodes={"n1": ("n2",), "n2": ("n1",)})
     planner = Planner(Vault(), spec, spec.roster[2], Layouts(), 1.0)  # type: ignore[arg-type]
     with pytest.raises(Asked) as asked:
-        planner.plan("start", layouts[2], 0)
+        planner.plan(layouts[2], 0, 0)
     (needs,) = asked.value.args
     assert [(need.replica, need.number) for need in needs] == [(False, 0), (False, 1), (True, 0), (True, 1)]
     shard = layouts[0].parts[0].nbytes
