@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from controller.store.retention import BITE, Keep, prune
+from controller.store.retention import BITE, Choose, Keep, chores, prune_events
 from controller.store.threads import Store
 from everstep.errors import Unavailable
 
@@ -31,7 +31,19 @@ async def retaining(store: Store, keep: Callable[[], Keep], *, first_s: float = 
         await asyncio.sleep(wait_s)
         wait_s = ROUND_S
         try:
-            while await store.write(lambda connection: prune(connection, keep())) >= BITE:
-                await asyncio.sleep(BETWEEN_BITES_S)
+            await _round(store, keep())
         except (Unavailable, SQLAlchemyError) as error:
             log.warning("old history was not deleted, to be tried again in %.0f s: %s", ROUND_S, error)
+
+
+async def _round(store: Store, keep: Keep) -> None:
+    while await store.write(lambda connection: prune_events(connection, keep)) >= BITE:
+        await asyncio.sleep(BETWEEN_BITES_S)
+    for chore in await store.look(lambda connection: chores(connection, keep)):
+        await _done(store, chore)
+
+
+async def _done(store: Store, chore: Choose) -> None:
+    while (bite := await store.look(chore)) is not None:
+        await store.write(bite.take)
+        await asyncio.sleep(BETWEEN_BITES_S)

@@ -1,16 +1,19 @@
-"""Deleting what is older than anybody wants to read. Each function takes a small bite in its caller's transaction, and
-tells how many rows it took: as many as ``BITE`` when there may be more."""
+"""Deleting what is older than anybody wants to read.
+
+What may go is looked for in the reading thread, however long that takes; the writing one deletes by primary keys, BITE
+rows in a transaction, of one table and one job. The audit log alone, whose ids are in order, is pruned in one go.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Table, and_, delete, func, select, tuple_, update
+from sqlalchemy import ColumnElement, Connection, Table, delete, func, or_, select, tuple_, update
 
 from controller.store import tables
 from controller.store.audit_ids import followed_by
-from controller.store.reader import newest_verified
 
 BITE = 500
 """Rows at a time: a few milliseconds, in which no decision is written."""
@@ -28,20 +31,28 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True):
     generations: int
 
 
-def prune(connection: Connection, keep: Keep) -> int:
-    """The largest number of rows that one kind has lost. Nothing that a controller starts from is deleted."""
-    _versions(connection)
-    return max(
-        _events(connection, keep),
-        _verdicts(connection, keep),
-        _ended(connection, tables.findings, "cleared_at", "id", keep),
-        _ended(connection, tables.remedies, "ended_at", "requested_at", keep),
-        _generations(connection, keep),
-    )
+class Bite(msgspec.Struct, frozen=True):
+    """Rows to delete, by their primary keys; ``may_go`` is looked at once more."""
+
+    table: Table
+    keys: list[tuple[Any, ...]]
+    may_go: ColumnElement[bool] | None = None
+
+    def take(self, connection: Connection) -> None:
+        """Deletes them."""
+        columns = list(self.table.primary_key.columns)
+        one = len(columns) == 1
+        wanted = columns[0].in_([key[0] for key in self.keys]) if one else tuple_(*columns).in_(self.keys)
+        connection.execute(delete(self.table).where(wanted, *_given(self.may_go)))
 
 
-def _events(connection: Connection, keep: Keep) -> int:
-    """The oldest ones; never the newest of all, which says how far time has come."""
+Choose = Callable[[Connection], Bite | None]
+"""Looks for the next rows to delete, in the reading thread; None where there are no more."""
+
+
+def prune_events(connection: Connection, keep: Keep) -> int:
+    """Deletes the oldest lines of the audit log, never the newest of all, which says how far time has come. Returns how
+    many: BITE where there may be more."""
     audit, meta = tables.audit.c, tables.meta.c
     oldest, newest = connection.execute(select(func.min(audit.id), func.max(audit.id))).one()
     if oldest is None:
@@ -55,14 +66,31 @@ def _events(connection: Connection, keep: Keep) -> int:
     return connection.execute(delete(tables.audit).where(audit.id <= through)).rowcount
 
 
-def _verdicts(connection: Connection, keep: Keep) -> int:
+def chores(connection: Connection, keep: Keep) -> list[Choose]:
+    """Where there may be rows to delete: for the reading thread, as is each of what it returns. Nothing that a
+    controller starts from goes."""
+    found: list[Choose] = [
+        lambda connection: _verdicts(connection, keep),
+        lambda connection: _ended(connection, tables.findings, "cleared_at", "id", keep),
+        lambda connection: _ended(connection, tables.remedies, "ended_at", "requested_at", keep),
+    ]
+    for table, most in (
+        (tables.generations, keep.generations),
+        (tables.recoveries, keep.generations),
+        (tables.versions, VERSIONS_KEPT),
+    ):
+        found += [_of_job(table, job, most) for job in _jobs_with_more(connection, table, most)]
+    return found
+
+
+def _verdicts(connection: Connection, keep: Keep) -> Bite | None:
     """All but the newest of each node, which may be why it stands where it stands."""
     verdicts, later = tables.verdicts, tables.verdicts.alias()
     superseded = select(later.c.id).where(later.c.node == verdicts.c.node, later.c.at > verdicts.c.at).exists()
     return _old(connection, verdicts, superseded, verdicts.c.at < keep.since, verdicts.c.at, keep)
 
 
-def _ended(connection: Connection, table: Table, ended: str, order: str, keep: Keep) -> int:
+def _ended(connection: Connection, table: Table, ended: str, order: str, keep: Keep) -> Bite | None:
     """What is over; what stands stays, however much it is."""
     return _old(connection, table, table.c[ended].is_not(None), table.c[ended] < keep.since, table.c[order], keep)
 
@@ -74,46 +102,48 @@ def _old(
     too_old: ColumnElement[bool],
     order: ColumnElement[Any],
     keep: Keep,
-) -> int:
-    """Of what ``may_go``: a bite of what is ``too_old``, and where that was not a whole one, the first in ``order`` of
-    what is too much."""
-    old = select(table.c.id).where(may_go, too_old).limit(BITE)
-    taken = connection.execute(delete(table).where(table.c.id.in_(old.scalar_subquery()))).rowcount
-    if taken >= BITE:
-        return taken
-    surplus = connection.execute(select(func.count()).select_from(table)).scalar_one() - keep.rows
-    if surplus <= 0:
-        return taken
-    first = select(table.c.id).where(may_go).order_by(order).limit(min(surplus, BITE))
-    return max(taken, connection.execute(delete(table).where(table.c.id.in_(first.scalar_subquery()))).rowcount)
+) -> Bite | None:
+    """Of what ``may_go``: a bite of what is ``too_old``, or else the first in ``order`` of what is too much."""
+    old = connection.execute(select(table.c.id).where(may_go, too_old).limit(BITE)).all()
+    if not old:
+        surplus = connection.execute(select(func.count()).select_from(table)).scalar_one() - keep.rows
+        first = select(table.c.id).where(may_go).order_by(order).limit(min(surplus, BITE))
+        old = connection.execute(first).all() if surplus > 0 else old
+    return _bite(table, old, may_go)
 
 
-def _generations(connection: Connection, keep: Keep) -> int:
-    """Rosters, and how they came to step."""
-    taken = 0
-    for job in connection.execute(select(tables.jobs.c.job)).scalars().all():
-        for table, number in ((tables.generations, "number"), (tables.recoveries, "generation")):
-            newest = select(table.c[number]).where(table.c.job == job).order_by(table.c[number].desc())
-            last = connection.execute(newest.offset(keep.generations).limit(1)).scalar()
-            if last is None:
-                continue
-            old = select(table.c[number]).where(table.c.job == job, table.c[number] <= last)
-            old = old.order_by(table.c[number]).limit(BITE)
-            gone = delete(table).where(table.c.job == job, table.c[number].in_(old.scalar_subquery()))
-            taken = max(taken, connection.execute(gone).rowcount)
-    return taken
+def _jobs_with_more(connection: Connection, table: Table, most: int) -> list[str]:
+    counted = select(table.c.job).group_by(table.c.job).having(func.count() > most).order_by(table.c.job)
+    return list(connection.execute(counted).scalars())
 
 
-def _versions(connection: Connection) -> None:
-    """All but the newest of each job, and its newest verified one: at once, for they are small."""
-    versions = tables.versions
-    place = tuple_(versions.c.generation, versions.c.step)
-    for job in connection.execute(select(tables.jobs.c.job)).scalars().all():
-        newest = select(versions.c.generation, versions.c.step).where(versions.c.job == job)
-        newest = newest.order_by(versions.c.generation.desc(), versions.c.step.desc())
-        last = connection.execute(newest.offset(VERSIONS_KEPT).limit(1)).first()
+def _of_job(table: Table, job: str, most: int) -> Choose:
+    """The oldest rows of a job beyond its newest ``most``; but a job's newest verified version stays."""
+    _, *places = table.primary_key.columns
+
+    def choose(connection: Connection) -> Bite | None:
+        mine = select(*table.primary_key.columns).where(table.c.job == job)
+        last = connection.execute(mine.order_by(*(one.desc() for one in places)).offset(most).limit(1)).first()
         if last is None:
-            continue
-        verified = [(row.generation, row.step) for row in newest_verified(connection, job)]
-        old = and_(versions.c.job == job, place <= tuple(last), place.not_in(verified))
-        connection.execute(delete(versions).where(old))
+            return None
+        may_go = _not_newest_verified() if table is tables.versions else None
+        beyond = mine.where(tuple_(*places) <= tuple(last)[1:], *_given(may_go)).order_by(*places).limit(BITE)
+        return _bite(table, connection.execute(beyond).all(), may_go)
+
+    return choose
+
+
+def _not_newest_verified() -> ColumnElement[bool]:
+    versions, later = tables.versions.c, tables.versions.alias().c
+    newer = tuple_(later.generation, later.step) > tuple_(versions.generation, versions.step)
+    verified = select(later.step).where(later.job == versions.job, later.verified_at.is_not(None), newer)
+    return or_(versions.verified_at.is_(None), verified.exists())
+
+
+def _bite(table: Table, rows: Sequence[Any], may_go: ColumnElement[bool] | None = None) -> Bite | None:
+    keys = [tuple(row) for row in rows]
+    return Bite(table, keys, may_go) if keys else None
+
+
+def _given(condition: ColumnElement[bool] | None) -> tuple[ColumnElement[bool], ...]:
+    return () if condition is None else (condition,)

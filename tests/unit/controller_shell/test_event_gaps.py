@@ -14,7 +14,7 @@ import pytest
 from controller.store.audit_ids import RESTORED, ROOM
 from controller.store.backup import back_up
 from controller.store.database import open_database
-from controller.store.retention import Keep, prune
+from controller.store.retention import Keep, prune_events
 from controller.store.writer import Writer
 from everstep.cli.client import Client
 from everstep.cli.main import _follow
@@ -105,7 +105,7 @@ def test_the_client_names_the_gap_that_retention_has_left(program_forks: ForkPoo
         engine = open_database(process.database)
         writer = Writer(engine)
         newest = writer.take_over().newest_audit
-        writer.run(lambda connection: prune(connection, Keep(since=1e12, events=0, rows=9, generations=9)))
+        writer.run(lambda connection: prune_events(connection, Keep(since=1e12, events=0, rows=9, generations=9)))
         writer.close()
         engine.dispose()
         process.start()

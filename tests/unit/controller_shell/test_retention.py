@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from sqlalchemy import Connection, Engine, insert, select, text
+from sqlalchemy import Connection, Engine, event, func, insert, select, text
 from sqlalchemy.exc import DBAPIError
 
 from controller import retention as retention_module
@@ -14,7 +14,7 @@ from controller.store.audit_ids import ROOM
 from controller.store.database import open_database
 from controller.store.reader import Reader
 from controller.store.records import AuditRow, Batch, GenerationRow, RecoveryRow, VerdictRow, VersionRow
-from controller.store.retention import Keep, prune
+from controller.store.retention import Bite, Keep, chores, prune_events
 from controller.store.threads import Store
 from controller.store.trouble import StoreAway
 from controller.store.writer import Writer
@@ -50,14 +50,25 @@ def ids(engine: Engine) -> list[int]:
         return list(connection.execute(select(tables.audit.c.id).order_by(tables.audit.c.id)).scalars())
 
 
-def pruned(writer: Writer, what: Keep) -> int:
-    return writer.run(lambda connection: prune(connection, what))
+def bites(engine: Engine, what: Keep) -> list[Bite]:
+    """The first one of each kind, and of each job."""
+    with engine.connect() as connection:
+        return [bite for chore in chores(connection, what) if (bite := chore(connection)) is not None]
+
+
+def pruned(writer: Writer, engine: Engine, what: Keep) -> int:
+    """Deletes one bite of everything; how many rows the largest had."""
+    taken = writer.run(lambda connection: prune_events(connection, what))
+    for bite in bites(engine, what):
+        writer.run(bite.take)
+        taken = max(taken, len(bite.keys))
+    return taken
 
 
 @pytest.mark.parametrize("what", [keep(since=7.0), keep(events=4)], ids=["by age", "by number"])
 def test_old_events_are_deleted_and_the_log_stays_append_only(writer: Writer, engine: Engine, what: Keep) -> None:
     writer.commit([Batch(number=1, audit=audit(*range(1, 11)))])
-    pruned(writer, what)
+    pruned(writer, engine, what)
     assert ids(engine) == [7, 8, 9, 10]
     with engine.connect() as connection, pytest.raises(DBAPIError, match="append-only"), connection.begin():
         connection.execute(text("DELETE FROM audit"))
@@ -67,23 +78,23 @@ def test_old_events_are_deleted_and_the_log_stays_append_only(writer: Writer, en
 
 def test_lines_are_counted_not_the_ids_that_a_restore_left_out(writer: Writer, engine: Engine) -> None:
     writer.commit([Batch(number=1, audit=audit(*range(1, 11), *range(ROOM, ROOM + 3)))])
-    pruned(writer, keep(events=5))
+    pruned(writer, engine, keep(events=5))
     assert ids(engine) == [9, 10, ROOM, ROOM + 1, ROOM + 2]
     for _ in range(2):  # a bite does not reach over what was left out
-        pruned(writer, keep(events=2))
+        pruned(writer, engine, keep(events=2))
     assert ids(engine) == [ROOM + 1, ROOM + 2]
 
 
 def test_the_stream_hears_of_the_newest_id_that_was_deleted(writer: Writer, engine: Engine) -> None:
     writer.commit([Batch(number=1, audit=audit(*range(1, 11)))])
-    pruned(writer, keep(events=4))
+    pruned(writer, engine, keep(events=4))
     found = Reader(engine).following(2, 3)
     assert ([row.id for row in found.rows], found.pruned, found.newest) == ([7, 8, 9], 6, 10)
 
 
 def test_the_newest_event_is_kept_whatever_its_age(writer: Writer, engine: Engine) -> None:
     writer.commit([Batch(number=1, audit=audit(1, 2, 3))])
-    pruned(writer, keep(since=1e12, events=0))
+    pruned(writer, engine, keep(since=1e12, events=0))
     assert ids(engine) == [3]
     writer.close()
     loaded = Writer(engine).take_over()
@@ -92,15 +103,14 @@ def test_the_newest_event_is_kept_whatever_its_age(writer: Writer, engine: Engin
 
 def test_what_is_young_and_little_is_left_alone(writer: Writer, engine: Engine) -> None:
     writer.commit([Batch(number=1, audit=audit(1, 2, 3))])
-    assert pruned(writer, EVERYTHING) == 0
+    assert pruned(writer, engine, EVERYTHING) == 0
     assert ids(engine) == [1, 2, 3]
 
 
 def test_a_long_history_goes_in_small_bites(writer: Writer, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention, "BITE", 10)
     writer.commit([Batch(number=1, audit=audit(*range(1, 36)))])
-    bites = [pruned(writer, keep(events=5)) for _ in range(4)]
-    assert bites == [10, 10, 10, 0]
+    assert [pruned(writer, engine, keep(events=5)) for _ in range(4)] == [10, 10, 10, 0]
     assert ids(engine) == [31, 32, 33, 34, 35]
 
 
@@ -114,7 +124,8 @@ def test_of_verdicts_the_newest_of_each_node_stays(writer: Writer, engine: Engin
         for node, at in (("a", 1), ("a", 2), ("a", 9), ("b", 1))
     ]
     writer.commit([Batch(number=1, verdicts=rows)])
-    pruned(writer, what)
+    while pruned(writer, engine, what):
+        pass
     with engine.connect() as connection:
         assert connection.execute(text("SELECT doc FROM verdicts ORDER BY doc")).scalars().all() == left
 
@@ -128,7 +139,7 @@ def test_rosters_and_recoveries_of_each_job_stay_up_to_their_number(writer: Writ
     recoveries = [RecoveryRow(job="j", generation=number, doc=str(number)) for number in range(1, 6)]
     batch = Batch(number=1, jobs={"j": "{}", "k": "{}"}, generations=generations, recoveries=recoveries)
     writer.commit([batch])
-    pruned(writer, keep(generations=2))
+    pruned(writer, engine, keep(generations=2))
     with engine.connect() as connection:
         left = connection.execute(text("SELECT job, number FROM generations ORDER BY job, number")).all()
         came = connection.execute(text("SELECT generation FROM recoveries ORDER BY generation")).scalars().all()
@@ -145,7 +156,7 @@ def test_of_versions_the_newest_stay_and_the_newest_verified_one(
         for step in range(10)
     ]
     writer.commit([Batch(number=1, jobs={"j": "{}"}, versions={("j", 1, row.step): row for row in rows})])
-    pruned(writer, EVERYTHING)
+    pruned(writer, engine, EVERYTHING)
     with engine.connect() as connection:
         assert connection.execute(text("SELECT step FROM versions ORDER BY step")).scalars().all() == [2, 7, 8, 9]
 
@@ -172,7 +183,8 @@ def test_findings_and_remedies_that_stand_are_kept_and_those_that_are_over_go(
             connection.execute(insert(tables.remedies).values(**asked, ended_at=ended, doc="{}"))
 
     writer.run(raised)
-    pruned(writer, what)
+    while pruned(writer, engine, what):
+        pass
     with engine.connect() as connection:
         assert sorted(connection.execute(select(tables.findings.c.key)).scalars()) == left
         assert sorted(connection.execute(select(tables.remedies.c.id)).scalars()) == left
@@ -192,9 +204,56 @@ def test_a_flood_is_deleted_in_bites_until_as_many_are_left_as_may_be(
             connection.execute(insert(table).values(node="a", at=float(at), doc="{}", **more))
 
     writer.run(flood)
-    assert [pruned(writer, keep(rows=5)) for _ in range(4)] == [10, 10, 10, 0]
+    assert [pruned(writer, engine, keep(rows=5)) for _ in range(4)] == [10, 10, 10, 0]
     with engine.connect() as connection:
         assert sorted(connection.execute(select(table.c.at)).scalars()) == [31.0, 32.0, 33.0, 34.0, 35.0]
+
+
+def test_each_transaction_deletes_of_one_job_and_looks_for_nothing(
+    database: str, engine: Engine, writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What hundreds of jobs have, little or much, holds up no decision: the writing thread is told primary keys."""
+    jobs = [f"j{number}" for number in range(300)]
+    generations = [
+        GenerationRow(job=job, number=number, reason="formed", trace="", issued_at=1.0, doc="{}")
+        for job in jobs
+        for number in range(1, 5 if job < "j11" else 3)
+    ]
+    writer.commit([Batch(number=1, jobs=dict.fromkeys(jobs, "{}"), generations=generations, audit=audit(1, 2))])
+    monkeypatch.setattr(retention_module, "BETWEEN_BITES_S", 0.0)
+
+    async def body() -> list[list[str]]:
+        own = open_database(database)
+        store = Store(own)
+        await store.take_over()
+        written: list[list[str]] = []
+
+        def note(connection: Connection, _cursor: object, statement: str, parameters: object, *_: object) -> None:
+            if not connection.get_execution_options().get("everstep_write"):
+                return
+            if "FROM meta" in statement:  # the fence, which every transaction begins with
+                written.append([])
+            elif not statement.startswith("BEGIN"):
+                written[-1].append(f"{statement} {parameters}")
+
+        event.listen(own, "before_cursor_execute", note)
+        task = asyncio.create_task(retention_module.retaining(store, lambda: keep(generations=2), first_s=0.0))
+        left = select(func.count()).select_from(tables.generations)
+        async with asyncio.timeout(60):
+            while await store.look(lambda connection: connection.execute(left).scalar()) > 2 * len(jobs):
+                await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task})
+        store.close()
+        return written
+
+    events, *written = asyncio.run(body())
+    crowded = [job for job in jobs if job < "j11"]
+    assert len(events) <= 3
+    assert len(written) == len(crowded)
+    for (statement,), job in zip(written, sorted(crowded), strict=True):
+        assert statement.startswith("DELETE FROM generations")
+        assert {other for other in crowded if f"'{other}'" in statement} == {job}
 
 
 def test_the_background_task_goes_on_after_an_absence_of_the_database(
