@@ -36,14 +36,21 @@ LEAST_TIMEOUT_S = 0.1
 
 
 def run_probe(ask: Ask, doing: Doing) -> ProbeFinished:
-    """Takes part; a failure is an answer too."""
-    probe = ask.probe
+    """Takes part; a failure is an answer too. What fails before the first word of what it is doing could not be run."""
+    probe, began = ask.probe, False
+
+    def begun(what: str) -> None:
+        nonlocal began
+        began = True
+        doing(what)
+
     try:
-        return ProbeFinished(probe=probe.probe, ok=True, rows=_work(ask, doing))
+        return ProbeFinished(probe=probe.probe, ok=True, rows=_work(ask, begun), began=True)
     except (ProbeFault, ConfigurationError, ValueError, OSError, RuntimeError) as error:
         # torch reports a peer that vanished, a time-out or a CUDA fault as RuntimeError or one of its children.
         detail = f"{type(error).__name__}: {error}"[:2000]
-        return ProbeFinished(probe=probe.probe, ok=False, detail=detail, wrong=isinstance(error, WrongResult))
+        wrong = isinstance(error, WrongResult)
+        return ProbeFinished(probe=probe.probe, ok=False, detail=detail, wrong=wrong, began=began)
 
 
 def _work(ask: Ask, doing: Doing) -> Rows:
@@ -62,9 +69,10 @@ def _work(ask: Ask, doing: Doing) -> Rows:
 def all_reduce(ask: Ask, doing: Doing) -> Rows:
     """Median times of a sum over all nodes, for each size; every sum is checked. Raises what torch raises."""
     probe, rank, left = ask.probe, ask.probe.nodes.index(ask.node), _left(ask)
-    doing("meeting the others at the store")
-    store = dist.PrefixStore(probe.probe, _store(probe, rank, left))
     device = _device(probe.backend)
+    listener = None if rank else _listener(probe)
+    doing("meeting the others at the store")
+    store = dist.PrefixStore(probe.probe, _store(probe, listener, left))
     doing("connecting to the others")
     group = _group(probe, store, rank, left, device)
     rows = []
@@ -83,10 +91,8 @@ def _left(ask: Ask) -> timedelta:
     return timedelta(seconds=max(LEAST_TIMEOUT_S, ask.deadline - SYSTEM_CLOCK.monotonic()))
 
 
-def _store(probe: RunProbe, rank: int, left: timedelta) -> Any:
+def _listener(probe: RunProbe) -> socket.socket:
     host, port = store_address(probe)
-    if rank:
-        return dist.TCPStore(host, port, len(probe.nodes), False, timeout=left, wait_for_workers=False)
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -95,6 +101,13 @@ def _store(probe: RunProbe, rank: int, left: timedelta) -> Any:
     except OSError as error:
         listener.close()
         raise ProbeFault(f"cannot host the store at {host}:{port}: {error.strerror}; probe again") from error
+    return listener
+
+
+def _store(probe: RunProbe, listener: socket.socket | None, left: timedelta) -> Any:
+    host, port = store_address(probe)
+    if listener is None:
+        return dist.TCPStore(host, port, len(probe.nodes), False, timeout=left, wait_for_workers=False)
     return dist.TCPStore(
         host,
         port,

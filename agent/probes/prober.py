@@ -45,6 +45,7 @@ class ProbeChild:
         self._channel = ours
         self._decoder: FrameDecoder[FromChild] = FrameDecoder(FromChild, MAX_FRAME_BYTES)
         self.doing = "loading torch"
+        self.began = False
         self._hung_up = False
 
     @property
@@ -56,13 +57,17 @@ class ProbeChild:
         return self._process.poll() is None
 
     async def ask(self, ask: Ask) -> ProbeFinished | None:
-        """The answer, or None where the process ended without one. Raises OSError, MalformedMessage."""
+        """The answer, or None where the process ended without one. Raises OSError, MalformedMessage.
+
+        ``doing`` says what it was at, ``began`` whether it had come to the probe itself.
+        """
+        self.began = False
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(self._channel, encode_frame(ask))
         while data := await loop.sock_recv(self._channel, READ_BYTES):
             for message in self._decoder.feed(data):
                 if isinstance(message, Stage):
-                    self.doing = message.doing
+                    self.doing, self.began = message.doing, True
                 else:
                     return message
         self._hung_up = True
@@ -138,13 +143,13 @@ class Prober:
     async def _ask(self, ask: Ask) -> ProbeFinished:
         if self._idle is not None:
             self._idle.cancel()
-        finished, why = None, ""
+        finished, why, late = None, "", False
         try:
             child = self._child = await self._warm()
             async with asyncio.timeout(ask.deadline - self._clock.monotonic()):
                 finished = await child.ask(ask)
         except TimeoutError:
-            why = f"no result within {ask.probe.timeout_s:g} s"
+            why, late = f"no result within {ask.probe.timeout_s:g} s", True
         except (OSError, MalformedMessage) as error:
             why = f"the probe process broke: {error}"
         finally:
@@ -152,7 +157,8 @@ class Prober:
             gone, how = (None, "") if finished is not None else await self._drop()
         if finished is None:
             at = "" if gone is None else f" at: {gone.doing}"
-            return _failed(ask.probe, f"{why or f'the probe process ended ({how})'}{at}")
+            began = late and gone is not None and gone.began  # a process that breaks says nothing of the nodes
+            return _failed(ask.probe, f"{why or f'the probe process ended ({how})'}{at}", began=began)
         self._idle = asyncio.get_running_loop().call_later(self._idle_s, self._rest)
         return finished
 
@@ -170,5 +176,5 @@ class Prober:
             self._ending = asyncio.get_running_loop().create_task(self._drop())
 
 
-def _failed(probe: RunProbe, detail: str) -> ProbeFinished:
-    return ProbeFinished(probe=probe.probe, ok=False, detail=detail[:2000])
+def _failed(probe: RunProbe, detail: str, *, began: bool = False) -> ProbeFinished:
+    return ProbeFinished(probe=probe.probe, ok=False, detail=detail[:2000], began=began)

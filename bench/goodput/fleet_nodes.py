@@ -114,9 +114,9 @@ class FleetOfNodes(FleetInTime):
     def _probe(self, name: str, body: RunProbe) -> None:
         well = all(self.by_name[n].away_until is None and not self.by_name[n].ill for n in body.nodes)
         rows = ((8, 1e-5, 1e11),) if well else ()
-        self._report(
-            self.by_name[name], ProbeFinished(probe=body.probe, ok=well, detail="" if well else "failed", rows=rows)
-        )
+        detail = "" if well else "failed"
+        answer = ProbeFinished(probe=body.probe, ok=well, detail=detail, rows=rows, began=True)
+        self._report(self.by_name[name], answer)
 
     def _command(self, kind: ev.OperatorAction, node: str | None = None) -> None:
         command = ev.OperatorCommand(kind=kind, actor="on call", reason="mended", node=node, trace=self._trace())

@@ -26,13 +26,15 @@ PARTNERLESS_S = 0.5
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a probe ended. ``failure``: in a sentence, empty where it passed. ``wrong``: the work was done, with a wrong
-    result. ``mute``: somebody did not answer in time, which proves nothing. ``slow``: it passed, too slowly."""
+    result. ``mute``: somebody did not answer in time, which proves nothing. ``unable``: who could not run it, which
+    proves nothing either. ``slow``: it passed, too slowly."""
 
     name: str
     probe: Probe
     failure: str = ""
     wrong: bool = False
     mute: bool = False
+    unable: str = ""
     slow: bool = False
 
 
@@ -76,25 +78,39 @@ def _what(kind: ProbeKind) -> str:
 
 
 def take_result(turn: Turn, node: str, report: ProbeFinished) -> Outcome | None:
-    """Counts one side's result; the outcome, once the last one or the first bad one is in."""
+    """Counts one side's result; the outcome, once the last one is in, or one that says how it ended.
+
+    Who failed may have waited for one that could not run the probe, and tells so later: only when every side has
+    begun does a failure speak of the nodes.
+    """
     probe = turn.state.probes.get(report.probe)
     if probe is None or node not in probe.nodes:
         turn.ignore("probe_finished.unknown")
         return None
     rows = {f"{size}": f"{latency:.6f} s, {rate / 1e9:.3f} GB/s" for size, latency, rate in report.rows}
     slow = _slow(turn, probe, report)
+    unable = not (report.ok or report.began or report.wrong)
     how = "passed" if report.ok and not slow else f"failed: {slow or report.detail}"
+    how = f"could not run it: {report.detail}" if unable else how
     sentence = f"{report.probe}: {node} {how}"
     turn.audit("probe.result", sentence, node=node, trace=probe.trace, data=rows)
     _enter(turn, node, sentence, rows)
     if report.ok and not slow:
         probe.passed.add(node)
-        if len(probe.passed) < len(probe.nodes):
-            return None
-        sentence = ""
+    else:
+        probe.failed.setdefault(node, sentence)
+    if not (unable or slow or report.wrong) and len(probe.passed | probe.failed.keys()) < len(probe.nodes):
+        return None
     del turn.state.probes[report.probe]
-    failure = sentence and f"{sentence} ({' with '.join(probe.nodes)})"
-    return Outcome(name=report.probe, probe=probe, failure=failure, wrong=report.wrong, slow=bool(slow))
+    first = sentence if unable else next(iter(probe.failed.values()), "")
+    return Outcome(
+        name=report.probe,
+        probe=probe,
+        failure=first and f"{first} ({' with '.join(probe.nodes)})",
+        wrong=report.wrong,
+        unable=node if unable else "",
+        slow=bool(slow),
+    )
 
 
 def _slow(turn: Turn, probe: Probe, report: ProbeFinished) -> str:
@@ -116,7 +132,7 @@ def overdue(turn: Turn, name: str) -> Outcome | None:
     if probe is None or turn.now < probe.due:
         return None
     del turn.state.probes[name]
-    mute = ", ".join(node for node in probe.nodes if node not in probe.passed)
+    mute = ", ".join(node for node in probe.nodes if node not in probe.passed and node not in probe.failed)
     sentence = f"{name}: no result from {mute} within {turn.policy.probe_timeout_s:g} s"
     turn.audit("probe.overdue", sentence, node=probe.candidate, trace=probe.trace)
     for node in probe.nodes:

@@ -211,6 +211,8 @@ def examined(turn: Turn, outcome: Outcome) -> None:
         return
     if not outcome.failure:
         passed(turn, node)
+    elif outcome.unable == node:
+        failed(turn, node, outcome.failure, offence=0.0)
     elif outcome.wrong and len(outcome.probe.nodes) == 1:
         _found_wrong(turn, node, outcome)
     elif len(outcome.probe.nodes) > 1:
@@ -231,7 +233,8 @@ def passed(turn: Turn, node: str) -> None:
 
 
 def _ask_others(turn: Turn, node: str, outcome: Outcome) -> None:
-    """A pair failed: which of the two it was, partners known to be good will tell."""
+    """A pair failed: which of the two it was, partners known to be good will tell. One that could not run the probe is
+    no suspect for that."""
     found = {
         suspect: Finding(
             kind=FindingKind.PROBE_FAILED,
@@ -241,10 +244,10 @@ def _ask_others(turn: Turn, node: str, outcome: Outcome) -> None:
             since=turn.now,
             trace=turn.trace,
         )
-        for suspect in (node, *(other for other in outcome.probe.nodes if other != node))
+        for suspect in (node, *(other for other in outcome.probe.nodes if other not in (node, outcome.unable)))
     }
-    if second_pass.open_case(turn, SecondPass.PAIR, found, outcome.failure) is None:
-        failed(turn, node, outcome.failure)
+    if second_pass.open_case(turn, SecondPass.PAIR, found, outcome.failure, unable=outcome.unable) is None:
+        failed(turn, node, outcome.failure, offence=0.0 if outcome.unable else offenders.FAILED_PROBE)
     else:
         turn.state.nodes[node].probe = PROBE_WAITS
         turn.node_changed(node)

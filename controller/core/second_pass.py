@@ -21,8 +21,11 @@ def suspected(turn: Turn, node: str) -> bool:
     return any(node in case.suspects for case in turn.state.cases.values())
 
 
-def open_case(turn: Turn, kind: SecondPass, findings: dict[str, Finding], what: str, job: str = "") -> Case | None:
-    """Begins to try the nodes of ``findings``; None where one of them is being tried already.
+def open_case(
+    turn: Turn, kind: SecondPass, findings: dict[str, Finding], what: str, job: str = "", unable: str = ""
+) -> Case | None:
+    """Begins to try the nodes of ``findings``; None where one of them is being tried already. ``unable``: who could not
+    run such a probe, and is no partner.
 
     What comes of it is for whoever handles the deadline ``case`` and the probes' results.
     """
@@ -36,6 +39,7 @@ def open_case(turn: Turn, kind: SecondPass, findings: dict[str, Finding], what: 
         due=turn.now + MOST_TRIES * turn.policy.probe_timeout_s,
         trace=turn.trace,
         job=job,
+        unable={unable: None} if unable else {},
     )
     name = f"case-{turn.state.fleet.probes + 1}-{next(iter(findings))}"  # two may begin before the next probe does
     turn.state.cases[name] = case
@@ -63,14 +67,18 @@ def look_again(turn: Turn, name: str) -> Case | None:
 
 
 def took(turn: Turn, outcome: Outcome) -> Case | None:
-    """A suspect's probe has ended. A partner that fell ill meanwhile proves nothing: another one is taken."""
+    """A suspect's probe has ended. A partner that could not run it, or fell ill meanwhile, proves nothing: another one
+    is taken."""
     case, node = turn.state.cases.get(outcome.probe.case), outcome.probe.candidate
     if case is None or node is None or node not in _open(case):
         return None
     partners = [other for other in outcome.probe.nodes if other != node]
     if not outcome.failure:
         case.passed[node] = outcome.name
-    elif outcome.mute or (case.kind is SecondPass.COMPUTE and not outcome.wrong):
+    elif outcome.unable in partners and case.tries[node] < MOST_TRIES:
+        case.unable[outcome.unable] = None
+        _try(turn, outcome.probe.case, case, node)
+    elif outcome.mute or outcome.unable or (case.kind is SecondPass.COMPUTE and not outcome.wrong):
         case.unknown[node] = outcome.failure
     elif all(is_known_good(turn.state, turn.state.nodes[other]) for other in partners):
         case.failed[node] = outcome.failure
@@ -103,12 +111,13 @@ def _try(turn: Turn, name: str, case: Case, node: str) -> None:
     if case.kind is SecondPass.COMPUTE:
         start_probe(turn, (node,), candidate=node, kind=ProbeKind.COMPUTE, case=name)
     else:
-        partner, busy = partner_for(turn, node, tries, case.suspects)
+        partner, busy = partner_for(turn, node, tries, (*case.suspects, *case.unable))
         if partner is None and busy:
             turn.wake(turn.now + turn.policy.partner_wait_s, "case", name)
             return
         if partner is None:
-            case.unknown[node] = f"there is no good partner to try {node} with"
+            but = f" ({', '.join(case.unable)} could not run the probe)" if case.unable else ""
+            case.unknown[node] = f"there is no good partner to try {node} with{but}"
             return
         start_probe(turn, (partner, node), candidate=node, case=name)
     case.tries[node] = tries + 1

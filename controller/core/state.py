@@ -162,7 +162,7 @@ class JobLive(msgspec.Struct):
 class Probe(msgspec.Struct):
     """A probe under way: who takes part, who is to be judged by it (None: somebody only wants to know).
 
-    ``case``: the second pass that it belongs to.
+    ``passed`` and ``failed``, with the words of it: who has answered. ``case``: the second pass that it belongs to.
     """
 
     nodes: tuple[NodeId, ...]
@@ -170,6 +170,7 @@ class Probe(msgspec.Struct):
     due: float
     trace: TraceId
     passed: set[NodeId] = set()
+    failed: dict[NodeId, str] = {}
     kind: ProbeKind = ProbeKind.ALL_REDUCE
     case: str = ""
 
@@ -178,8 +179,9 @@ class Case(msgspec.Struct, kw_only=True):
     """A second pass under way: whose fault is it?
 
     ``findings``: of each suspect, what it is suspected of. ``what``: the same in a sentence. ``tries``: probes begun of
-    each suspect. ``failed``, ``passed``, ``unknown``: how it ended for each, with the words of it. ``due``: when those
-    without an end count as unknown. ``job``: whose ranks' digests differed, empty for pairs.
+    each suspect. ``unable``: partners that could not run it. ``failed``, ``passed``, ``unknown``: how it ended for
+    each, with the words of it. ``due``: when those without an end count as unknown. ``job``: whose ranks' digests
+    differed, empty for pairs.
     """
 
     kind: SecondPass
@@ -190,6 +192,7 @@ class Case(msgspec.Struct, kw_only=True):
     trace: TraceId
     job: str = ""
     tries: dict[NodeId, int] = {}
+    unable: dict[NodeId, None] = {}
     failed: dict[NodeId, str] = {}
     passed: dict[NodeId, str] = {}
     unknown: dict[NodeId, str] = {}

@@ -121,7 +121,7 @@ def _probe(fleet: CoreFleet, words: Words, _options: Options) -> None:
 
 
 def _answer(fleet: CoreFleet, words: Words, _options: Options) -> None:
-    """``answer n1 ok|failed|wrong because``: all sides of the probe that tries n1 report it."""
+    """``answer n1 ok|failed|wrong|unable because``: all sides of the probe that tries n1 report it."""
     name, probe = next((n, p) for n, p in fleet.state.probes.items() if p.candidate == words[0])
     for node in probe.nodes:
         if name in fleet.state.probes:
@@ -129,7 +129,10 @@ def _answer(fleet: CoreFleet, words: Words, _options: Options) -> None:
 
 
 def _result(name: str, words: Words) -> ProbeFinished:
-    return ProbeFinished(probe=name, ok=words[1] == "ok", detail=" ".join(words[2:]), wrong=words[1] == "wrong")
+    began = words[1] != "unable"
+    return ProbeFinished(
+        probe=name, ok=words[1] == "ok", detail=" ".join(words[2:]), wrong=words[1] == "wrong", began=began
+    )
 
 
 def _action(fleet: CoreFleet, words: Words, _options: Options) -> None:

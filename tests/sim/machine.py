@@ -196,12 +196,14 @@ class Machine:
         ok = all(m.power and not m.frozen and not m.probes_fail for m in members) and all(
             self.world.wires.connected(self.name, m.name) for m in members
         )
-        return ProbeFinished(probe=body.probe, ok=ok, detail="" if ok else "no connection", rows=((8, 1e-4, 1e9),))
+        detail = "" if ok else "no connection"
+        return ProbeFinished(probe=body.probe, ok=ok, detail=detail, rows=((8, 1e-4, 1e9),), began=True)
 
     def _known_work(self, body: RunProbe) -> ProbeFinished:
         """Synthetic work shows a GPU that computes wrongly in under 40 % of cases (SDCHunter, OSDI 2026)."""
         wrong = self.lying and self.world.rng.random() < SEEN_BY_SYNTHETIC_WORK
-        return ProbeFinished(probe=body.probe, ok=not wrong, detail="wrong result" if wrong else "", wrong=wrong)
+        detail = "wrong result" if wrong else ""
+        return ProbeFinished(probe=body.probe, ok=not wrong, detail=detail, wrong=wrong, began=True)
 
 
 class Launcher:

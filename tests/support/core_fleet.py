@@ -205,9 +205,9 @@ class CoreFleet:
         return self.report(node, FindingCleared(key=key))
 
     def probe_result(self, node: str, ok: bool = True, detail: str = "") -> list[Effect]:
-        """The node's answer to the newest probe it takes part in."""
+        """The node's answer to the newest probe it takes part in, which it could run."""
         name = next(name for name, probe in reversed(self.state.probes.items()) if node in probe.nodes)
-        return self.report(node, ProbeFinished(probe=name, ok=ok, detail=detail, rows=((8, 1e-4, 1e6),)))
+        return self.report(node, ProbeFinished(probe=name, ok=ok, detail=detail, rows=((8, 1e-4, 1e6),), began=True))
 
     def order(self, kind: OperatorAction, **subject: Any) -> list[Effect]:
         return self.feed(OperatorCommand(kind=kind, actor="ada", reason="because", trace=self.trace(), **subject))

@@ -340,6 +340,9 @@ class ProbeFinished(Message, frozen=True, kw_only=True, tag=True):
     """One side's result of a probe. ``rows``: bytes, latency in seconds (median), bus bandwidth in bytes/s.
 
     ``wrong``: the work was done and its result is wrong, which convicts; a probe that could not be done does not.
+    ``began``: this side had what it takes, and went to work or to meet the others, so that a failure after that says
+    something of the nodes or the way between them. A failure without it says nothing of anybody, nor does one of an
+    agent that does not know the field.
     """
 
     probe: str
@@ -347,6 +350,7 @@ class ProbeFinished(Message, frozen=True, kw_only=True, tag=True):
     detail: ShortText = ""
     rows: tuple[tuple[int, float, float], ...] = ()
     wrong: bool = False
+    began: bool = False
 
 
 AnyReport = (

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -56,6 +58,7 @@ def test_two_nodes_sum_and_both_tell_times_for_every_size() -> None:
             answers = await asyncio.gather(one.run(asked, "n1"), two.run(asked, "n2"))
             for answer in answers:
                 assert answer.ok, answer.detail
+                assert answer.began
                 assert [size for size, _, _ in answer.rows] == list(SIZES)
                 assert all(latency > 0 and rate > 0 for _, latency, rate in answer.rows)
             if name == "probe-1":
@@ -74,9 +77,11 @@ def test_failures_are_answers_that_say_what_failed() -> None:
 
         stranger = await prober.run(probe("n1", "n2"), "n3")
         assert (stranger.ok, stranger.detail) == (False, "n3 is not among the nodes of this probe")
+        assert not stranger.began
 
         unknown = await prober.run(probe("n1", "n2", backend="mpi"), "n1")
         assert "no backend 'mpi'" in unknown.detail
+        assert not unknown.began
 
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
@@ -84,11 +89,13 @@ def test_failures_are_answers_that_say_what_failed() -> None:
             port = taken.getsockname()[1]
             answer = await prober.run(probe("n1", "n2", store=f"127.0.0.1:{port}"), "n1")
         assert f"cannot host the store at 127.0.0.1:{port}" in answer.detail
+        assert not answer.began
         assert prober.pid == warm
 
         absent = await prober.run(probe("n1", "n2", name="alone", timeout_s=1.0), "n1")
         assert not absent.ok
         assert absent.detail
+        assert absent.began, "it could have exchanged with whoever was there"
 
     play(1, scene)
 
@@ -111,6 +118,43 @@ def test_a_probe_process_that_dies_is_an_answer_and_is_replaced() -> None:
     answer = play(1, scene)
     assert not answer.ok
     assert "exit status -9" in answer.detail
+    assert not answer.began
+
+
+def test_a_node_without_torch_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+
+    async def scene(prober: Prober) -> ProbeFinished:
+        return await prober.run(probe("n1", "n2"), "n1")
+
+    answer = play(1, scene)
+    assert answer.detail.endswith("at: loading torch")
+    assert (answer.ok, answer.began) == (False, False)
+
+
+def test_a_process_that_is_not_ready_in_time_has_not_begun_and_one_that_waits_for_others_has() -> None:
+    async def scene(prober: Prober) -> tuple[ProbeFinished, ProbeFinished]:
+        cold = await prober.run(probe("n1", "n2", timeout_s=0.01), "n1")
+        assert (await prober.run(probe("n1"), "n1")).ok
+        assert prober.pid is not None
+        child = prober._child
+        assert child is not None
+
+        async def stop_when_it_waits() -> int:
+            while "connecting" not in child.doing:
+                await asyncio.sleep(0.01)
+            os.kill(child.pid, signal.SIGSTOP)
+            return child.pid
+
+        stopped = asyncio.create_task(stop_when_it_waits())
+        late = await prober.run(probe("n1", "n2", timeout_s=5.0), "n1")
+        await stopped
+        return cold, late
+
+    cold, late = play(1, scene)
+    assert (cold.ok, cold.began) == (False, False)
+    assert late.detail == "no result within 5 s at: connecting to the others"
+    assert (late.ok, late.began) == (False, True)
 
 
 def test_a_process_that_nobody_asks_is_let_go() -> None:

@@ -160,7 +160,7 @@ def _answer(fleet: CoreFleet, node: str, ok: bool) -> list[tuple[str, str]]:
     name, probe = next((name, probe) for name, probe in fleet.state.probes.items() if probe.candidate == node)
     for side in probe.nodes:
         if name in fleet.state.probes:
-            fleet.report(side, ProbeFinished(probe=name, ok=ok, detail="" if ok else "timed out"))
+            fleet.report(side, ProbeFinished(probe=name, ok=ok, began=True, detail="" if ok else "timed out"))
     return decisions(fleet.effects[before:])
 
 
@@ -244,7 +244,7 @@ def _fail_diagnostics(fleet: CoreFleet, **answer: Any) -> None:
             break
         fleet.advance(1.0, *fleet.state.nodes)
     name = next(name for name, probe in fleet.state.probes.items() if probe.candidate == "n2")
-    fleet.report("n2", ProbeFinished(probe=name, ok=False, detail="no memory left", **answer))
+    fleet.report("n2", ProbeFinished(probe=name, ok=False, began=True, detail="no memory left", **answer))
 
 
 def _on_its_way_back(policy: CorePolicy, remediate: Mode = Mode.RECOMMEND) -> CoreFleet:

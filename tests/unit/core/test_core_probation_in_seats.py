@@ -36,7 +36,7 @@ def _answer(fleet: CoreFleet, suspect: str, *, ok: bool) -> list[Effect]:
     name, probe = next((n, p) for n, p in reversed(fleet.state.probes.items()) if p.candidate == suspect)
     for node in probe.nodes:
         if name in fleet.state.probes:
-            fleet.report(node, ProbeFinished(probe=name, ok=ok, detail="" if ok else "time-out"))
+            fleet.report(node, ProbeFinished(probe=name, ok=ok, began=True, detail="" if ok else "time-out"))
     return fleet.effects[before:]
 
 
@@ -77,7 +77,9 @@ def _checked(**knobs: int) -> CoreFleet:
 
 def _alone(fleet: CoreFleet, *, ok: bool = False, wrong: bool = False) -> list[tuple[str, str]]:
     name = next(name for name, probe in fleet.state.probes.items() if probe.nodes == ("n2",))
-    return decisions(fleet.report("n2", ProbeFinished(probe=name, ok=ok, wrong=wrong, detail="no CUDA device")))
+    return decisions(
+        fleet.report("n2", ProbeFinished(probe=name, ok=ok, began=True, wrong=wrong, detail="no CUDA device"))
+    )
 
 
 def _is_tried(fleet: CoreFleet) -> bool:

@@ -56,7 +56,7 @@ def _cures(fleet: CoreFleet) -> list[Remedy]:
 
 def _fail_a_probe(fleet: CoreFleet) -> None:
     name, _ = next(iter(fleet.state.probes.items()))
-    fleet.report("n2", ProbeFinished(probe=name, ok=False, detail="out of memory"))
+    fleet.report("n2", ProbeFinished(probe=name, ok=False, began=True, detail="out of memory"))
 
 
 def _fall_ill(fleet: CoreFleet) -> None:

@@ -365,7 +365,7 @@ def test_wrong_work_on_the_way_back_keeps_the_node_out_until_somebody_vouches_or
 def test_a_diagnostic_that_could_not_be_run_is_tried_again_later() -> None:
     fleet = _on_probation(_hung())
     name = next(iter(fleet.state.probes))
-    said = decisions(fleet.report("n2", ProbeFinished(probe=name, ok=False, detail="out of memory")))
+    said = decisions(fleet.report("n2", ProbeFinished(probe=name, ok=False, began=True, detail="out of memory")))
     assert said == [("n2", "quarantine")]
     fleet.advance(2.5, *EVERYONE)
     assert fleet.node_state("n2") is NodeState.PROBATION

@@ -42,7 +42,7 @@ def _answer(fleet: CoreFleet, suspect: str, *, ok: bool) -> list[tuple[str, str]
     name, probe = next((n, p) for n, p in fleet.state.probes.items() if p.candidate == suspect)
     for node in probe.nodes:
         if name in fleet.state.probes:
-            fleet.report(node, ProbeFinished(probe=name, ok=ok, detail="" if ok else "time-out"))
+            fleet.report(node, ProbeFinished(probe=name, ok=ok, began=True, detail="" if ok else "time-out"))
     return decisions(fleet.effects[before:])
 
 
