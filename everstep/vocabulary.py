@@ -38,6 +38,7 @@ class FindingKind(StrEnum):
     SENSOR_HUNG = "sensor.hung"
     SENSOR_FAILED = "sensor.failed"
     SENSOR_STALE = "sensor.stale"
+    NODE_FLAPPING = "node.flapping"
     RANK_FLAPPING = "rank.flapping"
     RANK_STRAGGLER = "rank.straggler"
     RANK_LOSS = "rank.loss"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from controller.core import correlation, suspicion
+from controller.core import correlation, flapping, suspicion
 from controller.core.joining import offer_to_jobs
 from controller.core.losses import lose_doubtful, remove_launcher, running_spec
 from controller.core.membership import ENDED, jobs_seated_on, most_nodes, seats_of
@@ -356,6 +356,7 @@ def lose(turn: Turn, node: str, sentence: str) -> None:
     it may come back by way of probation."""
     state = turn.state
     record = state.nodes[node]
+    flapping.note_loss(turn, node, sentence)
     record.reachable, record.lost_at = False, turn.now
     correlation.give_up(turn, node)
     state.unmet.discard(node)

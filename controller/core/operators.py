@@ -179,7 +179,7 @@ def _leave(turn: Turn, node: str, sentence: str, *, boundary: bool) -> None:
 def _readmit(turn: Turn, node: str, sentence: str) -> None:
     record = turn.state.nodes[node]
     was_kept = record.maintenance_until > turn.now
-    record.needs_operator, record.condemned, record.against = False, [], []
+    record.needs_operator, record.condemned, record.against, record.lost = False, [], [], []
     clear_own(turn, node)
     record.hold, record.undecided, record.vouched = "", {}, list(record.findings)
     if record.state is NodeState.REPAIR:

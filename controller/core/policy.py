@@ -103,6 +103,12 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Losses of ranks on one node inside ``flap_window_s`` that exclude the node from the job."""
     flap_window_s: float = 600.0
     """Seconds that rank losses, blind regroupings and undecided votes are remembered for."""
+    node_flap_count: int = 5
+    """Losses of a node by itself inside ``node_flap_window_s`` after which it is named (``node.flapping``). At one loss
+    in 1,000 hours (Meta's RSC-1) chance does that to one of 2,000 nodes in two years; fewer names it sooner, and whoever
+    restarts agents by hand as well."""
+    node_flap_window_s: float = 7 * 86400.0
+    """Seconds for which such losses count, and the finding stands after the last: longer finds who dies once a day."""
     tie_count: int = 3
     """Digest votes of a job inside ``flap_window_s`` that ended without the liar's eviction (no majority, or held by
     the budget) after which the job is stopped: it would only compute the same wrong steps again."""
@@ -258,6 +264,7 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             straggler_window_s=2.0,
             rank_flap_count=30,
             flap_window_s=60.0,
+            node_flap_window_s=600.0,
             eviction_count=4,
             eviction_share=1.0,
             eviction_rack_count=4,
@@ -295,6 +302,7 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             "correlated_minimum",
             "boundary_margin_steps",
             "rank_flap_count",
+            "node_flap_count",
             "eviction_count",
             "eviction_rack_count",
             "eviction_job_count",

@@ -114,7 +114,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     """A node as stored.
 
     ``since`` and ``sentence``: when and why it came into ``state``. ``reachable``: it was heard within its deadlines;
-    ``lost_at``: when it last ceased to be.
+    ``lost_at``: when it last ceased to be; ``lost``: times of losses that were its own, inside ``node_flap_window_s``.
     ``findings`` by key are the agent's picture, ``own`` the controller's; ``own_until``: when those of them that nobody
     clears are over, unless they are seen again. ``causes``: keys of findings that must
     clear before a quarantined node may come back; ``needs_operator``: they never do by themselves. ``returns_at``:
@@ -153,6 +153,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     action: Action = Action.NONE
     reachable: bool = True
     lost_at: float = 0.0
+    lost: list[float] = []
     findings: dict[str, Finding] = {}
     own: dict[str, Finding] = {}
     own_until: dict[str, float] = {}

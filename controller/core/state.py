@@ -223,6 +223,7 @@ class FleetState(msgspec.Struct, kw_only=True):
     which moves on while they come, up to ``reunion_by``.
     ``held``: nodes whose eviction is held, by what holds it; ``short``: jobs that can spare no node: until when that is
     taken as known, and why. ``slack_s``: the observer's own lag. ``cases``: second passes under way.
+    ``lost_lately``: nodes that were lost by themselves, and when (``flapping``).
     ``partnerless_until``: until then no node is free to be a partner in a probe. ``sightings``: where and when each
     kind of finding (and XID) was seen lately; ``outbreaks``: those of them taken for no node's own.
     ``epoch``: which life of a controller over its database this is. ``store_away``: why the database cannot be written
@@ -239,6 +240,7 @@ class FleetState(msgspec.Struct, kw_only=True):
     probes: dict[str, Probe] = {}
     cases: dict[str, Case] = {}
     partnerless_until: float = 0.0
+    lost_lately: dict[NodeId, float] = {}
     sightings: dict[str, dict[NodeId, float]] = {}
     outbreaks: set[str] = set()
     deadlines: list[tuple[float, int, str, str]] = []

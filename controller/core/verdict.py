@@ -65,7 +65,7 @@ def judge_by_rule(turn: Turn, node: str, finding: Finding, rule: Rule, *, writte
         if mode is Mode.ENFORCE and not _spared_outside(turn, node, finding, rule):
             add_cause(turn, node, finding)
         return
-    if not serving(turn, node):
+    if not serving(turn, node) and not (mode is Mode.RECOMMEND and record.state is NodeState.LOST):
         if mode is Mode.ENFORCE and written and (record.hold or record.foreign):
             _leave_to_holder(turn, node, finding, rule)
         return
