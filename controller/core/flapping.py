@@ -1,7 +1,7 @@
 """A node that is lost again and again: it comes back by itself each time, and each time costs its job a regrouping.
 
-What counts is a loss that is the node's own: of one in service, to which nothing was being done, while nothing spoke for
-a fault of the network or of this controller. A loss that others share, a moment before or after, is taken back.
+What counts is a loss that is the node's own: of one in service, to which nothing was being done, while nothing spoke
+for a fault of the network or of this controller. A loss that others share, a moment before or after, is taken back.
 """
 
 from __future__ import annotations

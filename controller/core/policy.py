@@ -105,8 +105,8 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Seconds that rank losses, blind regroupings and undecided votes are remembered for."""
     node_flap_count: int = 5
     """Losses of a node by itself inside ``node_flap_window_s`` after which it is named (``node.flapping``). At one loss
-    in 1,000 hours (Meta's RSC-1) chance does that to one of 2,000 nodes in two years; fewer names it sooner, and whoever
-    restarts agents by hand as well."""
+    in 1,000 hours (Meta's RSC-1) chance does that to one of 2,000 nodes in two years; fewer names it sooner, and
+    whoever restarts agents by hand as well."""
     node_flap_window_s: float = 7 * 86400.0
     """Seconds for which such losses count, and the finding stands after the last: longer finds who dies once a day."""
     tie_count: int = 3
