@@ -176,3 +176,14 @@ class OutOfSlotMemory(CheckpointError):
 
     status = 507
     code = "slot_memory"
+
+
+def _classes(kind: type[EverstepError]) -> dict[str, type[EverstepError]]:
+    found: dict[str, type[EverstepError]] = {}
+    for child in kind.__subclasses__():
+        found |= _classes(child)
+    return found | {kind.code: kind}
+
+
+BY_CODE = _classes(EverstepError)
+"""The class that a code stands for; of several with one code, the one that the others are kinds of."""

@@ -13,10 +13,9 @@ from time import sleep
 from typing import Any
 
 from everstep.errors import NotRestorable
+from trainer_hooks.interrupt import SLICE_S
 
 _CHUNK = 16 << 20
-_SLICE_S = 0.02
-"""Of the wait for another process, so that an exception set from another thread arrives between two."""
 
 
 @contextmanager
@@ -61,7 +60,7 @@ def _locked(local: Path) -> int:
                 with suppress(BlockingIOError):
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
-                sleep(_SLICE_S)
+                sleep(SLICE_S)
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), local.lstat()):
                     return descriptor

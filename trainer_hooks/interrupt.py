@@ -39,6 +39,10 @@ def _set_async_exception(thread_id: int, kind: type[BaseException] | None) -> No
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), target)
 
 
+SLICE_S = 0.02
+"""Waits of the main thread, where they can be cut, end after so long and begin anew: what is raised between two slices
+arrives also where no signal wakes who waits, because it came a moment before, or is the training's own."""
+
 WAKE = signal.SIGURG
 """Ignored where nobody handles it, so that one that comes late is no harm."""
 

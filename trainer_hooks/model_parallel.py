@@ -12,6 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer_hooks.tracked_objects import several
+
 log = logging.getLogger(__name__)
 
 
@@ -34,7 +36,7 @@ def sign_of_model_parallelism(tracked: Iterable[object], world_size: int) -> str
     Stages of a pipeline are not seen where they are plain modules.
     """
     for one in tracked:
-        for module in one if isinstance(one, list | tuple) else (one,):
+        for module in several(one):
             if isinstance(module, nn.Module):
                 for sign in _signs(module, "", sharded=False, world_size=world_size):
                     return sign

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from everstep.errors import NotRestorable
 from trainer_hooks.plain_files import Checkpoint, Path, open_checkpoint
@@ -23,6 +22,7 @@ from trainer_hooks.snapshot.blob import as_bytes, dtype_name
 from trainer_hooks.snapshot.copy import part_of
 from trainer_hooks.snapshot.layout import Part, Sharing, Tensor
 from trainer_hooks.state import WRAPPERS, TrackedState, TrackedTensor
+from trainer_hooks.tracked_objects import TrackedObjects
 
 log = logging.getLogger(__name__)
 
@@ -54,21 +54,16 @@ class Start:
         self._checkpoint = checkpoint
         self._state = state
         self._rank = rank
-        self._modules: dict[str, list[torch.nn.Module]] = {}
-        self._optimizers: dict[str, list[torch.optim.Optimizer]] = {}
-        self._others: dict[str, Any] = {}
+        tracked = TrackedObjects(objects)
+        self._modules: defaultdict[str, list[torch.nn.Module]] = defaultdict(list)
+        self._optimizers: defaultdict[str, list[torch.optim.Optimizer]] = defaultdict(list)
+        self._others = tracked.others
+        for key, module in tracked.modules:
+            self._modules[key].append(module)
+        for key, optimizer in tracked.optimizers:
+            self._optimizers[key].append(optimizer)
         self._step = 0
         self._puts: list[Callable[[], object]] = []
-        for key, tracked in objects.items():
-            several = tracked if isinstance(tracked, list | tuple) else [tracked]
-            modules = [one for one in several if isinstance(one, torch.nn.Module)]
-            optimizers = [one for one in several if isinstance(one, torch.optim.Optimizer)]
-            if modules:
-                self._modules[key] = [m.module if isinstance(m, DistributedDataParallel) else m for m in modules]
-            elif optimizers:
-                self._optimizers[key] = optimizers
-            else:
-                self._others[key] = tracked
         self._names: dict[int, str] = {}
         self._prefixes: dict[str, str | None] = {}
         self._within: dict[str, list[str]] = defaultdict(list)
@@ -80,8 +75,9 @@ class Start:
             self._within[name.rpartition(".")[0]].append(key)
             if (own := _OWN.fullmatch(key)) is not None:
                 self._rows[own[2]].append(int(own[1]))
-        optimizers = [optimizer for several in self._optimizers.values() for optimizer in several]
-        self._held = [(o, {parameter: dict(held) for parameter, held in o.state.items()}) for o in optimizers]
+        self._held = [
+            (o, {parameter: dict(held) for parameter, held in o.state.items()}) for _, o in tracked.optimizers
+        ]
 
     def read(self, world: int) -> None:
         """All that this rank needs."""

@@ -9,13 +9,12 @@ training changes. Everything that is not a tensor of a module or an optimizer go
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from trainer_hooks.python_state import (
     Group,
@@ -34,9 +33,10 @@ from trainer_hooks.snapshot.exclude import Exclusions
 from trainer_hooks.snapshot.identity import Identity
 from trainer_hooks.snapshot.layout import Layout, Sharing, Tensor
 from trainer_hooks.snapshot.live import Still, TrackedTensor, local_parts, require_dense
-from trainer_hooks.snapshot.refusals import refuse_fsdp1, refuse_zero
+from trainer_hooks.snapshot.refusals import refuse_fsdp1
+from trainer_hooks.tracked_objects import TrackedObjects
 
-__all__ = ["TrackedState", "TrackedTensor", "several"]
+__all__ = ["TrackedState", "TrackedTensor"]
 
 _Named = tuple[str, Mapping[Any, Any], Any, torch.Tensor]
 
@@ -57,13 +57,9 @@ class TrackedState:
 
     def __init__(self, objects: Mapping[str, object], exclude: Iterable[str] = ()) -> None:
         self._exclude = Exclusions(exclude)
-        self._modules: list[tuple[str, torch.nn.Module]] = []
-        self._broadcast: set[str] = set()
-        self._optimizers: list[tuple[str, torch.optim.Optimizer]] = []
-        self._others: dict[str, Any] = {}
-        for key, tracked in objects.items():
-            for one in several(tracked):
-                self._sort_in(key, one)
+        tracked = TrackedObjects(objects)
+        self._modules, self._optimizers, self._others = tracked.modules, tracked.optimizers, tracked.others
+        self._broadcast = tracked.broadcast
         self._fqns = self._names()
         self._identity = Identity()
         self._still: list[Still] = []
@@ -75,21 +71,6 @@ class TrackedState:
         self.settle()
         if exclude:
             self.tensors()
-
-    def _sort_in(self, key: str, tracked: object) -> None:
-        if isinstance(tracked, DistributedDataParallel):
-            if tracked.broadcast_buffers:
-                self._broadcast.add(key)
-            tracked = tracked.module
-        if isinstance(tracked, torch.nn.Module):
-            self._modules.append((key, tracked))
-        elif isinstance(tracked, torch.optim.Optimizer):
-            refuse_zero(key, tracked)
-            self._optimizers.append((key, tracked))
-        elif hasattr(tracked, "state_dict") and hasattr(tracked, "load_state_dict"):
-            self._others[key] = tracked
-        else:
-            raise TypeError(f"{key} is a {type(tracked).__qualname__}, which has no state_dict and load_state_dict")
 
     # --- finding tensors
 
@@ -358,15 +339,6 @@ class TrackedState:
         if self._packed is None:
             self._packed = [pack_names(self._names_in(group, index)) for _, index, group in self._all_groups()]
         return self._packed
-
-
-def several(tracked: object) -> Sequence[object]:
-    """A list of modules or of optimizers one by one; anything else alone."""
-    if isinstance(tracked, list | tuple) and tracked:
-        for kind in (torch.nn.Module, torch.optim.Optimizer):
-            if all(isinstance(one, kind) for one in tracked):
-                return tracked
-    return (tracked,)
 
 
 def _is_complete(optimizer: torch.optim.Optimizer) -> bool:

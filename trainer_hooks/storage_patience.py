@@ -11,6 +11,7 @@ from typing import TypeVar
 from everstep.backoff import Backoff
 from everstep.object_storage import storage_errors
 from trainer_hooks.archive_checks import Damaged
+from trainer_hooks.interrupt import SLICE_S
 
 log = logging.getLogger(__name__)
 
@@ -19,8 +20,6 @@ T = TypeVar("T")
 AGAIN = Backoff(floor_s=0.5, ceiling_s=8.0)
 MOST_TRIES = 5
 """Of what fails: 0.5, 1, 2 and 4 s at most lie between them. A job that goes back a checkpoint loses many minutes."""
-SLICE_S = 0.02
-"""Of a pause, so that an exception set from another thread reaches the one that waits."""
 
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 """Errors that say what is there, not that nobody could look."""

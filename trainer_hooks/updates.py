@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from trainer_hooks.state import several
+from trainer_hooks.tracked_objects import several
 
 log = logging.getLogger(__name__)
 

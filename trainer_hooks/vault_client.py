@@ -67,23 +67,6 @@ CHECKED_WITHIN_S = 20.0
 RECONNECT = Backoff(floor_s=0.01, ceiling_s=0.5)
 
 
-def _error_classes() -> dict[str, type[errors.EverstepError]]:
-    found, queue = {}, [errors.EverstepError]
-    while queue:
-        kind = queue.pop()
-        found[kind.code] = kind
-        queue += kind.__subclasses__()
-    return found
-
-
-_ERRORS = _error_classes()
-
-
-def _error_of(answer: Failed) -> errors.EverstepError:
-    kind = _ERRORS.get(answer.code, errors.EverstepError)
-    return kind(answer.message)
-
-
 class Lent(msgspec.Struct, frozen=True):
     """A proved connection to another node's vault, and how long to wait on it."""
 
@@ -385,7 +368,8 @@ class VaultClient:
             if isinstance(result, Lent):
                 result.sock.close()
         elif isinstance(answer, Failed):
-            pending.future.set_exception(_error_of(answer))
+            kind = errors.BY_CODE.get(answer.code, errors.EverstepError)
+            pending.future.set_exception(kind(answer.message))
         else:
             pending.future.set_result(result)
 

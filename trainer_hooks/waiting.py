@@ -19,9 +19,9 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]  # torch's stubs leave it out
 
-from trainer_hooks.interrupt import Regroup
+from trainer_hooks.interrupt import SLICE_S, Regroup
 
-SLICE = timedelta(milliseconds=20)
+SLICE = timedelta(seconds=SLICE_S)
 """Bounds how late a thread notices; one that is woken in time never sees it. A slice that ends costs some 10 us."""
 
 _wait = dist.Work.wait
@@ -64,7 +64,7 @@ def _wait_for_message(work: dist.Work) -> bool:
 
     ended.acquire()
     threading.Thread(target=wait, name="everstep-message", daemon=True).start()
-    while not ended.acquire(timeout=SLICE.total_seconds()):
+    while not ended.acquire(timeout=SLICE_S):
         if _over():
             raise Regroup
     (result,) = outcome

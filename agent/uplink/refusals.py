@@ -7,7 +7,7 @@ from http import HTTPStatus
 
 import msgspec
 
-from everstep.errors import EverstepError, ProtocolError, RateLimited, Unavailable
+from everstep.errors import BY_CODE, EverstepError, ProtocolError, RateLimited, Unavailable
 from everstep.wire.v1.session import Refused
 
 LONGEST_MESSAGE = 1000
@@ -35,14 +35,6 @@ class _Problem(msgspec.Struct):
     error: _Said = msgspec.field(default_factory=_Said)
 
 
-def _by_code(kind: type[EverstepError]) -> dict[str, type[EverstepError]]:
-    found: dict[str, type[EverstepError]] = {}
-    for child in kind.__subclasses__():
-        found |= _by_code(child)
-    return found | {kind.code: kind}
-
-
-_ERRORS = _by_code(EverstepError)
 _BY_STATUS = {401: "unauthenticated", 403: "forbidden", 404: "not_found", 409: "stale", 413: "malformed",
               422: "malformed", 426: "protocol_version", 429: "rate_limited"}  # fmt: skip
 
@@ -65,13 +57,13 @@ def error_of(status: int, body: bytes, retry_after: str, url: str) -> EverstepEr
         after_s = float(retry_after)
     if status >= 500:
         return _error(Unavailable, message, after_s)
-    return _error(_ERRORS.get(code) or _ERRORS.get(_BY_STATUS.get(status, ""), ProtocolError), message, after_s)
+    return _error(BY_CODE.get(code) or BY_CODE.get(_BY_STATUS.get(status, ""), ProtocolError), message, after_s)
 
 
 def error_in(refused: Refused, url: str) -> EverstepError:
     """The error that a frame stands for."""
     message = f"{url}: {refused.message[:LONGEST_MESSAGE]} ({refused.code})"
-    return _error(_ERRORS.get(refused.code, ProtocolError), message, refused.retry_after_s)
+    return _error(BY_CODE.get(refused.code, ProtocolError), message, refused.retry_after_s)
 
 
 def retry_after_s(error: EverstepError, *, busy: bool) -> float:

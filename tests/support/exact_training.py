@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -184,11 +184,12 @@ def train(run: everstep.Run, folder: str, until: int, faults: Sequence[Fault] = 
         )
 
 
-def main(argv: Sequence[str]) -> None:
+def main(train: Callable[..., None], argv: Sequence[str]) -> None:
+    """A training's command: FOLDER UNTIL [RANK:STEP:POINT ...]."""
     folder, until, *faults = argv
     train_here = partial(train, folder=folder, until=int(until), faults=[*map(Fault.parse, faults)])
     everstep.main(train_here, settings=everstep.HookSettings(backend="gloo"))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(train, sys.argv[1:])

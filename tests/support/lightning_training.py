@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from pytorch_lightning import LightningModule, Trainer
 
 import trainer_hooks as everstep
-from tests.support.exact_training import SAMPLES, SEED, Diary, Fault, Faults, Net, data, fingerprint
+from tests.support.exact_training import SAMPLES, SEED, Diary, Fault, Faults, Net, data, fingerprint, main
 from trainer_hooks.integrations.lightning import Batches, KeepState, Ranks
 
 BATCH = 8
@@ -69,11 +68,5 @@ def train(run: everstep.Run, folder: str, until: int, faults: Sequence[Fault]) -
     trainer.fit(module, Batches(run, loader))
 
 
-def main(argv: Sequence[str]) -> None:
-    folder, until, *faults = argv
-    train_here = partial(train, folder=folder, until=int(until), faults=[*map(Fault.parse, faults)])
-    everstep.main(train_here, settings=everstep.HookSettings(backend="gloo"))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(train, sys.argv[1:])

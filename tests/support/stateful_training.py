@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import trainer_hooks as everstep
-from tests.support.exact_training import Diary, Fault, Faults
+from tests.support.exact_training import Diary, Fault, Faults, main
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -98,11 +97,5 @@ def train(run: everstep.Run, folder: str, until: int, faults: Sequence[Fault]) -
         diary.write(step, **{name: batch.tolist() for name, batch in read.items()})
 
 
-def main(argv: Sequence[str]) -> None:
-    folder, until, *faults = argv
-    train_here = partial(train, folder=folder, until=int(until), faults=[*map(Fault.parse, faults)])
-    everstep.main(train_here, settings=everstep.HookSettings(backend="gloo"))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(train, sys.argv[1:])

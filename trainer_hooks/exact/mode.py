@@ -12,7 +12,7 @@ from trainer_hooks.exact.replicas import VirtualReplicas
 from trainer_hooks.exact.sums import VirtualMean
 from trainer_hooks.loading.loader import batches_of
 from trainer_hooks.rng import EVERYBODY, seed_step
-from trainer_hooks.state import several
+from trainer_hooks.tracked_objects import several
 
 _WHOLE = ("Adafactor", "LBFGS", "Muon")
 """Optimizers of torch that look at more than one element at a time: at what a rank has of a parameter."""

@@ -17,11 +17,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from trainer_hooks.data import ElasticSampler, Sampler
+from trainer_hooks.interrupt import SLICE_S
 from trainer_hooks.loading.portions import Mapped, Portions, the_same
 from trainer_hooks.loading.stream import Streamed, StreamSampler
 
-SLICE_S = 0.02
-"""Waits for a worker are cut into slices: an exception that is set from another thread arrives between two."""
 _OURS = {
     "batch_size": "global_batch is the samples of a step over all ranks",
     "shuffle": "map-style data are shuffled anew in each epoch, iterable data come in their own order",

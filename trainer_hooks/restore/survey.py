@@ -15,6 +15,7 @@ from everstep.errors import EverstepError
 from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.parity import Protection
 from everstep.wire.v1.training import GenerationSpec, Member
+from trainer_hooks.interrupt import SLICE_S
 from trainer_hooks.restore.choose import admitted, of_snapshots
 from trainer_hooks.restore.council import Council, Proposal, SlotKey, slot_key
 from trainer_hooks.restore.fetch import Loader
@@ -24,8 +25,6 @@ from trainer_hooks.vault_client import VaultClient
 
 log = logging.getLogger(__name__)
 
-SLICE_S = 0.02
-"""Slices of a wait for the thread, so that an exception set from another thread reaches the waiting one."""
 OUTSIDER_TIMEOUT_S = 0.5
 """For vaults outside the roster, which may be gone: they are asked only where the roster's do not have the newest."""
 

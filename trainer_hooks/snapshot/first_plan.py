@@ -5,9 +5,7 @@ from __future__ import annotations
 import threading
 
 from everstep.errors import OutOfSlotMemory
-
-SLICE_S = 0.02
-"""Of the wait, so that an exception set from another thread reaches the training thread between two of them."""
+from trainer_hooks.interrupt import SLICE_S
 
 
 class FirstPlan:

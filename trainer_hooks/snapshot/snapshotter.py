@@ -22,6 +22,7 @@ from everstep.errors import EverstepError
 from everstep.ids import Version
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Member, Sealed
+from trainer_hooks.interrupt import SLICE_S
 from trainer_hooks.sdc.digest import unsigned
 from trainer_hooks.snapshot.alikeness import Alikeness
 from trainer_hooks.snapshot.choices import DEFAULT, Choices
@@ -41,8 +42,6 @@ from trainer_hooks.vault_client import VaultClient
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.02
-"""Slices of ``wait``, so that an exception set from another thread reaches the training thread between them."""
 PATIENCE_S = 2.0
 """How long ``wait`` lets a snapshot be planned before it goes on without it."""
 PLAN_S = 10.0
@@ -208,7 +207,7 @@ class Snapshotter:
 
     def _await(self, job: Job, event: threading.Event) -> None:
         deadline = self._clock.monotonic() + PATIENCE_S
-        while not event.wait(POLL_S):
+        while not event.wait(SLICE_S):
             if self._clock.monotonic() > deadline and self._give_up(job):
                 break
 

@@ -43,7 +43,7 @@ from typing import Annotated
 
 import msgspec
 
-from everstep.errors import EverstepError
+from everstep.errors import BY_CODE, EverstepError
 from everstep.ids import GenerationNumber, JobId, NodeId, Rank, Version
 from everstep.manifests import MOST_MANIFEST_BYTES
 from everstep.slots import DIGEST_BYTES
@@ -267,11 +267,7 @@ def refusal(error: EverstepError) -> Refused:
     return Refused(code=error.code, message=str(error)[:4096])
 
 
-def _classes(base: type[EverstepError]) -> list[type[EverstepError]]:
-    return [base, *(found for child in base.__subclasses__() for found in _classes(child))]
-
-
 def refused_error(refused: Refused, by: str) -> EverstepError:
     """The peer's refusal as the error it stands for; the message says ``by`` whom."""
-    kind = next((c for c in _classes(EverstepError) if c.code == refused.code), EverstepError)
+    kind = BY_CODE.get(refused.code, EverstepError)
     return kind(f"{by}: {refused.message}")
