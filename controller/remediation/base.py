@@ -8,6 +8,7 @@ from typing import Protocol
 import msgspec
 
 from controller.core.effects import Remedy, RemedyKind
+from everstep.errors import Unavailable
 from everstep.ids import NodeId
 
 MARK = "everstep"
@@ -22,10 +23,15 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class Unfinished(Unavailable):
+    """What was asked for stands outside, and something that goes with it does not yet; it will be tried again."""
+
+
 class Remediator(Protocol):
     """Acts on nodes. Every method may block for some seconds (a thread calls it) and bounds that by itself.
 
-    Raises Unavailable where the outside does not answer (it will be tried again) and Conflict where it will never do
+    Raises Unavailable where the outside does not answer (it will be tried again), Unfinished where a part of it is held
+    up, and Conflict where it will never do
     as asked (a node it does not know, a cordon that is somebody else's).
     """
 

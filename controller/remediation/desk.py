@@ -2,7 +2,8 @@
 
 A remedy is stored in the transaction that decided it. Before it is first asked for it is stored as begun, so that the
 next life of a controller, finding it begun, reads back before it asks again. Remedies of one node follow one another;
-different nodes do not wait for each other. One that was not begun is dropped where a later one makes it pointless.
+different nodes do not wait for each other. One that was not begun is dropped where a later one makes it pointless, and
+so is a cordon, or the end of one, that was begun and is held up.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import msgspec
 
 from controller.core.effects import Remedy, RemedyKind
 from controller.core.events import ActionReported
-from controller.remediation.base import Remediator
+from controller.remediation.base import Remediator, Unfinished
 from controller.store.records import RemedyRow, RemedyState
 from controller.transaction import Transaction
 from everstep.backoff import Backoff
@@ -53,11 +54,22 @@ _GIVES_WAY_TO = {
 }
 """What makes a remedy pointless that was not begun: of cordons the opposite, of a cure the next step of the ladder, a
 person, or that the node serves again. A cordon stands beside the cure that follows it, and every repair is told."""
+_GIVES_UP_TO = {
+    RemedyKind.CORDON: frozenset({RemedyKind.UNCORDON}),
+    RemedyKind.UNCORDON: frozenset({RemedyKind.CORDON}),
+}
+"""What makes it pointless to go on with what was begun: the opposite stands behind it."""
+_UNFINISHED_GIVES_UP_TO = {RemedyKind.CORDON: frozenset({RemedyKind.REPAIR})}
+"""The same where it stands outside but for something that goes with it: a repair keeps the node out as well."""
 ASK_AGAIN = Backoff(floor_s=0.5, ceiling_s=30.0)
 """Between two attempts, and between two looks at whether it is done."""
 
 Submit = Callable[[Callable[[Transaction, float], None]], Awaitable[None]]
 """``FleetLoop.submit``."""
+
+
+class _Overtaken(Exception):
+    """A remedy that was begun is not gone on with."""
 
 
 class RemedyDesk:
@@ -145,13 +157,17 @@ class RemedyDesk:
         if not begun_before:
             row = msgspec.structs.replace(row, state=RemedyState.BEGUN)
             await self._write(row)
-        trouble = await self._pursue(remedy, look_first=begun_before)
+        try:
+            trouble = await self._pursue(remedy, look_first=begun_before)
+        except _Overtaken as overtaken:
+            await self._end(row, RemedyState.SUPERSEDED, str(overtaken))
+            return
         if trouble:
             self._say(remedy, f"was given up: {trouble}")
         await self._end(row, RemedyState.FAILED if trouble else RemedyState.CONFIRMED, trouble)
 
     async def _pursue(self, remedy: Remedy, *, look_first: bool) -> str:
-        """Asks until it is done; why it was given up, or nothing."""
+        """Asks until it is done; why it was given up, or nothing. Raises _Overtaken."""
         if remedy.kind not in self._remediator.kinds:
             return f"{self._remediator.name} cannot {remedy.kind.replace('_', ' ')}"
         patience_s = self._patience_s[remedy.kind]
@@ -162,8 +178,12 @@ class RemedyDesk:
             ask_until = end - patience_s
         until = min(self._now() + patience_s, end)
         ask, asked, attempt, trouble = not look_first, False, 0, "it was not confirmed"
+        is_unfinished = False
         while True:
+            later = self._overtaking(remedy, is_unfinished=is_unfinished) if attempt else None
             try:
+                if later is not None:
+                    ask = False
                 if ask and self._now() > ask_until:
                     if not asked:
                         return "it is too late to ask for it: the next step is due before it could be done"
@@ -175,12 +195,15 @@ class RemedyDesk:
                 if await self._in_thread(self._remediator.is_done, remedy):
                     return ""
                 ask, look_first = look_first, False  # an earlier life may have died before it asked
+                is_unfinished = False
             except Conflict as error:
                 return str(error)
             except Unavailable as error:
-                trouble, is_away = str(error), True
+                trouble, is_away, is_unfinished = str(error), True, isinstance(error, Unfinished)
             else:
                 is_away = False
+            if later is not None:
+                raise _Overtaken(f"{later.id} ({later.kind}) replaced it while it was held up: {trouble}")
             if self._now() >= until:
                 late = f"{trouble} within {patience_s:g} s"
                 if not is_away or remedy.kind in _CURES:
@@ -189,6 +212,13 @@ class RemedyDesk:
                 until = self._now() + patience_s
             await asyncio.sleep(self._backoff.delay_s(attempt, self._uniform()))
             attempt += 1
+
+    def _overtaking(self, remedy: Remedy, *, is_unfinished: bool) -> RemedyRow | None:
+        """The remedy behind ``remedy``, which was begun, that makes it pointless to go on with it."""
+        to = _GIVES_UP_TO.get(remedy.kind, frozenset[RemedyKind]())
+        if is_unfinished:
+            to |= _UNFINISHED_GIVES_UP_TO.get(remedy.kind, frozenset())
+        return next((row for row in self._queues[remedy.node] if row.id != remedy.id and row.kind in to), None)
 
     def _say(self, remedy: Remedy, what: str) -> None:
         self._failed()

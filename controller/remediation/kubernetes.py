@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from controller.core.effects import Remedy, RemedyKind
-from controller.remediation.base import MARK, Standing, reason_of
+from controller.remediation.base import MARK, Standing, Unfinished, reason_of
 from everstep.errors import ConfigurationError, Conflict, Unavailable
 from everstep.ids import NodeId
 
@@ -180,7 +180,8 @@ class Kubernetes:
         if refusals:
             passing = [refusal for refusal in refusals if isinstance(refusal, Unavailable)]
             first = (passing or refusals)[0]
-            raise type(first)(f"{len(refusals)} pods of {len(pods)} stay on {node}: {first}") from first
+            kind = Unfinished if passing else Conflict
+            raise kind(f"{len(refusals)} pods of {len(pods)} stay on {node}: {first}") from first
 
     def _evict_pod(self, name: str, namespace: str) -> None:
         body = {

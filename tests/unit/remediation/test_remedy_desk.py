@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -18,9 +18,11 @@ from controller.core.policy import CorePolicy
 from controller.lease import NotLeading
 from controller.remediation.base import Standing
 from controller.remediation.desk import PATIENCE_S, PATIENCE_SHARE, THREADS, RemedyDesk
+from controller.remediation.kubernetes import Kubernetes
 from controller.store.records import RemedyRow, RemedyState
 from everstep.backoff import Backoff
 from everstep.errors import Conflict, Unavailable
+from tests.support import kube
 
 AT_ONCE = Backoff(floor_s=0.0, ceiling_s=0.0)
 
@@ -360,3 +362,77 @@ def test_what_was_decided_in_one_moment_keeps_its_order_across_a_crash() -> None
     left = [wanted(10, RemedyKind.REBOOT, requested_at=5.0), wanted(9, requested_at=5.0)]
     run(machine, book, left=left)
     assert machine.applied == ["n1-a9", "n1-a10"]
+
+
+@pytest.fixture
+def guarded() -> Iterator[kube.Cluster]:
+    """A cluster whose node n1 has a pod that a disruption budget holds."""
+    cluster = kube.Cluster("n1")
+    cluster.add_pod("web", "n1")
+    cluster.guarded = {"web"}
+    yield cluster
+    cluster.close()
+
+
+def evictions(cluster: kube.Cluster) -> int:
+    return sum(path.endswith("/eviction") for _, path, _ in cluster.calls)
+
+
+@pytest.mark.parametrize("later", [RemedyKind.UNCORDON, RemedyKind.REPAIR])
+def test_a_cordon_whose_pods_are_held_gives_way_to_the_way_back_and_to_a_repair_and_evicts_no_more(
+    guarded: kube.Cluster, later: RemedyKind
+) -> None:
+    book = Book()
+
+    async def story() -> None:
+        remediator = Kubernetes(guarded.api(), evict=True)
+        desk = RemedyDesk(
+            remediator, submit=book.submit, now=lambda: book.now, uniform=lambda: 0.0, backoff=Backoff(0.01, 0.02)
+        )
+        async with asyncio.timeout(20):
+            desk.requested([wanted(1)])
+            while evictions(guarded) < 3:
+                await asyncio.sleep(0.01)
+            desk.requested([wanted(2, later)])
+            while desk.open():
+                await asyncio.sleep(0.01)
+        await desk.stop()
+
+    asyncio.run(story())
+    assert book.states("n1-a1") == ["begun", "superseded"]
+    assert book.states("n1-a2") == ["begun", "confirmed"]
+    assert guarded.nodes["n1"]["spec"]["unschedulable"] is (later is RemedyKind.REPAIR)
+    assert set(guarded.pods) == {"web"}
+    assert [told.id for told in book.told] == ["n1-a2"]
+
+
+def test_a_cordon_that_was_taken_and_not_answered_is_read_back_before_it_gives_way() -> None:
+    machine, book = Machine(away=1), Book()
+
+    async def story() -> None:
+        desk = RemedyDesk(machine, submit=book.submit, now=lambda: book.now, uniform=lambda: 0.0, backoff=AT_ONCE)
+        ask = machine.apply
+
+        def asked(remedy: Remedy) -> None:
+            if remedy.id == "n1-a1":
+                machine.applied.append(remedy.id)
+                book.loop.call_soon_threadsafe(desk.requested, [wanted(2, RemedyKind.UNCORDON)])
+            ask(remedy)
+
+        machine.apply = asked  # type: ignore[method-assign]
+        desk.requested([wanted(1)])
+        async with asyncio.timeout(10):
+            while desk.open():
+                await asyncio.sleep(0)
+        await desk.stop()
+
+    asyncio.run(story())
+    assert machine.applied == ["n1-a1", "n1-a2"]
+    assert book.states("n1-a1") == ["begun", "confirmed"]
+
+
+def test_a_cordon_that_an_absent_outside_never_took_is_not_lost_for_a_repair() -> None:
+    machine, book = Machine(away=5), Book()
+    machine.kinds = frozenset(RemedyKind)
+    run(machine, book, wanted(1), wanted(2, RemedyKind.REPAIR))
+    assert machine.applied == ["n1-a1", "n1-a2"]
