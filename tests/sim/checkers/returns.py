@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ class Returns:
         self._epoch = 0
         self._states: dict[str, NodeState] = {}
         self._shown: dict[str, set[tuple[str, int | None]]] = {}
-        self._stood: dict[str, set[str]] = {}  # before the event: what comes with it is judged after it
+        self._ended: dict[tuple[str, str, int | None], float] = {}  # by node and what is alike: when it showed it last
         self._vouched: dict[str, set[str]] = defaultdict(set)
 
     def watches(self) -> dict[type, Callable[[Any], None]]:
@@ -56,18 +57,28 @@ class Returns:
     def _take(self, fact: facts.Handled, record: NodeRecord) -> None:
         node, event = record.node, fact.event
         known = {finding.key: finding for finding in (*record.findings.values(), *record.own.values())}
-        self._shown[node] = {_alike(finding) for finding in known.values()}
+        before_it, self._shown[node] = self._shown.get(node, set()), {_alike(finding) for finding in known.values()}
+        self._ended |= {(node, *alike): fact.at for alike in before_it - self._shown[node]}
         self._vouched[node] &= set(known)
         if isinstance(event, OperatorCommand) and event.kind is OperatorAction.READMIT and event.node == node:
             self._vouched[node] = set(known)
-        stood, self._stood[node] = self._stood.get(node, set()), set(known)
         before, self._states[node] = self._states.get(node), record.state
         if record.state is not NodeState.HEALTHY or before is None or before in SERVING:
             return
         for key, finding in known.items():
-            others = [other for other, shown in self._shown.items() if other != node and _alike(finding) in shown]
-            if key in stood - self._vouched[node] and not others and self._evicts(record, finding, fact.at):
+            alone = not self._others(node, finding, fact.at)
+            if key not in self._vouched[node] and alone and self._evicts(record, finding, fact.at):
                 raise Violation(self.name, f"{node} becomes healthy while {key} stands")
+
+    def _others(self, node: str, finding: Finding, now: float) -> list[str]:
+        """Who shows it too, or did so within the time for which it counts among those of an outbreak."""
+        assert self.world is not None
+        alike, since = _alike(finding), now - self.world.plan.policy.rules.rule(finding).correlated_s
+        return [
+            other
+            for other, shown in self._shown.items()
+            if other != node and (alike in shown or self._ended.get((other, *alike), -math.inf) >= since)
+        ]
 
     def _evicts(self, record: NodeRecord, finding: Finding, now: float) -> bool:
         assert self.world is not None
