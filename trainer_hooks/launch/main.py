@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from everstep.errors import ConfigurationError, EverstepError
 from everstep.lineage import die_with_parent
 from everstep.system_clock import SYSTEM_CLOCK
+from trainer_hooks.launch.flags import UNUSED
 from trainer_hooks.launch.launcher import Outcome, launch
-from trainer_hooks.launch.options import UNUSED, LaunchOptions, parse
+from trainer_hooks.launch.options import LaunchOptions, parse
 
 log = logging.getLogger(__name__)
 

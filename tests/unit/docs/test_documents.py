@@ -26,7 +26,7 @@ from everstep.cli.main import app
 from everstep.cli.policy import _read as read_change
 from everstep.vocabulary import JobState, NodeState
 from tests.support.controllers import InProcess
-from trainer_hooks.launch.options import _parser as launch_parser
+from trainer_hooks.launch.flags import command_line as launch_parser
 
 ROOT = Path(__file__).parents[3]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

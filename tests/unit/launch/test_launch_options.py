@@ -7,7 +7,8 @@ import pytest
 
 from everstep.errors import ConfigurationError
 from trainer_hooks.launch.environment import worker_environment
-from trainer_hooks.launch.options import UNUSED, LaunchOptions, _parser, parse
+from trainer_hooks.launch.flags import UNUSED, command_line
+from trainer_hooks.launch.options import LaunchOptions, parse
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def test_every_flag_of_torchrun_is_taken() -> None:
     from torch.distributed.run import get_args_parser
 
     theirs = {name for action in get_args_parser()._actions for name in action.option_strings}
-    ours = {name for action in _parser({})._actions for name in action.option_strings}
+    ours = {name for action in command_line({})._actions for name in action.option_strings}
     assert theirs <= ours
 
 
