@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -98,34 +97,15 @@ class Channel:
     def receive_into(self, view: memoryview) -> None:
         """Fills ``view``."""
         while view:
-            view = view[self._received(partial(self._sock.recv_into, view, len(view), socket.MSG_WAITALL)) :]
-
-    def _received(self, receive: Callable[[], int]) -> int:
-        """How many bytes came; at least one."""
-        try:
-            count = receive()
-        except BlockingIOError as error:
-            raise Unavailable(f"{self.peer} sent nothing for {self._patience_s} s") from error
-        except OSError as error:
-            raise Unavailable(f"the connection to {self.peer} broke: {error.strerror or error}") from error
-        if not count:
-            raise Unavailable(f"{self.peer} closed the connection")
-        return count
-
-    def receive_vector(self, views: Sequence[memoryview]) -> None:
-        """Fills views, at most MOST_VECTORS and none of them empty, one after another."""
-        left = list(views)
-        while len(left) > 1:
-            count = self._received(partial(self._receive_some, left))
-            while left and count >= len(left[0]):
-                count -= len(left.pop(0))
-            if left:
-                left[0] = left[0][count:]
-        for view in left:
-            self.receive_into(view)
-
-    def _receive_some(self, views: list[memoryview]) -> int:
-        return self._sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
+            try:
+                count = self._sock.recv_into(view, 0, socket.MSG_WAITALL)
+            except BlockingIOError as error:
+                raise Unavailable(f"{self.peer} sent nothing for {self._patience_s} s") from error
+            except OSError as error:
+                raise Unavailable(f"the connection to {self.peer} broke: {error.strerror or error}") from error
+            if not count:
+                raise Unavailable(f"{self.peer} closed the connection")
+            view = view[count:]
 
     def status(self) -> bool:
         """Whether the piece just received still was the slot's."""

@@ -25,11 +25,11 @@ class RangeHasher:
     def update(self, view: memoryview) -> None:
         while view:
             self._close_finished()
-            taken = min(self._left[0], len(view))
+            part = view[: self._left[0]]
             if self._known[0] is None:
-                self._hash.update(view[:taken])
-            self._left[0] -= taken
-            view = view[taken:]
+                self._hash.update(part)
+            self._left[0] -= len(part)
+            view = view[len(part) :]
 
     def _close_finished(self) -> None:
         while self._left and not self._left[0]:

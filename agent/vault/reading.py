@@ -48,6 +48,8 @@ class Reading:
         touched = set()
         for first, last in _chunk_runs(ranges, len(self.payload)):
             touched |= {index for index in range(first, last + 1) if index not in done}
+        if not touched:
+            return touched
         for index in sorted(touched):
             start = index * CHUNK_BYTES
             try:
@@ -162,20 +164,30 @@ class Library:
         return _Search(self._store, self._findings, job, rank, version, parity).next(ranges)[0]
 
     def pieces(
-        self, job: str, rank: int, version: Version, ranges: Sequence[Range], *, parity: bool = False
+        self,
+        job: str,
+        rank: int,
+        version: Version,
+        ranges: Sequence[Range],
+        *,
+        parity: bool = False,
+        unhashed: bool = False,
     ) -> Iterator[tuple[Reading, list[memoryview]]]:
         """The ranges' bytes in pieces of CHUNK_BYTES, each hashed when it is asked for, with the slot it is from.
+        ``unhashed``: but for chunks that are a range of their own, where this vault has hashed the slot once before.
 
         Where a slot proves bad on the way, another that was sealed as the same bytes takes its place. Raises what
         ``open`` does, before the first piece or at the one that is bad; NotFound also where the slot was filled anew on
         the way.
         """
         search = _Search(self._store, self._findings, job, rank, version, parity)
-        reading, done = search.next(next(cut(ranges), ()))
+        reading, done = search.next(() if unhashed else next(cut(ranges), ()))
         _chunk_runs(ranges, len(reading.payload))  # before they are cut: into how many pieces is the asker's word
+        unhashed = unhashed and (reading.slot, reading.header) in reading.segment.sealed()
+        unseen = {each[0] // CHUNK_BYTES for each in ranges if unhashed and reading.sealed(each)}
         for piece in cut(ranges):
             try:
-                done |= reading.check(piece, done)
+                done |= reading.check(piece, done | unseen)
             except Conflict as error:
                 raise NotFound(str(error)) from error
             except DigestMismatch as error:

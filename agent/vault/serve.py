@@ -267,7 +267,7 @@ class Answers:
     def _send_ranges(self, job: str, get: Get, channel: Channel) -> int:
         """Hashes each piece while the one before is under way: the word on that one says whether another follows."""
         lengths = [length for _, length in get.ranges]
-        pieces = self._library.pieces(job, get.rank, get.version, get.ranges, parity=get.parity)
+        pieces = self._library.pieces(job, get.rank, get.version, get.ranges, parity=get.parity, unhashed=get.unhashed)
         piece = next(pieces, None)
         channel.send(Data(bytes=sum(lengths)))
         hasher = RangeHasher(lengths, [] if piece is None else [piece[0].sealed(each) for each in get.ranges])

@@ -29,10 +29,12 @@ def borrowed(rank: VaultClient, node: str) -> Channel:
     return Channel(lent.sock, node, lent.io_timeout_s)
 
 
-def read(channel: Channel, rank: int, version: Version, ranges: Sequence[tuple[int, int]]) -> bytes:
+def read(
+    channel: Channel, rank: int, version: Version, ranges: Sequence[tuple[int, int]], unhashed: bool = False
+) -> bytes:
     """The ranges one after another. Raises what the holder refuses or breaks off for; AssertionError where the digests
     that it sends are not those of the bytes."""
-    channel.send(Get(rank=rank, version=version, ranges=tuple(ranges)))
+    channel.send(Get(rank=rank, version=version, ranges=tuple(ranges), unhashed=unhashed))
     data = memoryview(bytearray(channel.answer(Data).bytes))
     for start in range(0, len(data), CHUNK_BYTES):
         channel.receive_into(data[start : start + CHUNK_BYTES])

@@ -1,7 +1,7 @@
 """Slot bytes into live tensors: this node's slots straight from their mapping, others' from the vaults that hold them.
 
 Nothing is used unchecked: of a local slot the chunks that are read are hashed, here or by the rank that wrote it; what
-comes from elsewhere is hashed by the vault there and here. A slot that fails is named, never guessed around.
+comes from elsewhere is held against what was sealed there. A slot that fails is named, never guessed around.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What comes from other nodes: received straight into live memory, and hashed while it is in the cache.
 
 The node's vault proves a connection to the holder's vault and hands it over. Bytes reach live memory before their
-digests are known, so a batch counts only when it has come to its end and hashed right. Whoever waits, or goes away,
-may be sure that nothing is written any more once ``finish`` has returned, or ``close``.
+digests are known, so a batch counts only when it has come to its end and hashed right. The holder sends whole chunks
+without a look at them; of those that come wrong it is asked once more, to learn whether they are wrong there. Whoever
+waits, or goes away, may be sure that nothing is written any more once ``finish`` has returned, or ``close``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from everstep.channel import Channel
-from everstep.errors import DigestMismatch, EverstepError, MalformedMessage, Unavailable
+from everstep.errors import DigestMismatch, EverstepError, MalformedMessage, NotFound, Unavailable
 from everstep.range_digests import RangeHasher
 from everstep.slots import CHUNK_BYTES
 from everstep.wire.v1.local import SlotInfo
@@ -28,10 +29,11 @@ from trainer_hooks.vault_client import VaultClient
 STREAMS = 2
 """Connections at once: one is bound by one core at each end, and waits while the other end hashes."""
 WORTH_A_STREAM_BYTES = 32 << 20
-BLOCK_BYTES = 1 << 20
-"""Received, then hashed: half of a core's own cache. Divides CHUNK_BYTES."""
-MOST_VIEWS = 32
-"""Copies out of a block that are received each into its place; more come through a buffer."""
+BLOCK_BYTES = 256 << 10
+"""Received, then hashed: with what the kernel copies it from, it must stay in a core's own cache. Divides
+CHUNK_BYTES."""
+MOST_VIEWS = 128
+"""Copies out of a piece that are received each into its place; more come through a buffer."""
 
 
 class BadTransfer(BadSlot):
@@ -168,51 +170,66 @@ class _Receiver:
     def receive(self, batch: Batch) -> None:
         """Fills the batch's targets. Raises DigestMismatch, Unavailable, MalformedMessage, and what the holder refuses
         for; after any of them the connection is of no more use, and what was filled is not to be used."""
+        if self._comes_right(batch, unhashed=True):
+            return
+        slot = batch.slot
+        wrong = _NotAsSent(f"what {slot.node} sent of rank {slot.rank}'s version {slot.version} did not hash right")
+        try:
+            self._comes_right(batch, unhashed=False)  # the holder refuses what is wrong there already
+        except (DigestMismatch, NotFound):
+            raise
+        except EverstepError as error:
+            raise wrong from error
+        raise wrong
+
+    def _comes_right(self, batch: Batch, unhashed: bool) -> bool:
+        """Fills the batch's targets, and says whether that is what was sealed. ``unhashed``: as in Get."""
         slot, channel = batch.slot, self.channel
-        channel.send(Get(rank=slot.rank, version=slot.version, ranges=batch.ranges))
+        channel.send(Get(rank=slot.rank, version=slot.version, ranges=batch.ranges, unhashed=unhashed))
         channel.patience(self._answer_timeout_s)
         announced = channel.answer(Data).bytes
         if announced != batch.nbytes:
             raise MalformedMessage(f"{slot.node} announced {announced} bytes where {batch.nbytes} were asked for")
         channel.patience(self._io_timeout_s)
         hasher = RangeHasher([length for _, length in batch.ranges])
-        for at, rows in _blocks(batch):
-            self._block(at, min(BLOCK_BYTES, batch.nbytes - at), rows, hasher)
-            end = min(at + BLOCK_BYTES, batch.nbytes)
-            if (end % CHUNK_BYTES == 0 or end == batch.nbytes) and not channel.status():
+        for at, rows in _cut(batch.rows, CHUNK_BYTES, 0, batch.nbytes):
+            self._piece(at, min(CHUNK_BYTES, batch.nbytes - at), rows, hasher)
+            if not channel.status():
                 channel.answer(DataEnd)  # raises what the peer refuses for
                 raise MalformedMessage(f"{slot.node} said that the slot cannot be read on, and then that it can")
-        if channel.answer(DataEnd).digests != hasher.digests():
-            raise _NotAsSent(f"what {slot.node} sent of rank {slot.rank}'s version {slot.version} did not hash right")
+        return channel.answer(DataEnd).digests == hasher.digests()
 
-    def _block(self, at: int, length: int, rows: Rows, hasher: RangeHasher) -> None:
-        views = self._views(at, length, rows)
-        self.channel.receive_vector(views)
-        for view in views:
-            hasher.update(view)
-        if len(views) == 1 and views[0].obj is self._buffer.obj:
-            copy_rows(self._address - at, rows)
+    def _piece(self, at: int, length: int, rows: Rows, hasher: RangeHasher) -> None:
+        """Straight to where the bytes belong; all through the buffer where there are many rows, or bytes that two of
+        them want."""
+        if len(rows.source) <= MOST_VIEWS and np.all(rows.source[1:] >= rows.source[:-1] + rows.length[:-1]):
+            for view in self._views(at, length, rows):
+                for start in range(0, len(view), BLOCK_BYTES):
+                    self._take(view[start : start + BLOCK_BYTES], hasher)
+            return
+        for start, some in _cut(rows, BLOCK_BYTES, at, at + length):
+            self._take(self._buffer[: min(BLOCK_BYTES, at + length - start)], hasher)
+            copy_rows(self._address - start, some)
 
-    def _views(self, at: int, length: int, rows: Rows) -> list[memoryview]:
-        """Where the bytes from ``at`` on go: into live memory, and into the buffer where nobody wants them; all into
-        the buffer where there are many rows, or bytes that two of them want."""
-        if len(rows.source) > MOST_VIEWS or np.any(rows.source[1:] < rows.source[:-1] + rows.length[:-1]):
-            return [self._buffer[:length]]
-        views, here = [], at
+    def _take(self, view: memoryview, hasher: RangeHasher) -> None:
+        self.channel.receive_into(view)
+        hasher.update(view)
+
+    def _views(self, at: int, length: int, rows: Rows) -> Iterator[memoryview]:
+        """Where the bytes from ``at`` on go: into live memory, and into the buffer where nobody wants them, which is
+        GAP_BYTES at most."""
+        here = at
         for source, target, count in zip(*(column.tolist() for column in rows), strict=True):
-            if source > here:
-                views.append(self._buffer[here - at : source - at])
-            views.append(memoryview((ctypes.c_ubyte * count).from_address(target)).cast("B"))
+            yield self._buffer[: source - here]
+            yield memoryview((ctypes.c_ubyte * count).from_address(target)).cast("B")
             here = source + count
-        if here < at + length:
-            views.append(self._buffer[here - at : length])
-        return views
+        yield self._buffer[: at + length - here]
 
 
-def _blocks(batch: Batch) -> Iterator[tuple[int, Rows]]:
-    """(where it begins, copies out of it) of each block of a batch's bytes."""
-    rows = batch.rows.cut(BLOCK_BYTES)
-    starts = np.arange(0, batch.nbytes, BLOCK_BYTES)
-    bounds = np.searchsorted(rows.source, np.append(starts, batch.nbytes)).tolist()
+def _cut(rows: Rows, every: int, begin: int, end: int) -> Iterator[tuple[int, Rows]]:
+    """(where it begins, copies out of it) of each ``every`` bytes from ``begin``, a multiple of that, to ``end``."""
+    rows = rows.cut(every)
+    starts = np.arange(begin, end, every)
+    bounds = np.searchsorted(rows.source, np.append(starts, end)).tolist()
     for start, first, last in zip(starts.tolist(), bounds[:-1], bounds[1:], strict=True):
         yield start, Rows(*(column[first:last] for column in rows))

@@ -21,8 +21,8 @@ Then the client asks and the server answers, one request at a time:
 
 Bulk bytes follow a frame raw, in pieces of at most CHUNK_BYTES. One status byte after each piece says whether the
 slot still was what its header had said once the piece had been read: a slot that its rank filled anew meanwhile is
-no corruption, and must not be taken for it. After a piece of ``Data`` it also says whether the next piece hashes right,
-or else that ``Refused`` follows instead. Any request may be answered with ``Refused``.
+no corruption, and must not be taken for it. After a piece of ``Data`` it also says whether the next piece hashes right
+(or was not to be hashed), or else that ``Refused`` follows instead. Any request may be answered with ``Refused``.
 
 A manifest is the same for all versions of a plan and may have many times the bytes of all else that is said of a slot:
 it is named by its digest, crosses the wire as bulk, and only to where no slot of the same rank has it already.
@@ -164,13 +164,16 @@ class Ack(Message, frozen=True, kw_only=True, tag=True):
 class Get(Message, frozen=True, kw_only=True, tag=True):
     """Byte ranges (offset, length) of a sealed slot's payload; no ranges: its manifest.
 
-    ``parity``: not of a rank's slot, but of the parity of the group with that number.
+    ``parity``: not of a rank's slot, but of the parity of the group with that number. ``unhashed``: a range that is one
+    whole chunk may be sent without a look at it, since whoever asks hashes it and is told what was sealed. Who finds it
+    wrong asks again without that word, and learns whether it is wrong where it lies.
     """
 
     rank: Rank
     version: Version
     ranges: Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(max_length=MAX_RANGES)]
     parity: bool = False
+    unhashed: bool = False
 
 
 class Data(Message, frozen=True, kw_only=True, tag=True):

@@ -76,7 +76,7 @@ def test_whatever_is_wanted_of_a_slot_lands_where_it_belongs(pieces: list[tuple[
 
 def test_chunks_are_asked_for_one_by_one_and_come_over_several_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cutting, "BATCH_BYTES", 2 * CHUNK_BYTES)
-    monkeypatch.setattr(module, "BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(module, "BLOCK_BYTES", 256 << 10)
     size = 8 * CHUNK_BYTES + 5
     payload = bytes(CHUNK_BYTES) + PAYLOAD * (7 * CHUNK_BYTES // len(PAYLOAD) + 1)
     targets, batches = planned([(0, size)])
@@ -155,18 +155,57 @@ def test_what_goes_wrong_on_the_way_fails_that_slot_and_no_other(wrong: str) -> 
         assert failure.corrupt is corrupt
         assert why in failure.reason
         assert [batch.slot.node for batch in streams.landed] == ["n2", "n3", "n3", "n3", "n3"]
-        assert sum(node == "n2" for node, _ in vault.asked) == 2
+        doubted = isinstance(failure, BadTransfer)
+        assert sum(node == "n2" for node, _ in vault.asked) == 2 + doubted
         assert vault.broke == ([("n2", failure.reason)] if wrong == "dies" else [])
     assert bytes_of(targets) == [PAYLOAD[: 4 * BATCH]]
     assert lost[0][:BATCH].numpy().tobytes() == PAYLOAD[:BATCH]
 
 
-def test_what_the_rank_itself_finds_wrong_is_told_apart_from_what_the_holder_has_told() -> None:
-    for act, found_here in ((wrong_digest, True), (refuses_on_the_way, False)):
-        _, batches = planned([(0, BATCH)])
-        with lending({0: PAYLOAD}, {"n2": [act]}) as vault:
-            (failure,) = received(vault, batches).failures
-        assert isinstance(failure, BadTransfer) is found_here
+def hangs_up(channel: Channel, get: Get, payload: bytes) -> None:
+    channel.close()
+
+
+ROTTEN, GONE = DigestMismatch("chunk 3 is rotten"), NotFound("it was overwritten")
+
+DOUBTED = {
+    "is right where it lies": ([wrong_digest, serve_well], True, True),
+    "comes wrong again": ([wrong_digest, wrong_digest], True, True),
+    "is refused for what it is not": ([wrong_digest, refuse(MalformedMessage("what?"))], True, True),
+    "does not come again": ([wrong_digest, hangs_up], True, True),
+    "is wrong where it lies": ([wrong_digest, refuse(ROTTEN)], False, True),
+    "is found wrong on the way": ([wrong_digest, refuses_on_the_way], False, True),
+    "is not there any more": ([wrong_digest, refuse(GONE)], False, False),
+}
+
+
+@pytest.mark.parametrize("what", DOUBTED)
+def test_what_comes_wrong_is_believed_never_and_the_holder_is_asked_whether_it_is_wrong_there(what: str) -> None:
+    acts, blamed_on_the_way, corrupt = DOUBTED[what]
+    hashed: list[bool] = []
+
+    def noted(act: Act) -> Act:
+        def noting(channel: Channel, get: Get, payload: bytes) -> None:
+            hashed.append(not get.unhashed)
+            act(channel, get, payload)
+
+        return noting
+
+    _, batches = planned([(0, 2 * BATCH)])
+    with lending({0: PAYLOAD}, {"n2": [noted(act) for act in acts]}) as vault:
+        streams = received(vault, batches)
+    (failure,) = streams.failures
+    assert hashed == [False, True]
+    assert streams.landed == []
+    assert isinstance(failure, BadTransfer) is blamed_on_the_way
+    assert failure.corrupt is corrupt
+
+
+def test_what_the_holder_tells_by_itself_is_not_blamed_on_the_way() -> None:
+    _, batches = planned([(0, BATCH)])
+    with lending({0: PAYLOAD}, {"n2": [refuses_on_the_way]}) as vault:
+        (failure,) = received(vault, batches).failures
+    assert not isinstance(failure, BadTransfer)
 
 
 def test_a_holder_that_stands_still_is_given_up() -> None:

@@ -121,6 +121,20 @@ def test_an_unchecked_slot_that_is_asked_for_is_hashed_for_that_and_a_corrupt_on
     assert left.view.header(1) is None
 
 
+def test_an_unchecked_slot_is_hashed_even_for_somebody_who_would_hash_it_himself(left: Left) -> None:
+    left.begin()
+    library = Library(left.store, Findings("n1", SYSTEM_CLOCK, Tally(), lambda _: None))
+    chunks = [(at, min(CHUNK_BYTES, LENGTH - at)) for at in range(0, LENGTH, CHUNK_BYTES)]
+    left.spoil(1)
+    with pytest.raises(DigestMismatch):
+        list(library.pieces(JOB, 0, Version(1, 1), chunks, unhashed=True))
+    left.go()
+    assert left.listed(DEADLINE_S) == ({0}, 0)
+    left.spoil(0)
+    sent = [bytes(view) for _, views in library.pieces(JOB, 0, Version(1, 0), chunks, unhashed=True) for view in views]
+    assert b"".join(sent) == bytes(left.view.payload(0)) != noise(LENGTH, 0)
+
+
 def test_an_unchecked_slot_is_no_copy_that_is_here_already(left: Left) -> None:
     left.begin()
     _, header = next(iter(left.view.sealed()))

@@ -50,10 +50,11 @@ def bring(
     node: str = "n2",
     rank: int = 3,
     version: Version = V,
+    unhashed: bool = False,
 ) -> bytes:
     """The bytes as a rank gets them, over a connection that its vault lends. Raises what is refused."""
     with rank_of(fleet.all[by]) as client, closing(borrowed(client, node)) as channel:
-        return read(channel, rank, version, ranges)
+        return read(channel, rank, version, ranges, unhashed)
 
 
 def fetch(fleet: Vaults, ranges: tuple[tuple[int, int], ...], by: int = 0, **fields: object) -> local.FromVault:
@@ -76,7 +77,9 @@ RANGES = (
 def test_ranges_come_one_after_another(
     fleet: Vaults, owner: RankMemory, ranges: tuple[tuple[int, int], ...], by: int
 ) -> None:
-    assert bring(fleet, ranges, by) == b"".join(PAYLOAD[at : at + count] for at, count in ranges)
+    for unhashed in (False, True):
+        expected = b"".join(PAYLOAD[at : at + count] for at, count in ranges)
+        assert bring(fleet, ranges, by, unhashed=unhashed) == expected
 
 
 def test_a_manifest_lands_where_the_rank_says_and_touches_nothing_before_that(fleet: Vaults, owner: RankMemory) -> None:
@@ -138,6 +141,8 @@ def test_ranges_outside_the_payload_are_refused(
 ) -> None:
     with pytest.raises(MalformedMessage):
         bring(fleet, ((0, 4), bad), by)
+    with pytest.raises(MalformedMessage):
+        bring(fleet, ((0, 4), bad), by, unhashed=True)
     assert bring(fleet, ((0, 4),), by) == PAYLOAD[:4]
 
 
@@ -153,6 +158,32 @@ def test_a_rotten_chunk_is_never_served_and_its_slot_is_given_up(fleet: Vaults, 
     assert owner.view.header(0) is None
     with pytest.raises(NotFound):
         bring(fleet, ((0, CHUNK_BYTES),), by)
+
+
+@pytest.mark.parametrize("by", [0, 1], ids=["from another node", "from this node"])
+def test_a_rotten_chunk_that_was_not_to_be_hashed_is_found_by_whoever_asked_and_judged_when_it_is_doubted(
+    fleet: Vaults, owner: RankMemory, by: int
+) -> None:
+    whole = ((CHUNK_BYTES, CHUNK_BYTES), (2 * CHUNK_BYTES, CHUNK_BYTES), (3 * CHUNK_BYTES, 1000))
+    owner.view.payload(0)[2 * CHUNK_BYTES + 1] ^= 128
+    with pytest.raises(AssertionError):  # the digest beside it is the one that was sealed
+        bring(fleet, whole, by, unhashed=True)
+    assert owner.view.header(0) is not None
+    with pytest.raises(DigestMismatch):
+        bring(fleet, whole, by)
+    found = fleet.supervisors["n2"].finding().finding.finding
+    assert (found.kind, found.subject) == (FindingKind.SLOT_CORRUPT, "job/rank3/1:1")
+    assert owner.view.header(0) is None
+
+
+@pytest.mark.parametrize("piece", [(2 * CHUNK_BYTES, 100), (2 * CHUNK_BYTES + 5, CHUNK_BYTES - 5)])
+def test_a_part_of_a_chunk_is_hashed_whatever_was_asked(
+    fleet: Vaults, owner: RankMemory, piece: tuple[int, int]
+) -> None:
+    owner.view.payload(0)[2 * CHUNK_BYTES + 1] ^= 128
+    with pytest.raises(DigestMismatch):
+        bring(fleet, ((0, CHUNK_BYTES), piece), unhashed=True)
+    assert owner.view.header(0) is None
 
 
 def test_a_rotten_original_is_passed_over_for_a_good_copy_on_the_same_node(fleet: Vaults, owner: RankMemory) -> None:
