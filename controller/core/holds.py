@@ -10,11 +10,12 @@ import msgspec
 from controller.core import casebook, ladder
 from controller.core.events import NodeObserved, OperatorCommand
 from controller.core.generations import Cause, regroup
-from controller.core.membership import computes, jobs_seated_on, least_nodes, next_seats
+from controller.core.membership import computes, jobs_seated_on, least_nodes
 from controller.core.quarantine import begin_probation
 from controller.core.records import JobRecord, NodeRecord, Window
 from controller.core.standing import kept_out, set_state
 from controller.core.state import FleetState
+from controller.core.staying import roster_at
 from controller.core.turn import Turn
 from everstep.errors import Conflict, NotFound
 from everstep.vocabulary import GenerationReason, JobState, NodeState
@@ -107,10 +108,10 @@ def check_maintenance(state: FleetState, order: OperatorCommand, now: float) -> 
     if order.starts_at is not None and order.starts_at > now:
         _check_plan(state, order.starts_at, order.until)
         return
-    leaving = {node for node in nodes if state.nodes[node].state is not NodeState.HELD}
+    leaving = set(nodes)
     jobs = {job.job: job for node in leaving for job in jobs_seated_on(state, node) if job.state is JobState.RUNNING}
     for job in jobs.values():
-        left, least = len(next_seats(state, job, without=leaving)), least_nodes(job)
+        left, least = len(roster_at(state, now, job, without=leaving)), least_nodes(job)
         if left < least:
             raise Conflict(
                 f"job {job.job} needs {least} nodes and {left} would be left: add nodes or stop the job first, "

@@ -18,13 +18,18 @@ from everstep.vocabulary import JobState, NodeState
 
 
 def next_roster(turn: Turn, job: JobRecord, without: Collection[str] = ()) -> list[str]:
+    """``roster_at`` now."""
+    return roster_at(turn.state, turn.now, job, without)
+
+
+def roster_at(state: FleetState, now: float, job: JobRecord, without: Collection[str] = ()) -> list[str]:
     """``next_seats``, with nodes that are held in their seats where these are needed; as it is where they do not
     suffice either."""
-    seats = next_seats(turn.state, job, without)
+    seats = next_seats(state, job, without)
     if len(seats) >= least_nodes(job):
         return seats
-    staying = [node for node in _seats(job) if _may_stay(turn, node)]
-    more = next_seats(turn.state, job, without, staying=staying) if staying else seats
+    staying = [node for node in _seats(job) if _may_stay(state, now, node)]
+    more = next_seats(state, job, without, staying=staying) if staying else seats
     return more if len(more) >= least_nodes(job) else seats
 
 
@@ -32,15 +37,15 @@ def _seats(job: JobRecord) -> Sequence[str]:
     return job.generation.seats if job.generation is not None and job.state is JobState.RUNNING else ()
 
 
-def _may_stay(turn: Turn, node: str) -> bool:
+def _may_stay(state: FleetState, now: float, node: str) -> bool:
     """Not in maintenance, for which nodes are left; nor with anything that would evict it. On probation it serves, and
     is judged as others are."""
-    record = turn.state.nodes[node]
+    record = state.nodes[node]
     if record.state is NodeState.PROBATION:
         return True
     if record.state is not NodeState.HELD or record.maintenance_until:
         return False
-    return not standing_against(turn.state, record, turn.now)
+    return not standing_against(state, record, now)
 
 
 def in_words(state: FleetState, job: JobRecord, seats: Sequence[str]) -> str:

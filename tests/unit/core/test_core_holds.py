@@ -174,6 +174,26 @@ def test_a_node_that_is_away_at_the_end_comes_back_when_it_is_heard() -> None:
     assert fleet.node_state("n2") is NodeState.PROBATION
 
 
+def test_maintenance_of_a_held_node_that_its_job_needs_is_refused() -> None:
+    fleet = CoreFleet()
+    fleet.start(4, min_nodes=4)
+    fleet.order(OperatorAction.HOLD, node="n1")
+    assert (fleet.job_state(), fleet.seats()) == (JobState.RUNNING, ["n1", "n2", "n3", "n4"])
+    with pytest.raises(Conflict, match="job job needs 4 nodes and 3 would be left"):
+        _maintain(fleet, node="n1")
+    assert fleet.job_state() is JobState.RUNNING
+
+
+def test_a_held_node_that_stays_in_its_seat_counts_when_another_is_to_be_maintained() -> None:
+    fleet = CoreFleet()
+    fleet.start(4, min_nodes=3)
+    fleet.order(OperatorAction.HOLD, node="n1")
+    _maintain(fleet, node="n2")
+    assert (fleet.job_state(), fleet.seats()) == (JobState.RUNNING, ["n1", "n3", "n4"])
+    with pytest.raises(Conflict, match="job job needs 3 nodes"):
+        _maintain(fleet, node="n3")
+
+
 def test_a_rack_in_maintenance_holds_all_its_nodes_and_those_that_come_up_in_it() -> None:
     fleet = CoreFleet()
     for node, rack in (("a1", "A"), ("a2", "A"), ("b1", "B")):
