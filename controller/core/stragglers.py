@@ -105,11 +105,8 @@ def _replace_one(turn: Turn, job: JobRecord, spec: GenerationSpec) -> None:
         return
     if turn.now < job.opened_at + policy.growth_interval_s:
         return
-    node = named[0]
-    seats = next_seats(turn.state, job, {node})
-    if len(seats) < len(spec.seats) or not spec.seated - {node} <= set(seats):
-        return
-    if boundary_step(turn, job, live) is None:
+    node = next((one for one in named if _can_be_replaced(turn, job, spec, one)), None)
+    if node is None or boundary_step(turn, job, live) is None:
         return
     sentence = f"{node} is slow and a spare is not"
     job.slow[node] = f"{node} was replaced because it was slow"
@@ -118,3 +115,9 @@ def _replace_one(turn: Turn, job: JobRecord, spec: GenerationSpec) -> None:
         reason=GenerationReason.STRAGGLER, sentence=sentence, trace=turn.trace, boundary=True, without=frozenset({node})
     )
     regroup(turn, job, cause)
+
+
+def _can_be_replaced(turn: Turn, job: JobRecord, spec: GenerationSpec, node: str) -> bool:
+    """Whether the job has as many seats without the node, those of all others among them."""
+    seats = next_seats(turn.state, job, {node})
+    return len(seats) >= len(spec.seats) and spec.seated - {node} <= set(seats)

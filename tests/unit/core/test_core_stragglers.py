@@ -13,6 +13,7 @@ from controller.core.state import Pace
 from controller.core.stragglers import KEY, slow_nodes
 from everstep.ids import Version
 from everstep.vocabulary import Decision, GenerationReason
+from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.training import RankProgress
 from tests.support.core_fleet import CoreFleet, audits, decisions, generations
 
@@ -178,3 +179,18 @@ def test_two_ranks_cannot_tell_which_of_them_is_slow() -> None:
     spec = fleet.spec()
     assert slow_nodes(spec, Laggards("job", 2, 0.1, {0: 0.5}), 0.5) == {}
     assert slow_nodes(_start(nodes=3).spec(), Laggards("job", 3, 0.1, {0: 0.5}), 0.5) == {"n1": 0.5}
+
+
+def test_one_that_no_spare_can_replace_does_not_keep_another_from_being_replaced() -> None:
+    """Blocks of two nodes within a rack; the only spare is in the second one's rack."""
+    fleet = CoreFleet(msgspec.structs.replace(POLICY, straggler_share=0.5))
+    for number in range(1, 6):
+        fleet.register(f"n{number}", domain=Domain(rack="r0" if number < 3 else "r1"))
+        fleet.beat(f"n{number}")
+    shape = {"min_nodes": 2, "max_nodes": 4, "block_nodes": 2, "block_within": "rack", "nproc_per_node": 2}
+    fleet.join("n1", "n2", "n3", "n4", **shape)
+    fleet.resume()
+    fleet.join("n5", **shape)
+    _run(fleet, 20.0, n1=0.06, n4=0.06)
+    assert fleet.seats() == ["n1", "n2", "n3", "n5"]
+    assert list(fleet.job().slow) == ["n4"]
