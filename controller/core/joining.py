@@ -25,6 +25,9 @@ from everstep.wire.v1.training import LauncherJoined
 def launcher_joined(turn: Turn, node: str, report: LauncherJoined) -> None:
     """Takes a node's offer: a new job, a spare, a catching up after a reconnect, or a launcher's new life."""
     job = turn.state.jobs.get(report.job)
+    if job is not None and job.state not in ENDED and _is_stale(job, node, report):
+        turn.ignore("launcher_joined.stale")
+        return
     if why := contradiction(report.spec):
         _refuse(turn, node, report, f"job {report.job} cannot be: {why}")
         return
@@ -38,13 +41,16 @@ def launcher_joined(turn: Turn, node: str, report: LauncherJoined) -> None:
     if report.spec != job.spec and not _take_spec(turn, job, node, report):
         return
     before = job.launchers.get(node)
-    if before is not None and report.launcher < before.incarnation:
-        turn.ignore("launcher_joined.stale")
-        return
     restarted = before is not None and report.launcher > before.incarnation
     new_agent = before is not None and not before.confirmed
     _note_launcher(turn, job, node, report)
     _catch_up(turn, job, node, report, restarted=restarted, new_agent=new_agent)
+
+
+def _is_stale(job: JobRecord, node: str, report: LauncherJoined) -> bool:
+    """Whether a later launcher of the node has joined: to answer this one would stop, or change, the other's job."""
+    before = job.launchers.get(node)
+    return before is not None and report.launcher < before.incarnation
 
 
 def _create(turn: Turn, report: LauncherJoined) -> JobRecord:
@@ -68,6 +74,7 @@ def _start_over(turn: Turn, job: JobRecord, report: LauncherJoined) -> None:
     job.generation, job.leaving, job.launchers, job.resumed_at = None, None, {}, None
     job.ceiling, job.retries, job.raised, job.finished = NOTHING, 0, {}, []
     job.losses, job.excluded, job.former, job.slow, job.homes = {}, {}, [], {}, None
+    job.ties, job.size, job.gave_at = [], None, 0.0
     turn.state.live_jobs[job.job] = JobLive()
     turn.audit("job.created", f"job {job.job} is run once more", job=job.job)
     turn.job_changed(job.job)

@@ -317,6 +317,44 @@ def test_a_younger_launcher_runs_the_job_once_more_with_higher_numbers() -> None
     assert fleet.spec().restore == RestoreRule(scratch=True)
 
 
+def test_a_job_that_is_run_once_more_has_nothing_of_the_run_before_against_it() -> None:
+    fleet = CoreFleet()
+    fleet.start(4)
+    fleet.order(OperatorAction.RESIZE_JOB, job="job", size=2)
+    fleet.resume(step=50)
+    assert fleet.seats() == ["n1", "n2"]
+    fleet.job().ties, fleet.job().gave_at = [fleet.now, fleet.now], fleet.now
+    fleet.finish()
+    fleet.advance(2.0, *fleet.state.nodes)
+    for node in fleet.state.nodes:
+        fleet.launchers["job", node] = int(fleet.now * 1000)
+    fleet.join("n1", "n2", "n3", "n4", min_nodes=1, max_nodes=4)
+    assert fleet.seats() == ["n1", "n2", "n3", "n4"]
+    assert (fleet.job().size, fleet.job().ties, fleet.job().gave_at) == (None, [], 0.0)
+
+
+def test_an_offer_that_is_late_changes_nothing_of_the_job() -> None:
+    fleet = CoreFleet()
+    fleet.start(1, max_nodes=1)
+    fleet.join("n1", min_nodes=1, max_nodes=1, nproc_per_node=2)
+    now_asked = fleet.job().spec
+    fleet.launchers["job", "n1"] = 0
+    fleet.join("n1", min_nodes=1, max_nodes=1, nproc_per_node=1)
+    assert fleet.job().spec == now_asked
+    assert fleet.state.ignored["launcher_joined.stale"] == 1
+
+
+def test_a_late_offer_of_another_shape_stops_nobody() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.leave("n2")
+    fleet.join("n2")
+    fleet.launchers["job", "n2"] = 0
+    before = len(fleet.effects)
+    fleet.join("n2", max_nodes=7)
+    assert sent(fleet.effects[before:], StopJob) == {}
+
+
 # --- the controller's own death ----------------------------------------------------------------------------------
 
 
