@@ -5,6 +5,8 @@ Written by ranks; read by ranks, and by vaults that write checkpoints to storage
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import msgspec
 
 from everstep.boxes import Box, Extent
@@ -17,13 +19,23 @@ BLOB_PREFIX = 8
 """Bytes of the little-endian length that stands before the Python state."""
 
 
+class Lies(IntEnum):
+    """Where an optimizer had a tensor of its state: as a plain tensor on the host or on its parameter's device, or
+    spread over its parameter's mesh (a DTensor). UNTOLD: on a CPU, by releases before, and of what is no such state."""
+
+    UNTOLD = 0
+    HOST = 1
+    DEVICE = 2
+    SPREAD = 3
+
+
 class Tensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A tensor of the job, as every manifest lists it.
 
     ``own``: each rank has its own values, and ``shape`` begins with the number of ranks; ``ranks`` are those that have
     the tensor at all, where not all do. ``aliases`` are the other
     names of a tied one. ``groups``: the optimizers that train it, by the key they are tracked under, each with the
-    index of the parameter group.
+    index of the parameter group. ``lies`` is of optimizer state.
     """
 
     name: str
@@ -34,6 +46,7 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
     aliases: tuple[str, ...] = ()
     groups: tuple[tuple[str, int], ...] = ()
     ranks: tuple[int, ...] = ()
+    lies: Lies = Lies.UNTOLD
 
     @property
     def rows(self) -> tuple[int, ...]:

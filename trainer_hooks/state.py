@@ -16,6 +16,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from everstep.manifests import Lies
+from trainer_hooks.moments import is_complete, lies_of, moment_like
 from trainer_hooks.python_state import (
     Group,
     Merged,
@@ -27,7 +29,7 @@ from trainer_hooks.python_state import (
     put_options,
     state_of,
 )
-from trainer_hooks.snapshot.blob import Blob, dtype_of
+from trainer_hooks.snapshot.blob import Blob
 from trainer_hooks.snapshot.changes import refuse_other_model
 from trainer_hooks.snapshot.exclude import Exclusions
 from trainer_hooks.snapshot.identity import Identity
@@ -66,6 +68,7 @@ class TrackedState:
         self._scalars: list[tuple[str, str, dict[str, Any], str]] = []
         self._extra: list[tuple[str, torch.nn.Module]] = []
         self._packed: list[bytes] | None = None
+        self._lies: dict[str, Lies] = {}
         self._looked = False
         self._changing: set[str] = set()
         self.settle()
@@ -101,8 +104,9 @@ class TrackedState:
         for name, place, key, buffer in self._wanted(self._buffers()):
             self._add(found, name, place, key, buffer, self._sharing_of(name, buffer), parameter=False)
         for name, place, key, moment in self._wanted(self._moments()):
-            self._add(found, name, place, key, moment, Sharing.EQUAL, parameter=False, shaped=False)
-        to_come = [top for top, optimizer in self._optimizers if not _is_complete(optimizer)]
+            lies = self._lies[name]
+            self._add(found, name, place, key, moment, Sharing.EQUAL, parameter=False, shaped=False, lies=lies)
+        to_come = [top for top, optimizer in self._optimizers if not is_complete(optimizer)]
         self._exclude.require_used([tensor.name for tensor in found.values()], to_come)
         return list(found.values())
 
@@ -111,7 +115,7 @@ class TrackedState:
 
     def complete(self) -> bool:
         """Whether every optimizer has state for every parameter it trains, as it has after a step or a restore."""
-        return all(_is_complete(optimizer) for _, optimizer in self._optimizers)
+        return all(is_complete(optimizer) for _, optimizer in self._optimizers)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -150,6 +154,7 @@ class TrackedState:
         *,
         parameter: bool,
         shaped: bool = True,
+        lies: Lies = Lies.UNTOLD,
     ) -> None:
         parts = local_parts(name, tensor)
         if sharing is Sharing.EQUAL:
@@ -159,7 +164,9 @@ class TrackedState:
         for local, box in parts:
             identity = (local.data_ptr(), local.size(), local.stride(), local.dtype) if local.numel() else id(tensor)
             if identity not in found:
-                found[identity] = TrackedTensor(name, tuple(tensor.shape), box, local, sharing, parameter, place, key)
+                found[identity] = TrackedTensor(
+                    name, tuple(tensor.shape), box, local, sharing, parameter, place, key, lies
+                )
 
     def _sharing_of(self, name: str, buffer: torch.Tensor) -> Sharing:
         """A constant is equal everywhere. What training was seen to change is rank 0's under DDP, which broadcasts it
@@ -203,6 +210,7 @@ class TrackedState:
                 self._exclude.require_whole(f"{top}.{fqn}", state)
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor):
+                        self._lies[f"{top}.{fqn}.{key}"] = lies_of(parameter, value)
                         yield f"{top}.{fqn}.{key}", state, key, value
                     elif not self._exclude.covers(f"{top}.{fqn}.{key}"):
                         self._scalars.append((top, fqn, state, key))
@@ -246,8 +254,9 @@ class TrackedState:
         """Live tensors to fill, each with the index of its source in ``catalog``. Others of the catalog may be live on
         other ranks.
 
-        Optimizer state that a fresh process does not have yet is created: like the parameter where the shapes agree,
-        else replicated. Raises NotRestorable where a tensor was not stored, or as another one.
+        Optimizer state that a fresh process does not have yet is created (moments.py).
+
+        Raises NotRestorable where a tensor was not stored, or as another one.
         """
         index_of = {tensor.name: index for index, tensor in enumerate(catalog)}
         self._changing.update(tensor.name for tensor in catalog if tensor.own)
@@ -268,7 +277,7 @@ class TrackedState:
                     fqn = self._fqns.get(id(parameter)) or self._place_of(optimizer, parameter)
                     for key, tensor in wanted.get(f"{top}.{fqn}", ()):
                         if key not in optimizer.state[parameter]:
-                            optimizer.state[parameter][key] = _moment_like(parameter, tensor, capturable)
+                            optimizer.state[parameter][key] = moment_like(parameter, key, tensor, capturable)
 
     def _place_of(self, optimizer: torch.optim.Optimizer, wanted: torch.Tensor) -> str:
         return next(name for name, parameter in self._trained(optimizer) if parameter is wanted)
@@ -341,36 +350,8 @@ class TrackedState:
         return self._packed
 
 
-def _is_complete(optimizer: torch.optim.Optimizer) -> bool:
-    trained = (p for g in optimizer.param_groups for p in g["params"] if p.requires_grad)
-    return bool(optimizer.state) and all(p in optimizer.state for p in trained)
-
-
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
     """What two tensors have in common that are tied."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     dense = local.layout is torch.strided and local.numel()
     return (local.data_ptr(), local.size(), local.stride(), local.dtype) if dense else (id(tensor),)
-
-
-def _moment_like(parameter: torch.Tensor, tensor: Tensor, capturable: bool) -> torch.Tensor:
-    """Room for a moment: a scalar stays on the host unless the optimizer is fused or capturable, as torch has it."""
-    dtype = dtype_of(tensor.dtype)
-    if tensor.shape == tuple(parameter.shape) and tensor.shape:
-        return _empty_like(parameter.detach(), dtype)
-    device = parameter.device if capturable or tensor.shape else torch.device("cpu")
-    return torch.empty(tensor.shape, dtype=dtype, device=device)
-
-
-def _empty_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """torch.empty_like; of a DTensor past its dispatcher, whose first call in a process takes tens of milliseconds."""
-    if not isinstance(parameter, DTensor):
-        return torch.empty_like(parameter, dtype=dtype)
-    return DTensor.from_local(
-        torch.empty_like(parameter._local_tensor, dtype=dtype),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

@@ -13,7 +13,7 @@ import xxhash
 
 from everstep.boxes import Box, Extent, uncovered, whole
 from everstep.errors import MalformedMessage
-from everstep.manifests import BLOB_PREFIX, LAYOUT_FORMAT, Manifest, Stored, Tensor, decode_manifest
+from everstep.manifests import BLOB_PREFIX, LAYOUT_FORMAT, Lies, Manifest, Stored, Tensor, decode_manifest
 
 __all__ = [
     "ALIGN",
@@ -56,7 +56,8 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     """One tensor in a rank's layout: the box this rank holds. ``dtype`` as torch names it, without ``torch.``.
 
     For Sharing.OWN ``shape`` and ``box`` have the leading rank dimension already. ``digest`` says whether the tensor
-    takes part in the digest that replicas compare. ``aliases`` and ``groups`` as in everstep.manifests.Tensor.
+    takes part in the digest that replicas compare. ``aliases``, ``groups`` and ``lies`` are as in
+    everstep.manifests.Tensor.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     digest: bool = False
     aliases: tuple[str, ...] = ()
     groups: tuple[tuple[str, int], ...] = ()
+    lies: Lies = Lies.UNTOLD
 
     @property
     def nbytes(self) -> int:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from everstep.manifests import Lies
 from trainer_hooks.snapshot.blob import dtype_name
 from trainer_hooks.snapshot.layout import Box, Extent, Part, Sharing, whole
 from trainer_hooks.snapshot.placement import boxes_of
@@ -35,6 +36,7 @@ class TrackedTensor(msgspec.Struct, frozen=True):
     parameter: bool
     place: Mapping[Any, Any]
     key: Any
+    lies: Lies = Lies.UNTOLD
 
     @property
     def volatile(self) -> bool:
@@ -54,9 +56,8 @@ class TrackedTensor(msgspec.Struct, frozen=True):
         if self.sharing is Sharing.OWN:
             shape, box = (world, *shape), Box((rank, *box.offset), (1, *box.size))
         dtype = self.local.dtype
-        return Part(
-            self.name, dtype_name(dtype), dtype.itemsize, shape, box, self.sharing, self.parameter, aliases, groups
-        )
+        kind = (dtype_name(dtype), dtype.itemsize)
+        return Part(self.name, *kind, shape, box, self.sharing, self.parameter, aliases, groups, self.lies)
 
 
 class Still(msgspec.Struct):

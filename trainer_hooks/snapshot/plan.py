@@ -283,7 +283,8 @@ def _catalog(layouts: Sequence[Layout]) -> tuple[tuple[Tensor, ...], dict[str, i
             own = part.sharing is Sharing.OWN
             if own:
                 having[part.name].append(part.box.offset[0])
-            tensor = Tensor(part.name, part.dtype, part.itemsize, part.shape, own, part.aliases, part.groups)
+            kind = (part.dtype, part.itemsize, part.shape, own)
+            tensor = Tensor(part.name, *kind, part.aliases, part.groups, lies=part.lies)
             other = seen.setdefault(part.name, tensor)
             if other == tensor:
                 continue

@@ -1,0 +1,136 @@
+"""Optimizer state that a fresh process makes room for lies where the optimizer would have made it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from everstep.manifests import Lies, Manifest, Tensor, decode_manifest, encode_manifest
+from trainer_hooks.moments import lies_of, moment_like
+from trainer_hooks.python_state import Merged, decode
+from trainer_hooks.snapshot.plan import divide, manifest_for
+from trainer_hooks.state import TrackedState
+
+Optimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Optimizer] = {
+    "AdamW": torch.optim.AdamW,
+    "AdamW, amsgrad": lambda of: torch.optim.AdamW(of, amsgrad=True),
+    "SGD": lambda of: torch.optim.SGD(of, lr=0.1, momentum=0.9),
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "Adamax": torch.optim.Adamax,
+    "ASGD": torch.optim.ASGD,
+    "Adagrad": torch.optim.Adagrad,
+}
+
+
+class Scaled(nn.Module):
+    """With a parameter that is a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(64.0).reshape(8, 8))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+
+@pytest.fixture(scope="module")
+def grouped() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def spread() -> Scaled:
+    mesh, model = init_device_mesh("cpu", (1,)), Scaled()
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+    model.scale = nn.Parameter(distribute_tensor(model.scale.detach(), mesh, [Replicate()]))
+    return model
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["of this release", "of one before"])
+@pytest.mark.parametrize("build", [Scaled, spread])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_fresh_process_steps_on_with_a_parameter_that_is_a_scalar(
+    grouped: None, name: str, build: Callable[[], Scaled], tells: bool
+) -> None:
+    model = build()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    step(model, optimizer)
+    state = TrackedState({"model": model, "optimizer": optimizer})
+    live = {tensor.name: tensor.local for tensor in state.tensors()}
+    layouts = [state.layout(state.tensors(), 0, 1)]
+    catalog = manifest_for(0, layouts, divide(layouts, ["n1"], 1)[0], 1000).catalog
+    if not tells:
+        catalog = tuple(msgspec.structs.replace(tensor, lies=Lies.UNTOLD) for tensor in catalog)
+    fresh = build()
+    other = OPTIMIZERS[name](fresh.parameters())
+    restored = TrackedState({"model": fresh, "optimizer": other})
+    for index, target in restored.targets(catalog):
+        target.local.copy_(live[catalog[index].name])
+    restored.load_python(Merged([decode(state.blob())], restored.python_names()))
+    for one, two in zip(optimizer.state.values(), other.state.values(), strict=True):
+        assert not tells or [(k, type(v)) for k, v in one.items()] == [(k, type(two[k])) for k in one]
+    step(model, optimizer)
+    step(fresh, other)
+    for one, two in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(whole(one), whole(two))
+
+
+@pytest.mark.parametrize("fields", [-1, 1], ids=["one before", "a later one"])
+def test_a_manifest_of_another_release_is_read(fields: int) -> None:
+    tensor = Tensor("o.p.step", "float32", 4, (), False)
+    written = msgspec.msgpack.decode(encode_manifest(Manifest(1, 0, 1, (tensor,), (), 0, 0, 8, 8)))
+    written[3][0] = written[3][0][:-1] if fields < 0 else [*written[3][0], "more"]
+    assert decode_manifest(msgspec.msgpack.encode(written)).catalog == (tensor,)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize(
+    ("lies", "key", "shape", "capturable", "device"),
+    [
+        (Lies.HOST, "step", (), False, "cpu"),
+        (Lies.DEVICE, "step", (), True, "cuda"),
+        (Lies.DEVICE, "exp_avg", (), False, "cuda"),
+        (Lies.HOST, "mu_product", (), False, "cpu"),
+        (Lies.DEVICE, "eta", (), False, "cuda"),
+        (Lies.UNTOLD, "step", (), False, "cpu"),
+        (Lies.UNTOLD, "step", (), True, "cuda"),
+        (Lies.UNTOLD, "exp_avg", (), False, "cuda"),
+        (Lies.UNTOLD, "row", (3,), False, "cuda"),
+    ],
+)
+def test_a_scalars_state_lies_on_the_gpu_or_the_host_as_it_did(
+    lies: Lies, key: str, shape: tuple[int, ...], capturable: bool, device: str
+) -> None:
+    with FakeTensorMode():
+        parameter = nn.Parameter(torch.empty((), device="cuda"))
+        stored = Tensor(f"o.p.{key}", "float32", 4, shape, False, lies=lies)
+        made = moment_like(parameter, key, stored, capturable)
+        assert (made.device.type, tuple(made.shape), made.dtype) == (device, shape, torch.float32)
+        if lies is not Lies.UNTOLD:
+            assert lies_of(parameter, made) is lies
+
+
+def test_of_a_larger_parameter_a_scalar_lies_where_it_lay() -> None:
+    with FakeTensorMode():
+        parameter = nn.Parameter(torch.empty(3, device="cuda"))
+        for lies, device in ((Lies.HOST, "cpu"), (Lies.DEVICE, "cuda"), (Lies.UNTOLD, "cpu")):
+            stored = Tensor("o.p.eta", "float32", 4, (), False, lies=lies)
+            assert moment_like(parameter, "eta", stored, capturable=False).device.type == device
