@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 from controller.core.generations import Cause, heard_beyond_boundary
 from controller.core.losses import (
     lose_doubtful,
-    note_replaced,
     regroup_blind,
     regroup_heard,
     replace_rank,
@@ -15,7 +14,7 @@ from controller.core.losses import (
     spoken_of,
 )
 from controller.core.records import JobRecord
-from controller.core.signals import send_kill
+from controller.core.signals import note_replaced, send_kill
 from controller.core.state import Pending
 from controller.core.turn import Turn
 from everstep.vocabulary import GenerationReason, JobState

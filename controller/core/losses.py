@@ -9,6 +9,7 @@ from controller.core.generations import Cause, consider_growth, heard_beyond_bou
 from controller.core.membership import is_seated, jobs_seated_on, least_nodes, seats_of
 from controller.core.own_findings import raise_own
 from controller.core.records import JobRecord
+from controller.core.signals import note_replaced
 from controller.core.state import Pending
 from controller.core.staying import next_roster
 from controller.core.turn import Turn
@@ -105,11 +106,6 @@ def replace_rank(turn: Turn, job: JobRecord, node: str, cause: Cause) -> None:
         jobs.fail(turn, job, f"{cause.sentence}; {sentence}, and no other node can take its place")
         return
     regroup(turn, job, Cause(reason=cause.reason, sentence=f"{cause.sentence}; {sentence}", trace=cause.trace))
-
-
-def note_replaced(turn: Turn, job: JobRecord, node: str, local_rank: int) -> None:
-    """Another process takes the place of this one."""
-    turn.state.live_jobs[job.job].replaced.setdefault(node, {})[local_rank] = turn.now
 
 
 def forgive(turn: Turn, name: str, node: str) -> None:

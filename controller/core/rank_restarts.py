@@ -11,11 +11,11 @@ import msgspec
 from controller.core import caps
 from controller.core.evidence import suspect_gpus
 from controller.core.generations import Cause
-from controller.core.losses import note_replaced, replace_rank, running_spec
+from controller.core.losses import replace_rank, running_spec
 from controller.core.membership import jobs_seated_on
 from controller.core.records import JobRecord
 from controller.core.rules import Rule
-from controller.core.signals import send_kill
+from controller.core.signals import note_replaced, send_kill
 from controller.core.turn import Turn
 from everstep.vocabulary import Finding, GenerationReason, JobState
 from everstep.wire.v1.training import GenerationSpec, Member

@@ -12,9 +12,8 @@ from controller.core.generations import (
     regroup,
     resume_patience_s,
 )
-from controller.core.losses import note_replaced
 from controller.core.records import JobRecord
-from controller.core.signals import send_generation, send_kill
+from controller.core.signals import note_replaced, send_generation, send_kill
 from controller.core.state import JobLive
 from controller.core.stragglers import watch_pace
 from controller.core.turn import Turn

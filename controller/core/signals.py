@@ -31,6 +31,11 @@ def send_generation(turn: Turn, job: JobRecord, before: Iterable[str]) -> None:
         turn.send(node, body)
 
 
+def note_replaced(turn: Turn, job: JobRecord, node: str, local_rank: int) -> None:
+    """Another process takes the place of this one."""
+    turn.state.live_jobs[job.job].replaced.setdefault(node, {})[local_rank] = turn.now
+
+
 def send_kill(turn: Turn, job: JobRecord, member: Member, generation: int, reason: str, trace: str) -> None:
     """The end of one rank's process. Sent before the generation that replaces it, so that it is carried out first."""
     body = KillRank(
