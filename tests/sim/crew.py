@@ -83,8 +83,8 @@ class Crew:
                 commands.append(self._command(OperatorAction.RESIZE_JOB, job=name, size=job.spec.max_nodes))
         return commands
 
-    @staticmethod
     def _command(
-        kind: OperatorAction, node: str | None = None, job: str | None = None, size: int | None = None
+        self, kind: OperatorAction, node: str | None = None, job: str | None = None, size: int | None = None
     ) -> OperatorCommand:
-        return OperatorCommand(kind=kind, actor="crew", reason="mended", node=node, job=job, size=size)
+        trace = self.world.trace_id("crew")
+        return OperatorCommand(kind=kind, actor="crew", reason="mended", node=node, job=job, size=size, trace=trace)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from controller.core.events import OperatorAction, OperatorCommand
 from everstep.errors import EverstepError
 from everstep.vocabulary import Action, Finding, FindingKind, Severity
 from tests.sim import facts
 from tests.sim.faults import Fault
+from tests.sim.upkeep import Upkeep
 
 if TYPE_CHECKING:
     from tests.sim.machine import Machine
@@ -85,6 +88,14 @@ class Mischief:
 
     def lose_rack(self, fault: Fault) -> None:
         for machine in self._rack(fault):
+            machine.lose_power()
+            self._later(fault, machine.boot)
+
+    def lose_power_unit(self, fault: Fault) -> None:
+        """Of a machine that names no power unit, its own."""
+        unit = self._machine(fault).domain.power
+        fed = [machine for machine in self.world.machines.values() if machine.domain.power == unit != ""]
+        for machine in fed or [self._machine(fault)]:
             machine.lose_power()
             self._later(fault, machine.boot)
 
@@ -290,7 +301,7 @@ class Mischief:
                 self.world.see(facts.Ordered(str(command.kind), command.node or "", command.job or ""))
 
         if (leader := self.world.leader()) is not None:
-            leader.order(command, answered)
+            leader.order(msgspec.structs.replace(command, trace=self.world.trace_id(command.actor)), answered)
 
     def evict_everybody(self, fault: Fault) -> None:
         for name in self.world.machines:
@@ -317,6 +328,10 @@ class Mischief:
             until = leader.now() + fault.seconds
             kind, node = OperatorAction.MAINTENANCE, fault.target
             self.give(OperatorCommand(kind=kind, actor="crew", reason="firmware", node=node, until=until))
+
+    def plan_window(self, fault: Fault) -> None:
+        """The same, planned ahead."""
+        Upkeep(self, fault).begin()
 
     def cordon(self, fault: Fault) -> None:
         """Somebody else takes the node out of the scheduler's service, and gives it back."""

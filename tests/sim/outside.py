@@ -135,7 +135,8 @@ class Outside:
         machine = self.world.machines[node]
         machine.replace_gpus()
         machine.reboot()
-        back = OperatorCommand(kind=OperatorAction.READMIT, actor="workshop", reason="GPUs replaced", node=node)
+        kind, trace = OperatorAction.READMIT, self.world.trace_id("workshop")
+        back = OperatorCommand(kind=kind, actor="workshop", reason="GPUs replaced", node=node, trace=trace)
         self.world.timeline.after(8.0, lambda: self._give_back(back))
 
     def _give_back(self, command: OperatorCommand) -> None:

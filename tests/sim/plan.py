@@ -17,6 +17,8 @@ from everstep.vocabulary import FindingKind, Mode
 from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.training import JobSpec, SpillPlan
 from tests.sim.faults import Fault, of_all_kinds, of_blame, of_keeping, of_pace, of_return
+from tests.sim.terrain import TERRAIN_SHARE, of_terrain, settle
+from tests.sim.upkeep import UPKEEP_SHARE, of_upkeep
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,13 @@ def make(seed: int) -> Plan:
     if paced.random() < 0.15:
         plan = _with_pace(paced, plan)
         faults = of_pace(paced, plan) + (faults if paced.random() < 0.5 else [])
+    terrain = random.Random(seed ^ 0x7E88A)
+    if terrain.random() < TERRAIN_SHARE:
+        plan = settle(terrain, plan)
+        faults += of_terrain(terrain, plan)
+    upkeep = random.Random(seed ^ 0x09EE9)
+    if upkeep.random() < UPKEEP_SHARE:
+        faults += of_upkeep(upkeep, plan)
     return _with_faults(plan, tuple(enumerate(sorted(faults, key=lambda fault: fault.at))))
 
 

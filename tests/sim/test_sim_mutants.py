@@ -6,7 +6,8 @@ import pytest
 
 from controller.core import budget
 from tests.sim.mutants.hunt import hunt
-from tests.sim.mutants.listed import MUTANTS, Mutant
+from tests.sim.mutants.listed import MUTANTS
+from tests.sim.mutants.mutant import Mutant
 from tests.sim.mutants.surgery import mistaken
 
 

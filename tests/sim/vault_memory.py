@@ -112,6 +112,7 @@ class VaultMemory:
     def forget(self, job: str) -> None:
         self._segments = {key: segment for key, segment in self._segments.items() if key[0] != job}
         self.parity = {key: made for key, made in self.parity.items() if key[0] != job}
+        self.generations.pop(job, None)
 
     def clear(self) -> None:
         self._segments, self.generations, self.parity = {}, {}, {}

@@ -77,7 +77,9 @@ class World:
                 self._watchers[kind].append(watcher)
         self._traces = self._lives = 0
         self._collectives: dict[tuple[str, int], Collective] = {}
+        self._lanes: dict[tuple[str, int, str], float] = {}
         self.storage_rng = random.Random(plan.seed ^ 0x570)
+        self.upkeep_rng = random.Random(plan.seed ^ 0x0BEE)
         self.storage = Storage(lambda: self.timeline.now, self.storage_rng)
         self.database = Database(self.timeline, self.rng, self._applied)
         self.controllers = [ControllerProcess(self, p.name, self._clock(p)) for p in plan.controllers]
@@ -240,8 +242,10 @@ class World:
 
         for node in targets:
             delay_s = 0.02 + self.wires.transit_s(member.node, node)
-            self.timeline.after(
-                delay_s,
+            lane = spec.job, member.rank, node  # one at a time: none overtakes the one before it
+            self._lanes[lane] = max(self.timeline.now + delay_s, self._lanes.get(lane, 0.0))
+            self.timeline.at(
+                self._lanes[lane],
                 lambda n=node: answered(n, self._copy(slot, spec, member, n, keep)),  # type: ignore[misc]
             )
 

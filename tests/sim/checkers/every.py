@@ -6,11 +6,14 @@ from typing import Any
 
 from tests.sim.checkers.blame import Blame
 from tests.sim.checkers.budget import Budget
+from tests.sim.checkers.copies import Copies
 from tests.sim.checkers.durability import Durability
 from tests.sim.checkers.evidence import Evidence
 from tests.sim.checkers.fencing import Fencing
 from tests.sim.checkers.generations import Generations
+from tests.sim.checkers.meshes import Meshes
 from tests.sim.checkers.paces import Paces
+from tests.sim.checkers.placing import Placing
 from tests.sim.checkers.protection import Parities
 from tests.sim.checkers.recovery import Recovery
 from tests.sim.checkers.remedies import Remedies
@@ -19,14 +22,18 @@ from tests.sim.checkers.returns import Returns
 from tests.sim.checkers.samples import Samples
 from tests.sim.checkers.spills import Spills
 from tests.sim.checkers.suspicion import Suspicion
+from tests.sim.checkers.windows import Windows
 
 
 def all_checkers() -> list[Any]:
     """A fresh one of each."""
     return [
         Generations(),
+        Meshes(),
+        Placing(),
         Fencing(),
         Restores(),
+        Copies(),
         Budget(),
         Evidence(),
         Blame(),
@@ -35,6 +42,7 @@ def all_checkers() -> list[Any]:
         Paces(),
         Durability(),
         Samples(),
+        Windows(),
         Remedies(),
         Spills(),
         Parities(),

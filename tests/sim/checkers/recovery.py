@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from everstep.vocabulary import JobState, NodeState
+from everstep.wire.v1.training import JobSpec
 from tests.sim import facts
 
 if TYPE_CHECKING:
@@ -64,16 +66,24 @@ class Recovery:
         least = -(-job.spec.min_nodes // block) * block
         idle = [node for node in nodes if node not in self._seated()]
         if job.state is not JobState.RUNNING or job.generation is None:
-            return f"is {job.state}: {job.sentence}" if len(idle) >= least else ""
+            return f"is {job.state}: {job.sentence}" if self._whole_blocks(job.spec, idle) * block >= least else ""
         seats = {member.node for member in job.generation.roster}
-        room = job.spec.max_nodes // block * block - len(seats)
-        if min(room, len(idle)) >= block:
+        best = min(job.spec.max_nodes // block, self._whole_blocks(job.spec, [*seats, *idle]))
+        if best * block > len(seats):
             return f"runs on {len(seats)} nodes, and {', '.join(idle)} are idle"
         if job.resumed_at is None or job.leaving is not None:
             return f"has not resumed in generation {job.generation.number}"
         if self._committed.get(name, 0) < self._quiet.get(name, 0) + COMMITS_WANTED:
             return "commits nothing"
         return ""
+
+    def _whole_blocks(self, spec: JobSpec, nodes: Collection[str]) -> int:
+        """How many can be made of these nodes, where their machines stand."""
+        assert self.world is not None
+        domains = {node: self.world.machines[node].domain for node in nodes}
+        names = {"rack": lambda d: d.rack, "switch": lambda d: d.switch, "": lambda d: "any"}[spec.block_within]
+        room = Counter(name for domain in domains.values() if (name := names(domain)))
+        return sum(count // spec.block_nodes for count in room.values())
 
     def _seated(self) -> set[str]:
         """Nodes that some job computes on."""

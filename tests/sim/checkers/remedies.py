@@ -14,6 +14,7 @@ from controller.core.events import NodeObserved, OperatorAction, OperatorCommand
 from controller.store.records import RemedyRow, RemedyState
 from everstep.vocabulary import Decision, NodeState
 from tests.sim import facts
+from tests.sim.checkers.window_book import WindowBook
 from tests.sim.facts import Violation
 
 if TYPE_CHECKING:
@@ -31,13 +32,12 @@ class _NodeDoc(msgspec.Struct):
     state: NodeState
     hold: str = ""
     foreign: str = ""
-    maintenance_until: float = 0.0
 
     def words(self) -> dict[str, float]:
         """As in ``Remedies._kept_out``."""
         for_ever = float("inf")
         said = {"a person": bool(self.hold), "a cordon": bool(self.foreign)}
-        return {who: for_ever for who, is_said in said.items() if is_said} | {"maintenance": self.maintenance_until}
+        return {who: for_ever for who, is_said in said.items() if is_said}
 
 
 class Remedies:
@@ -57,6 +57,7 @@ class Remedies:
         self._done: set[str] = set()
         self._docs: dict[str, _NodeDoc] = {}
         self._kept_out: dict[str, dict[str, float]] = defaultdict(dict)
+        self._book = WindowBook()
 
     def watches(self) -> dict[type, Callable[[Any], None]]:
         return {
@@ -87,12 +88,16 @@ class Remedies:
         """Of what the last one was told, whoever follows knows what was written."""
         self._epoch = fact.epoch
         self._kept_out = defaultdict(dict, {node: doc.words() for node, doc in self._docs.items()})
+        self._book.took_over()
 
     def _handled(self, fact: facts.Handled) -> None:
         if fact.epoch != self._epoch:
             return  # decided by one whose time is over: nothing of it can be written
         self._note_words(fact)
+        self._book.order(fact)
         ordered = isinstance(fact.event, OperatorCommand)
+        for effect in fact.effects:
+            self._book.follow(effect, fact.at)
         for effect in fact.effects:
             if isinstance(effect, RequestRemedy) and not ordered:
                 self._requested(effect.remedy, fact.at)
@@ -112,16 +117,13 @@ class Remedies:
             words = self._kept_out[event.node]
             if event.kind in (OperatorAction.HOLD, OperatorAction.DRAIN):
                 words["a person"] = float("inf")
-            elif event.kind is OperatorAction.MAINTENANCE:
-                words["maintenance"] = max(words.get("maintenance", 0.0), event.until or 0.0)
-            elif event.kind is OperatorAction.RELEASE:
+            elif event.kind in (OperatorAction.RELEASE, OperatorAction.READMIT):
                 words.pop("a person", None)
-            elif event.kind is OperatorAction.READMIT:
-                words.pop("a person", None)
-                words.pop("maintenance", None)
 
     def _who_keeps_out(self, node: str, now: float) -> str:
-        return next((who for who, until in self._kept_out[node].items() if now < until), "")
+        assert self.world is not None
+        window = self._book.active(self.world, node, now)
+        return next((who for who, until in self._kept_out[node].items() if now < until), str(window or ""))
 
     def _requested(self, remedy: Remedy, now: float) -> None:
         who = self._who_keeps_out(remedy.node, now)
@@ -138,6 +140,7 @@ class Remedies:
     # --- what is written ---------------------------------------------------------------------------------------------
 
     def _durable(self, fact: facts.Durable) -> None:
+        self._book.durable(fact)
         for node in fact.batch.forgotten_nodes:
             self._docs.pop(node, None)
         for node, doc in fact.batch.nodes.items():

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import track
 
-from tests.sim.mutants.listed import MUTANTS, Mutant
+from tests.sim.mutants.listed import MUTANTS
+from tests.sim.mutants.mutant import Mutant
 from tests.sim.plan import make
 from tests.sim.run import CRASH, Outcome, play
 

@@ -7,9 +7,8 @@ where a change of the code makes a world go another way, the others are played a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -48,25 +47,13 @@ from controller.transaction import Transaction
 from everstep.wire.v1.agent import Register
 from everstep.wire.v1.session import Frame
 from tests.sim import training_state
+from tests.sim.mutants.mutant import Mutant, nothing
+from tests.sim.mutants.of_places import OF_PLACES
+from tests.sim.mutants.of_windows import OF_WINDOWS
 from tests.sim.mutants.surgery import method_mistaken, method_swapped, mistaken, swapped
 from trainer_hooks.data import share_of
 from trainer_hooks.orders import Orders
 from trainer_hooks.restore import choose
-
-Surgery = Callable[[], AbstractContextManager[None]]
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """``name`` says what is wrong; ``apply`` makes it so for as long as its context lasts."""
-
-    name: str
-    apply: Surgery
-    seeds: tuple[int, ...] = ()
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
 
 
 def _no(*_: Any, **__: Any) -> bool:
@@ -108,9 +95,9 @@ def _stale_seals() -> AbstractContextManager[None]:
 def _earlier_lives() -> Iterator[None]:
     """A session that another one replaced goes on, and what it says is taken, of whatever life it is."""
     with (
-        swapped(agents.check_life, _nothing),
-        method_swapped(AgentDesk, "check_life", _nothing),
-        method_swapped(session.Session, "dismiss", _nothing),
+        swapped(agents.check_life, nothing),
+        method_swapped(AgentDesk, "check_life", nothing),
+        method_swapped(session.Session, "dismiss", nothing),
     ):
         yield
 
@@ -221,7 +208,7 @@ def _parity_unmade() -> Iterator[None]:
 @contextmanager
 def _orders_given_once() -> Iterator[None]:
     """Whoever does not answer an order of a spill or of parity is not asked again."""
-    with swapped(spilling.check_spill, _nothing), swapped(protecting.check_protection, _nothing):
+    with swapped(spilling.check_spill, nothing), swapped(protecting.check_protection, nothing):
         yield
 
 
@@ -270,7 +257,7 @@ MUTANTS: tuple[Mutant, ...] = (
         seeds=(74,),
     ),
     # whose fault it is
-    Mutant("nobody is acquitted", lambda: swapped(acquittals._acquit, _nothing), seeds=(2,)),
+    Mutant("nobody is acquitted", lambda: swapped(acquittals._acquit, nothing), seeds=(2,)),
     Mutant("no outbreak is recognised", lambda: swapped(outbreaks.common_cause, _no_words), seeds=(2,)),
     Mutant("the breaker latches for what others show", lambda: swapped(outbreaks.shared, _no_words), seeds=(5,)),
     Mutant(
@@ -290,13 +277,13 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     # the way back
     Mutant("nodes come back without a probe", _healthy_at_once),
-    Mutant("quarantine never ends", lambda: swapped(quarantine.check_quarantine, _nothing)),
+    Mutant("quarantine never ends", lambda: swapped(quarantine.check_quarantine, nothing)),
     Mutant(
         "what was told while a node was held is forgotten",
         lambda: swapped(quarantine._unwell, _no),
         seeds=(124,),
     ),
-    Mutant("probation never ends", lambda: swapped(quarantine.check_probation, _nothing)),
+    Mutant("probation never ends", lambda: swapped(quarantine.check_probation, nothing)),
     # who is slow
     Mutant(
         "a node is named as slow a window too soon",
@@ -344,13 +331,13 @@ MUTANTS: tuple[Mutant, ...] = (
         lambda: swapped(remedies.fleet_cap, lambda turn: ("", 0.0)),
         seeds=(80,),
     ),
-    Mutant("what was cordoned stays cordoned", lambda: swapped(remedies.uncordon, _nothing), seeds=(1,)),
+    Mutant("what was cordoned stays cordoned", lambda: swapped(remedies.uncordon, nothing), seeds=(1,)),
     # generations and membership
     Mutant("numbers are used again after a restart", _numbers_from_before, seeds=(50,)),
     Mutant("ranks ignore that their generation is over", lambda: method_swapped(Orders, "is_over", _no)),
     Mutant("rosters take suspects in", _suspects_taken_in),
     Mutant("a witness is ignored", lambda: swapped(losses.lose_doubtful, _no), seeds=(20,)),
-    Mutant("jobs never grow back", lambda: swapped(generations.consider_growth, _nothing)),
+    Mutant("jobs never grow back", lambda: swapped(generations.consider_growth, nothing)),
     Mutant("a return is not heard", lambda: mistaken(liveness.heard, "_returned(turn, node)", "pass"), seeds=(3,)),
     # checkpoints
     Mutant("seals of an older generation count", _stale_seals, seeds=(7,)),
@@ -375,7 +362,7 @@ MUTANTS: tuple[Mutant, ...] = (
         seeds=(22,),
     ),
     # what was acknowledged
-    Mutant("reports are acknowledged before they are written", lambda: method_swapped(Transaction, "mark", _nothing)),
+    Mutant("reports are acknowledged before they are written", lambda: method_swapped(Transaction, "mark", nothing)),
     Mutant("what comes late on a connection that was replaced counts", _earlier_lives, seeds=(32,)),
     Mutant(
         "a report that comes again is taken again",
@@ -397,6 +384,8 @@ MUTANTS: tuple[Mutant, ...] = (
     # samples
     Mutant("ranks share samples", _overlapping_shares),
     # after a takeover
-    Mutant("a new controller forgets its deadlines", lambda: swapped(restart.started, _nothing)),
-    Mutant("a resumed generation is not noticed", lambda: swapped(resuming.rank_resumed, _nothing)),
+    Mutant("a new controller forgets its deadlines", lambda: swapped(restart.started, nothing)),
+    Mutant("a resumed generation is not noticed", lambda: swapped(resuming.rank_resumed, nothing)),
+    *OF_WINDOWS,
+    *OF_PLACES,
 )

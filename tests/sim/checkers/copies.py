@@ -1,0 +1,131 @@
+"""What was committed bears losses: any ``replicas - 1`` nodes may go; and what the controller says of a loss is so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+from controller.core.effects import PutGeneration
+from controller.core.restorability import restorability_of
+from everstep.ids import Version
+from everstep.wire.v1.training import GenerationSpec
+from tests.sim import facts
+from tests.sim.checkers.harm import Harm
+from tests.sim.facts import Violation
+from tests.sim.vault_memory import Slot
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+
+class Copies:
+    """Looks into the vaults when a version is written as committed, and, when a roster was made, for every loss that
+    the controller says its version survives."""
+
+    name = "copies"
+
+    def __init__(self) -> None:
+        self.world: World | None = None
+        self._epoch = 0
+        self._specs: dict[tuple[str, int], GenerationSpec] = {}
+        self._finished_at: dict[tuple[str, Version], float] = {}
+        self._known: set[tuple[str, Version]] = set()
+        self._harm = Harm()
+
+    def watches(self) -> dict[type, Callable[[Any], None]]:
+        return {
+            facts.Handled: self._handled,
+            facts.Durable: self._durable,
+            facts.TookOver: self._took_over,
+            facts.Stepped: self._step,
+            facts.MemoryLost: self._harmed,
+            facts.FaultBegan: self._harmed,
+        }
+
+    def complaint(self) -> str:
+        return ""
+
+    def _took_over(self, fact: facts.TookOver) -> None:
+        self._epoch = fact.epoch
+
+    def _step(self, fact: facts.Stepped) -> None:
+        assert self.world is not None
+        self._finished_at.setdefault((fact.job, Version(fact.generation, fact.step)), self.world.timeline.now)
+
+    def _harmed(self, fact: facts.MemoryLost | facts.FaultBegan) -> None:
+        self._harm.note(self.world, fact)
+
+    def _handled(self, fact: facts.Handled) -> None:
+        if fact.epoch != self._epoch:
+            return  # decided by one whose time is over: nothing of it can be written
+        for effect in fact.effects:
+            if isinstance(effect, PutGeneration):
+                self._specs[effect.spec.job, effect.spec.number] = effect.spec
+                self._compare(fact.controller, effect.spec.job)
+
+    def _durable(self, fact: facts.Durable) -> None:
+        begun = {audit.job for audit in fact.batch.audit if audit.kind == "job.created"}
+        self._known = {place for place in self._known if place[0] not in begun}
+        for row in fact.batch.versions.values():
+            place = row.job, Version(row.generation, row.step)
+            if place not in self._known:
+                self._known.add(place)
+                self._committed(*place)
+
+    def _since(self, job: str, version: Version) -> set[str]:
+        """Who was harmed since the version was made."""
+        return self._harm.since(self._finished_at[job, version])
+
+    # --- what is committed -------------------------------------------------------------------------------------------
+
+    def _committed(self, job: str, version: Version) -> None:
+        spec = self._specs[job, version.generation]
+        harmed, wanted = self._since(job, version), min(spec.spec.replicas, len(spec.seats))
+        held = self._held(job, version)
+        for rank in range(spec.world_size):
+            holders = held.get(rank, set())
+            if len(holders | harmed) < wanted:
+                raise Violation(
+                    self.name,
+                    f"{job}: {version} is committed, and the share of rank {rank} is on {sorted(holders)} alone, "
+                    f"not on {wanted} nodes",
+                )
+
+    def _held(self, job: str, version: Version) -> dict[int, set[str]]:
+        """By rank, who holds its share."""
+        assert self.world is not None
+        held: dict[int, set[str]] = {}
+        for name, machine in self.world.machines.items():
+            for segment in machine.vault.of_job(job):
+                for slot in segment.sealed():
+                    if slot.version == version and not slot.rotten:
+                        for rank in _shares(slot):
+                            held.setdefault(rank, set()).add(name)
+        return held
+
+    # --- what the controller says ------------------------------------------------------------------------------------
+
+    def _compare(self, controller: str, job: str) -> None:
+        """Of harm that it cannot know of yet nothing is asked."""
+        assert self.world is not None
+        state = self.world.controller(controller).state
+        version = state.live_jobs[job].committed
+        if version is None or (job, version) not in self._known or (job, version.generation) not in self._specs:
+            return
+        harmed, held = self._since(job, version), self._held(job, version)
+        if any(state.nodes[node].reachable or self.world.machines[node].power for node in harmed):
+            return
+        ranks = range(self._specs[job, version.generation].world_size)
+        for one in restorability_of(state, state.jobs[job]).exposures:
+            if one.whole and one.falls_back is None and (lost := _lost(held, ranks, one.nodes)):
+                raise Violation(self.name, f"{job}: {one.sentence}; but ranks {lost} are held by nobody else")
+
+
+def _lost(held: dict[int, set[str]], ranks: Collection[int], without: Collection[str]) -> list[int]:
+    return [rank for rank in ranks if not held.get(rank, set()) - set(without)]
+
+
+def _shares(slot: Slot) -> set[int]:
+    """The ranks whose parts are in it: of replicated state, also those ``replicas - 1`` nodes before."""
+    rank, world, per_node, replicas, replicated = slot.layout
+    return {(rank - per_node * back) % world for back in range(replicas if replicated else 1)}

@@ -1,0 +1,48 @@
+"""Mistakes about where blocks and copies are."""
+
+from __future__ import annotations
+
+from controller.core import blocks, membership, placement, restorability
+from tests.sim.mutants.mutant import Mutant
+from tests.sim.mutants.surgery import method_mistaken, mistaken
+
+OF_PLACES: tuple[Mutant, ...] = (
+    Mutant(
+        "blocks may leave their domain",
+        lambda: mistaken(membership.seats_among, "if within:", "if False:"),
+        seeds=(16, 50),
+    ),
+    Mutant(
+        "a seat of a block is filled by a spare of another domain",
+        lambda: mistaken(
+            blocks.choose_seats,
+            "_filled(one.seats, free[one.domain])",
+            "_filled(one.seats, max(free.values(), key=len))",
+        ),
+        seeds=(50, 99),
+    ),
+    Mutant(
+        "the third copy is placed without a look at the second",
+        lambda: method_mistaken(
+            placement._Market,
+            "_near",
+            "sum(site.shared_with(holder) for holder in holders)",
+            "site.shared_with(holders[0])",
+        ),
+        seeds=(41, 73),
+    ),
+    Mutant(
+        "power units are not looked at when copies are placed",
+        lambda: method_mistaken(
+            placement.Site, "shared_with", '+ (self.power == other.power and self.power != "")', ""
+        ),
+        seeds=(51, 56),
+    ),
+    Mutant(
+        "one loss more is said to be survived",
+        lambda: method_mistaken(
+            restorability._Shares, "_is_lost", "min(self._replicas - 1, others)", "min(self._replicas, others + 1)"
+        ),
+        seeds=(36, 56),
+    ),
+)
