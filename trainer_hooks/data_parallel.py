@@ -69,19 +69,23 @@ class DataParallel:
         """Whether every rank is a replica of its own."""
         return self._replica.count == self._world
 
-    def add_gradients_over_replicas(self, options: dict[str, Any]) -> None:
+    def add_gradients_over_replicas(self, options: dict[str, Any]) -> bool:
         """Gives options of DistributedDataParallel the group of ranks that have the same part of all replicas.
 
-        Raises ValueError where neither they nor a mesh say which ranks these are.
+        False where no group is known, and none is needed: there is one replica. Raises ValueError where there are more.
         """
+        replica = self.replica_for("run.replicate")
         if self.one_a_rank or "process_group" in options:
-            return
-        if self._mesh is None or self._mesh.ndim != 1:
-            raise ValueError(
-                "run.replicate does not know over which ranks to add gradients: give run.data_parallel a mesh of one "
-                'dimension, such as mesh["dp"], or run.replicate a process_group'
-            )
-        options["process_group"] = self._mesh.get_group()
+            return True
+        if self._mesh is not None and self._mesh.ndim == 1:
+            options["process_group"] = self._mesh.get_group()
+            return True
+        if replica.count == 1:
+            return False
+        raise ValueError(
+            "run.replicate does not know over which ranks to add gradients: give run.data_parallel a mesh of one "
+            'dimension, such as mesh["dp"], or run.replicate a process_group'
+        )
 
     def mean(self, value: torch.Tensor | None, weight: float) -> torch.Tensor:
         """See ``Run.mean``. A collective."""

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from everstep.errors import NotRestorable
+from trainer_hooks.module_names import named_modules, unwrapped
 from trainer_hooks.plain_files import Checkpoint, Path, open_checkpoint
 from trainer_hooks.python_state import Merged, PythonState, decode, difference
 from trainer_hooks.snapshot.blob import as_bytes, dtype_name
 from trainer_hooks.snapshot.copy import part_of
 from trainer_hooks.snapshot.layout import Part, Sharing, Tensor
-from trainer_hooks.state import WRAPPERS, TrackedState, TrackedTensor
+from trainer_hooks.state import TrackedState, TrackedTensor
 from trainer_hooks.tracked_objects import TrackedObjects
 
 log = logging.getLogger(__name__)
@@ -230,7 +231,7 @@ class Start:
     def _read_objects(self) -> None:
         """Hyper-parameters, modules' extra state, and the state of objects that are neither modules nor optimizers."""
         for top, roots in self._modules.items():
-            for name, module in (found for root in roots for found in root.named_modules(prefix=top)):
+            for name, module in (found for root in roots for found in named_modules(top, root)):
                 if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
                     self._read_extra(f"{name}._extra_state", module)
         for top in self._optimizers:
@@ -295,7 +296,7 @@ def _trains(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
 
 def _plain(key: str) -> str:
     """A key as it would be, had the model not been compiled."""
-    return WRAPPERS.sub("", key).removeprefix(".")
+    return unwrapped(key).removeprefix(".")
 
 
 def _prefixes(top: str, usual: tuple[str, ...] | None) -> Iterator[str]:

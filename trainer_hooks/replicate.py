@@ -84,6 +84,7 @@ def replicate(
         waited: told the seconds that each collective of an exact replica took.
         options: passed on to DistributedDataParallel.
     """
+    exact = exact and dist.get_world_size(process_group) > 1
     if exact:
         options.setdefault("bucket_cap_mb", 256)  # one bucket: without overlap, more buckets only cost latency
     replicas = DistributedDataParallel(module, process_group=process_group, init_sync=not equal_already, **options)

@@ -42,9 +42,8 @@ class Replication:
             raise ValueError("another model of this run has virtual_ranks: give them to all, or to none")
         if self._place.mesh is None:
             return model
-        if self._parallel.replica_for("run.replicate").count == 1:
+        if not self._parallel.add_gradients_over_replicas(options):
             return model
-        self._parallel.add_gradients_over_replicas(options)
         return replicate(model, exact=exact, equal_already=self._place.restores, waited=self._waited, **options)
 
     def _replicate_virtually(self, model: nn.Module, count: int, exact: bool, options: dict[str, Any]) -> nn.Module:

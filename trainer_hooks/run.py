@@ -176,7 +176,7 @@ class Run:
     def replicate(
         self, model: nn.Module, *, exact: bool = True, virtual_ranks: int | None = None, **options: Any
     ) -> nn.Module:
-        """``model`` in DistributedDataParallel; the model itself without a process group.
+        """``model`` in DistributedDataParallel, on one rank too; the model itself without a process group.
 
         ``exact`` adds gradients in the order of ranks, so that a run that lost a rank and found another goes on to the
         last bit as if it had not. ``options`` go to DistributedDataParallel.

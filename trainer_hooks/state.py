@@ -8,7 +8,6 @@ training changes. Everything that is not a tensor of a module or an optimizer go
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from everstep.manifests import Lies
+from trainer_hooks.module_names import named_modules
 from trainer_hooks.moments import is_complete, lies_of, moment_like
 from trainer_hooks.python_state import (
     Group,
@@ -42,8 +42,6 @@ __all__ = ["TrackedState", "TrackedTensor"]
 
 _Named = tuple[str, Mapping[Any, Any], Any, torch.Tensor]
 
-WRAPPERS = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)(?=\.|$)")
-
 
 class TrackedState:
     """The tracked objects of one training function.
@@ -61,7 +59,7 @@ class TrackedState:
         self._exclude = Exclusions(exclude)
         tracked = TrackedObjects(objects)
         self._modules, self._optimizers, self._others = tracked.modules, tracked.optimizers, tracked.others
-        self._broadcast = tracked.broadcast
+        self._broadcast = tuple(f"{name}." for name in tracked.broadcast)
         self._fqns = self._names()
         self._identity = Identity()
         self._still: list[Still] = []
@@ -179,7 +177,7 @@ class TrackedState:
             self._still.append(still)
             return Sharing.EQUAL
         self._changing.add(name)
-        return Sharing.FIRST if name.partition(".")[0] in self._broadcast else Sharing.OWN
+        return Sharing.FIRST if name.startswith(self._broadcast) else Sharing.OWN
 
     def _parameters(self) -> Iterator[tuple[str, Mapping[str, Any], str, torch.Tensor]]:
         for top, prefix, module in self._all_modules():
@@ -196,8 +194,8 @@ class TrackedState:
 
     def _all_modules(self) -> Iterator[tuple[str, str, torch.nn.Module]]:
         for top, root in self._modules:
-            for name, module in root.named_modules(prefix=top):
-                yield top, WRAPPERS.sub("", name), module
+            for name, module in named_modules(top, root):
+                yield top, name, module
 
     def _moments(self) -> Iterator[tuple[str, Mapping[str, Any], str, torch.Tensor]]:
         for top, optimizer in self._optimizers:
@@ -233,9 +231,9 @@ class TrackedState:
         first = {_memory(t.place[t.key]): t.name for t in tensors}
         aliases: dict[str, tuple[str, ...]] = {}
         for top, root in self._modules:
-            for prefix, module in root.named_modules(prefix=top, remove_duplicate=False):
+            for prefix, module in named_modules(top, root, remove_duplicate=False):
                 for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-                    name = f"{WRAPPERS.sub('', prefix)}.{key}"
+                    name = f"{prefix}.{key}"
                     known = first.get(_memory(tensor)) if tensor is not None else None
                     if known not in (None, name) and key not in module._non_persistent_buffers_set:
                         aliases[known] = (*aliases.get(known, ()), name)

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
+from trainer_hooks.module_names import replicas_in
 from trainer_hooks.snapshot.refusals import refuse_zero
 
 
 class TrackedObjects:
     """The objects by what they are, each with the key under which it is tracked, in the order in which they came.
 
-    DDP is seen through; ``broadcast`` are the keys under which it sends buffers from rank 0. Raises TypeError for what
-    has no state to keep, or was sharded by ZeroRedundancyOptimizer.
+    ``broadcast``: names of modules whose buffers DDP sends from rank 0. Raises TypeError for what has no state to keep,
+    or was sharded by ZeroRedundancyOptimizer.
     """
 
     def __init__(self, objects: Mapping[str, object]) -> None:
@@ -28,12 +28,9 @@ class TrackedObjects:
                 self._sort_in(key, one)
 
     def _sort_in(self, key: str, tracked: object) -> None:
-        if isinstance(tracked, DistributedDataParallel):
-            if tracked.broadcast_buffers:
-                self.broadcast.add(key)
-            tracked = tracked.module
         if isinstance(tracked, torch.nn.Module):
             self.modules.append((key, tracked))
+            self.broadcast |= {name for name, replicas in replicas_in(key, tracked) if replicas.broadcast_buffers}
         elif isinstance(tracked, torch.optim.Optimizer):
             refuse_zero(key, tracked)
             self.optimizers.append((key, tracked))
