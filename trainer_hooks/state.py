@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from everstep.manifests import Lies
 from trainer_hooks.module_names import named_modules
@@ -34,8 +35,8 @@ from trainer_hooks.snapshot.changes import refuse_other_model
 from trainer_hooks.snapshot.exclude import Exclusions
 from trainer_hooks.snapshot.identity import Identity
 from trainer_hooks.snapshot.layout import Layout, Sharing, Tensor
-from trainer_hooks.snapshot.live import Still, TrackedTensor, local_parts, require_dense
-from trainer_hooks.snapshot.refusals import refuse_fsdp1
+from trainer_hooks.snapshot.live import Still, TrackedTensor, local_parts, require_dense, still
+from trainer_hooks.snapshot.refusals import lacks, refuse_fsdp1
 from trainer_hooks.tracked_objects import TrackedObjects
 
 __all__ = ["TrackedState", "TrackedTensor"]
@@ -77,7 +78,7 @@ class TrackedState:
 
     def settle(self) -> None:
         """Takes the buffers as they are now for unchanged: those that training changes from here on are found out."""
-        self._settled = {name: Still(b, b._version, b.detach().clone()) for name, _, _, b in self._buffers()}
+        self._settled = {name: still(b) for name, _, _, b in self._buffers() if not lacks(b)}
 
     def tensors(self) -> list[TrackedTensor]:
         """All tensors now, in an order that is the same on every rank. Tied ones once, under their first name.
@@ -172,9 +173,9 @@ class TrackedState:
         if isinstance(buffer, DTensor):
             return Sharing.EQUAL
         require_dense(name, buffer)
-        still = self._settled.get(name)
-        if name not in self._changing and still is not None and still.holds(buffer):
-            self._still.append(still)
+        settled = self._settled.get(name)
+        if name not in self._changing and settled is not None and settled.holds(buffer):
+            self._still.append(settled)
             return Sharing.EQUAL
         self._changing.add(name)
         return Sharing.FIRST if name.startswith(self._broadcast) else Sharing.OWN
@@ -351,5 +352,5 @@ class TrackedState:
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
     """What two tensors have in common that are tied."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    dense = local.layout is torch.strided and local.numel()
+    dense = not is_lazy(local) and local.layout is torch.strided and local.numel()
     return (local.data_ptr(), local.size(), local.stride(), local.dtype) if dense else (id(tensor),)

@@ -199,9 +199,15 @@ class Loader:
             here = part_of(slot_view(data, item.at, tensor.dtype, item.box.size), item.box, item.read.box)
             sources.append(here[0] if tensor.own else here)
             targets.append(self._part(item.read, tensor))
+        pairs = list(zip(targets, sources, strict=True))
+        lazy = [pair for pair in pairs if pair[0].is_conj() or pair[0].is_neg()]  # which torch fills one by one only
+        if lazy:
+            pairs = [pair for pair in pairs if not (pair[0].is_conj() or pair[0].is_neg())]
         with torch.no_grad():
-            if sources:
-                torch._foreach_copy_(targets, sources)
+            if pairs:
+                torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+            for target, source in lazy:
+                target.copy_(source)
 
     def _count(self, supply: Supply, reads: list[Read]) -> None:
         slot = supply.slot

@@ -11,6 +11,7 @@ from time import perf_counter
 
 import msgspec
 from torch._C._distributed_c10d import Store
+from torch.distributed import DistError
 
 from everstep.clock import Clock
 from everstep.errors import MalformedMessage, NotRestorable
@@ -98,6 +99,7 @@ class Restoration:
         self._where = {"node": member.node, "job": spec.job, "generation": spec.number}
         self._phases = dict.fromkeys(("inventory", "choose", "read", "agree"), 0.0)
         self._since = perf_counter()
+        self._refused: Exception | None = None
 
     def begin(self) -> None:
         """Begins with what needs no state, beside the caller. ``fill`` does it where nobody did."""
@@ -108,6 +110,7 @@ class Restoration:
         """Fills ``state``; once, together with all ranks.
 
         Raises NotRestorable where nothing admitted is whole, or the tracked objects are others than were stored;
+        what a rank cannot store or fill raises TypeError, or what torch says, there, and NotRestorable on the others;
         DistStoreError where a rank stays away.
         """
         with _uncollected():
@@ -132,7 +135,10 @@ class Restoration:
                 before = Before(state, values=self._spec.restore.floor is None)
             outcome, python, sources = self._try(state, choice)
             self._ends("read")
-            verdict = self._council.settle(number, outcome, self._names(choice))
+            try:
+                verdict = self._council.settle(number, outcome, self._names(choice))
+            except NotRestorable as refused:
+                raise self._refused or refused from None
             self._ends("agree")
             if verdict.ok:
                 assert python is not None
@@ -183,7 +189,10 @@ class Restoration:
         """Reads the choice. Where this rank's objects are others than were stored, all ranks hear of it."""
         try:
             return self._read(state, choice)
-        except (NotRestorable, MalformedMessage) as error:
+        except DistError:
+            raise  # of the store, by which the others would hear
+        except (NotRestorable, MalformedMessage, RuntimeError, TypeError, ValueError) as error:
+            self._refused = None if isinstance(error, NotRestorable | MalformedMessage) else error
             return Outcome(False, error=f"rank {self._member.rank}: {error}"), None, {}
 
     def _read(self, state: TrackedState, choice: Choice) -> tuple[Outcome, Merged | None, dict[str, int]]:

@@ -118,7 +118,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
     """The tensor's elements in row-major order."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 

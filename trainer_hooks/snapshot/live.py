@@ -12,11 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from everstep.manifests import Lies
-from trainer_hooks.snapshot.blob import dtype_name
+from trainer_hooks.snapshot.blob import as_bytes, dtype_name
 from trainer_hooks.snapshot.layout import Box, Extent, Part, Sharing, whole
 from trainer_hooks.snapshot.placement import boxes_of
-from trainer_hooks.snapshot.refusals import require_bytes_of_its_own
+from trainer_hooks.snapshot.refusals import refuse_overlap, require_bytes_of_its_own
 
+UNCOUNTED = -1
 ALWAYS_COMPARED_BYTES = 1 << 20
 """Buffers up to this size are compared at every step, at some 10 GB/s."""
 
@@ -75,13 +76,34 @@ class Still(msgspec.Struct):
         """
         if now is not self.buffer:
             return False
+        writes = writes_to(now)
         if now.device.type != "cpu":  # a comparison would wait for the GPU: small buffers count as changing there
-            return now._version == self.version and now.nbytes > ALWAYS_COMPARED_BYTES
-        if now._version != self.version or now.nbytes <= ALWAYS_COMPARED_BYTES:
-            if not torch.equal(now, self.value):
+            return writes == self.version != UNCOUNTED and now.nbytes > ALWAYS_COMPARED_BYTES
+        if writes != self.version or writes == UNCOUNTED or now.nbytes <= ALWAYS_COMPARED_BYTES:
+            if not _same(now, self.value):
                 return False
-            self.version = now._version
+            self.version = writes
         return True
+
+
+def still(buffer: torch.Tensor) -> Still:
+    """The buffer as it is now."""
+    return Still(buffer, writes_to(buffer), buffer.detach().clone())
+
+
+def writes_to(tensor: torch.Tensor) -> int:
+    """torch's count of them; UNCOUNTED of a tensor that was made in inference mode."""
+    return UNCOUNTED if tensor.is_inference() else tensor._version
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the values are the same, or the bytes are, as those of NaN and of dtypes that torch does not compare."""
+    try:
+        if torch.equal(one, other):
+            return True
+    except NotImplementedError:
+        pass
+    return one.shape == other.shape and one.dtype == other.dtype and as_bytes(one) == as_bytes(other)
 
 
 def local_parts(name: str, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Box]]:
@@ -110,6 +132,7 @@ def require_dense(name: str, local: torch.Tensor) -> None:
     require_bytes_of_its_own(
         name, local, "only plain dense tensors are stored; leave it out by run.track(exclude=...), or hold it in such"
     )
+    refuse_overlap(name, local)
 
 
 def _narrowed(local: torch.Tensor, at: Extent, box: Box) -> torch.Tensor:

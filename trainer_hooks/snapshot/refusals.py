@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_ODD_BITS = re.compile(r"torch\.(u?int[1-7]|bits\w+)")
+"""dtypes that torch cannot copy."""
 
 
 def require_bytes_of_its_own(name: str, tensor: torch.Tensor, mend: str) -> None:
@@ -13,19 +18,36 @@ def require_bytes_of_its_own(name: str, tensor: torch.Tensor, mend: str) -> None
 
     A tensor that wraps others (8-bit optimizer state, float8 weights) has no memory, and all of them the same address.
     """
+    if what := lacks(tensor):
+        raise TypeError(f"{name} {what}: {mend}")
+
+
+def lacks(tensor: torch.Tensor) -> str:
+    """Why a tensor cannot be stored, in words; empty where it can."""
+    if is_lazy(tensor):
+        return "is not initialized: give the model a first batch before"
     if tensor.layout is not torch.strided or tensor.is_nested:
-        what = f"has the layout {tensor.layout if tensor.layout is not torch.strided else 'of a nested tensor'}"
-    elif tensor.is_quantized:
-        what = "is quantized, with a scale that is not among its elements"
-    elif type(tensor) not in _PLAIN and bool(is_traceable_wrapper_subclass(tensor)):
-        what = f"is a {type(tensor).__qualname__}, which wraps other tensors"
-    elif tensor.is_meta:
-        what = "lies on the meta device, where it has no memory yet"
-    elif tensor.numel() and not tensor.data_ptr():
-        what = "has elements and no memory"
-    else:
-        return
-    raise TypeError(f"{name} {what}: {mend}")
+        return f"has the layout {tensor.layout if tensor.layout is not torch.strided else 'of a nested tensor'}"
+    if tensor.is_quantized:
+        return "is quantized, with a scale that is not among its elements"
+    if type(tensor) not in _PLAIN and bool(is_traceable_wrapper_subclass(tensor)):
+        return f"is a {type(tensor).__qualname__}, which wraps other tensors"
+    if tensor.is_meta:
+        return "lies on the meta device, where it has no memory yet"
+    if _ODD_BITS.fullmatch(str(tensor.dtype)):
+        return f"is of {tensor.dtype}, which torch does not copy"
+    if tensor.numel() and not tensor.data_ptr():
+        return "has elements and no memory"
+    return ""
+
+
+def refuse_overlap(name: str, tensor: torch.Tensor) -> None:
+    """Raises TypeError where elements share their memory, as those of an expanded tensor do: it cannot be filled."""
+    if any(size > 1 and not stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)):
+        raise TypeError(
+            f"{name} is expanded: several of its elements have the same memory, which cannot be restored. "
+            "Keep its own, by clone(), or leave it out by run.track(exclude=...)"
+        )
 
 
 def refuse_fsdp1(top: str, parameter: torch.Tensor) -> None:

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parameter import UninitializedBuffer
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.support.layouts import playing
 from trainer_hooks.keeper import IdleKeeper
 from trainer_hooks.place import Place
 from trainer_hooks.run import Run
-from trainer_hooks.snapshot.blob import encode_blob
+from trainer_hooks.snapshot.blob import decode_blob, encode_blob
 from trainer_hooks.state import TrackedState
 
 MADE = {
@@ -22,6 +23,8 @@ MADE = {
     "has the layout torch.sparse_coo": lambda: torch.eye(4).to_sparse(),
     "has the layout torch.sparse_csr": lambda: torch.eye(4).to_sparse_csr(),
     "meta device": lambda: torch.ones(4, device="meta"),
+    "torch does not copy": lambda: torch.empty(4, dtype=torch.uint4),
+    "is not initialized": UninitializedBuffer,
 }
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")  # torch tells that sparse tensors are in beta
@@ -39,6 +42,22 @@ def test_a_buffer_that_is_not_all_in_its_memory_is_refused_unless_it_is_left_out
     assert {tensor.name for tensor in tensors} == {"model.weight", "model.bias"}
     left.layout(tensors, 0, 1)
     assert left.unchanged()
+
+
+def test_a_buffer_whose_elements_share_their_memory_is_refused_by_name_and_may_be_python_state() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.arange(8.0).expand(4, 8))
+    with pytest.raises(TypeError, match=r"model\.mask is expanded.*clone\(\).*exclude="):
+        TrackedState({"model": model}).tensors()
+    assert torch.equal(decode_blob(encode_blob(model.mask)), torch.arange(8.0).expand(4, 8))
+
+
+def test_a_lazy_layer_is_refused_until_it_has_seen_a_batch() -> None:
+    model = nn.LazyLinear(3)
+    with pytest.raises(TypeError, match=r"model\.weight is not initialized: give the model a first batch"):
+        TrackedState({"model": model}).tensors()
+    model(torch.ones(1, 2))
+    assert len(TrackedState({"model": model}).tensors()) == 2
 
 
 def test_optimizer_state_that_wraps_others_is_refused_and_not_taken_for_tied() -> None:
