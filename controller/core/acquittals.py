@@ -11,7 +11,7 @@ from controller.core import offenders
 from controller.core.budget import FLEET
 from controller.core.degraded import STORE
 from controller.core.eviction import NEEDED, release_acquitted, take_back
-from controller.core.outbreaks import UNDECIDED, common_cause, correlated, shown, signature, under_reserve_until
+from controller.core.outbreaks import UNDECIDED, correlated, date, shown, signature, under_reserve_until
 from controller.core.quarantine import begin_probation
 from controller.core.rules import Rule
 from controller.core.rulings import INCURABLE
@@ -20,20 +20,21 @@ from controller.core.undecided import look_later
 from everstep.vocabulary import Decision, Finding, NodeState
 
 
-def spared(turn: Turn, rule: Rule, node: str, finding: Finding) -> str:
-    """Notes that the node shows the finding. Where that is an outbreak's: why, in words, and it is judged later; empty
-    elsewhere. Where it begins with this one, those who were convicted before are acquitted."""
+def spared(turn: Turn, rule: Rule, node: str, finding: Finding, *, anew: bool = True) -> str:
+    """Whether the finding, which the node shows, or which is only looked at again (not ``anew``), is an outbreak's:
+    why, in words, and it is judged later; empty elsewhere. Who was convicted before that was known is acquitted."""
     name = signature(finding)
-    began = name not in turn.state.outbreaks
-    why = correlated(turn, rule, node, finding)
-    if why and began:
-        seen = list(turn.state.sightings[name])
-        for other in seen:
-            if common_cause(turn.state, rule, seen, other):
-                _acquit(turn, rule, other, name, why)
+    why, judged_before = correlated(turn, rule, node, finding, anew=anew)
+    for other in judged_before:
+        _acquit(turn, rule, other, name, why)
     if why:
-        look_later(turn, node, finding.key, UNDECIDED, turn.now + rule.correlated_s)
+        _wait(turn, node, finding.key, name, turn.now + rule.correlated_s)
     return why
+
+
+def _wait(turn: Turn, node: str, key: str, name: str, due: float) -> None:
+    look_later(turn, node, key, UNDECIDED, due)
+    date(turn, node, key, name)
 
 
 def _acquit(turn: Turn, rule: Rule, node: str, name: str, why: str) -> None:
@@ -41,7 +42,7 @@ def _acquit(turn: Turn, rule: Rule, node: str, name: str, why: str) -> None:
     record, due = turn.state.nodes[node], turn.now + rule.correlated_s
     findings = shown(record, name)
     if any(finding.key == record.overruled for finding in findings):
-        look_later(turn, node, record.overruled, UNDECIDED, due)
+        _wait(turn, node, record.overruled, name, due)
         release_acquitted(turn, node)
     course = record.course
     if course is None or turn.now > under_reserve_until(record):
@@ -51,11 +52,11 @@ def _acquit(turn: Turn, rule: Rule, node: str, name: str, why: str) -> None:
         return
     for key in dropped:
         del course.signs[key]
-        look_later(turn, node, key, UNDECIDED, due)
+        _wait(turn, node, key, name, due)
     record.causes = [key for key in record.causes if key not in dropped]
     if not course.signs:
         course.reserve_s = 0.0
-        _take_back(turn, node, findings, f"{why} within {rule.correlated_s:g} s, which is no node's own")
+        _take_back(turn, node, findings, f"{why}, which is no node's own")
 
 
 def _take_back(turn: Turn, node: str, findings: list[Finding], why: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from controller.core.budget import FLEET, Scope, fleet_scope, recent_evictions, scopes_of
 from controller.core.degraded import STORE
 from controller.core.membership import computes, is_seated, jobs_seated_on, least_nodes, next_seats
-from controller.core.outbreaks import shared, signature
+from controller.core.outbreaks import date, shared, signature
 from controller.core.quarantine import begin_quarantine
 from controller.core.records import Eviction, JobRecord
 from controller.core.rulings import INCURABLE
@@ -171,6 +171,7 @@ def _hold(turn: Turn, node: str, finding: Finding, scope: str) -> bool:
         return False
     release(turn, node)
     record.overruled, record.held_by = finding.key, scope
+    date(turn, node, finding.key, signature(finding))
     if scope not in turn.state.held and scope.startswith(NEEDED):
         turn.wake(turn.now + AGAIN_S, "held", scope)
     turn.state.held.setdefault(scope, {})[node] = None

@@ -102,6 +102,8 @@ def forget_node(turn: Turn, node: str, sentence: str) -> None:
         turn.fleet_changed()
     for seen in state.sightings.values():
         seen.pop(node, None)
+    for waiting in state.outbreaks.values():
+        waiting.pop(node, None)
     del state.nodes[node], state.live_nodes[node]
     turn.node_forgotten(node)
 

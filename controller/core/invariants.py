@@ -48,6 +48,8 @@ def _check_forgotten(state: FleetState) -> None:
     """Nothing leads to a node or a job that is known no more."""
     for name, seen in state.sightings.items():
         assert seen.keys() <= state.nodes.keys(), f"{name} was seen on a node that is forgotten"
+    for name, waiting in state.outbreaks.items():
+        assert waiting.keys() <= state.nodes.keys(), f"a node that is forgotten waits for the end of {name}"
     for node, live in state.live_nodes.items():
         assert live.jobs.keys() <= state.jobs.keys(), f"{node} offers itself to a job that is forgotten"
     for job in state.jobs.values():

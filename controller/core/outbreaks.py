@@ -2,23 +2,29 @@
 
 A node is judged the moment it shows something, when nobody can know yet who will show it next. So what is decided about
 the first ones stands under reserve for ``correlated_s``: ``acquittals`` takes it back.
+
+Whom an outbreak has spared waits for its end, for as long as it stands on as many that serve. Who shows the same later
+is spared only where as many show it then: a fault that stays on a few nodes keeps no others from being judged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import chain
 
 from controller.core.records import NodeRecord
 from controller.core.rules import CORRELATED_LEAST, CORRELATED_PAIR_SHARE, Rule, SecondPass
 from controller.core.state import FleetState
 from controller.core.turn import Turn
-from everstep.vocabulary import Finding
+from everstep.vocabulary import Finding, NodeState
 
 UNDECIDED = "correlated"
 """What a finding of an outbreak is looked at again for (``NodeRecord.undecided``)."""
 GATHER_S = 1.0
 """Seconds after an eviction in which nothing is done to the machine: a fault of software often shows everywhere in
 less. It is out of its jobs meanwhile, so nobody waits."""
+IN_SERVICE = (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION)
+"""Nodes on which an outbreak stands. One that is out, or dead, tells nothing of what is so now."""
 MOST_KINDS = 512
 """Kinds, with their XIDs, that are followed at once; an agent may invent numbers."""
 
@@ -33,8 +39,10 @@ def shown(record: NodeRecord, name: str) -> list[Finding]:
     return [finding for finding in record.known() if signature(finding) == name]
 
 
-def correlated(turn: Turn, rule: Rule, node: str, finding: Finding) -> str:
-    """Notes that the node shows the finding. Why it is taken for no node's own, in words; empty where it may be.
+def correlated(turn: Turn, rule: Rule, node: str, finding: Finding, *, anew: bool = True) -> tuple[str, list[str]]:
+    """Why the finding is taken for no node's own, in words, empty where it may be; and who, with the node, is found to
+    be in the outbreak only now, having been judged before. Notes that the node shows it, unless it is only looked at
+    again (not ``anew``).
 
     An outbreak is said once, when it begins. O(1), but for what ages out, and once in an outbreak O(nodes).
     """
@@ -44,30 +52,72 @@ def correlated(turn: Turn, rule: Rule, node: str, finding: Finding) -> str:
     if len(state.sightings) > MOST_KINDS:
         oldest = next(iter(state.sightings))
         del state.sightings[oldest]
-        state.outbreaks.discard(oldest)
-    seen.pop(node, None)
-    seen[node] = turn.now
-    _age(state, name, seen, turn.now - rule.correlated_s, turn.now)
-    why = common_cause(state, rule, seen, node)
-    if not why and name in state.outbreaks and not _anybodys(state, rule, seen):
-        state.outbreaks.discard(name)
+        state.outbreaks.pop(oldest, None)
+    if anew:
+        seen.pop(node, None)
+        seen[node] = turn.now
+    while seen and seen[oldest := next(iter(seen))] < turn.now - rule.correlated_s:
+        del seen[oldest]
+    if why := common_cause(state, rule, seen, node):
+        return f"{name} is on {why} within {rule.correlated_s:g} s", _joined(turn, rule, name, seen, node, why)
+    waiting = state.outbreaks.get(name)
+    if waiting is None:
+        return "", []
+    standing = _standing(state, rule, name, seen)
+    if waiting.get(node) and (why := common_cause(state, rule, standing, node)):
+        return f"{name} stands on {why}, or more, since it was on so many at once", []
+    waiting.pop(node, None)  # it is judged for itself
+    if not _anybodys(state, rule, standing):
+        del state.outbreaks[name]
         turn.audit("fleet.correlated_finding_over", f"{name} is on few nodes again: each is judged for itself")
-    elif why and name not in state.outbreaks:
-        state.outbreaks.add(name)
+    return "", []
+
+
+def _joined(turn: Turn, rule: Rule, name: str, seen: Collection[str], node: str, why: str) -> list[str]:
+    """The outbreak begins, or goes on with more nodes. Beyond ``correlated_nodes`` all before have joined."""
+    state, began = turn.state, name not in turn.state.outbreaks
+    if began:
         turn.audit(
             "fleet.correlated_finding",
             f"{name} on {why} within {rule.correlated_s:g} s: software, a driver or the network is suspected, "
             f"and no node is evicted for it under {rule.id} while that lasts",
         )
-    return f"{name} is on {why}" if why else ""
+    waiting = state.outbreaks.setdefault(name, {})
+    asked = list(seen) if began or len(seen) <= rule.correlated_nodes else [node]
+    new = [other for other in asked if other not in waiting and common_cause(state, rule, seen, other)]
+    waiting.update(dict.fromkeys([*new, node], True))
+    return new
 
 
-def _age(state: FleetState, name: str, seen: dict[str, float], since: float, now: float) -> None:
-    """Forgets who showed it before ``since``. In an outbreak, only where it stands no more: those are what it is."""
-    while (oldest := next(iter(seen.items())))[1] < since:
-        del seen[oldest[0]]
-        if name in state.outbreaks and shown(state.nodes[oldest[0]], name):
-            seen[oldest[0]] = now
+def wait_for_end(state: FleetState, node: str, finding: Finding) -> None:
+    """The finding on the node is taken for an outbreak's until that is over."""
+    waiting = state.outbreaks.get(signature(finding))
+    if waiting is not None:
+        waiting[node] = True
+
+
+def has_cleared(state: FleetState, node: str, finding: Finding) -> None:
+    """Where nothing alike stands on the node any more, it waits for no outbreak's end."""
+    name = signature(finding)
+    waiting = state.outbreaks.get(name, {})
+    if node in waiting and not shown(state.nodes[node], name):
+        waiting[node] = False
+
+
+def _standing(state: FleetState, rule: Rule, name: str, seen: Collection[str]) -> Collection[str]:
+    """On whom an outbreak stands: who has ``seen`` it lately, and who waits for its end, serves or is to serve, and
+    shows it still. No more of these than it takes."""
+    found = dict.fromkeys(seen)
+    for node, waits in state.outbreaks.get(name, {}).items():
+        if len(found) >= rule.correlated_nodes:
+            break
+        if waits and _keeps_alive(state.nodes[node], name):
+            found[node] = None
+    return found
+
+
+def _keeps_alive(record: NodeRecord, name: str) -> bool:
+    return record.reachable and record.state in IN_SERVICE and bool(shown(record, name))
 
 
 def common_cause(state: FleetState, rule: Rule, seen: Collection[str], node: str) -> str:
@@ -108,17 +158,24 @@ def is_of_outbreak(state: FleetState, rule: Rule, node: str, finding: Finding, n
     name = signature(finding)
     if name not in state.outbreaks:
         return False
-    since = now - rule.correlated_s
-    seen = [n for n, at in state.sightings.get(name, {}).items() if at >= since or shown(state.nodes[n], name)]
+    seen: Collection[str] = [n for n, at in state.sightings.get(name, {}).items() if at >= now - rule.correlated_s]
+    if state.outbreaks[name].get(node):
+        seen = _standing(state, rule, name, seen)
     return bool(common_cause(state, rule, seen, node))
 
 
 def shared(state: FleetState, node: str, finding: Finding, now: float) -> str:
-    """Which other node showed the finding within the time that would make an outbreak of it, in words; empty where
-    nobody did."""
+    """Which other node shows the finding, or did within the time that would make an outbreak of it, in words; empty
+    where nobody did."""
     name, since = signature(finding), now - state.policy.rules.rule(finding).correlated_s
-    others = (other for other, at in state.sightings.get(name, {}).items() if other != node and at >= since)
-    return next((f"{other} shows {name} as well" for other in others), "")
+    lately = (other for other, at in state.sightings.get(name, {}).items() if at >= since)
+    still = (other for other in state.outbreaks.get(name, ()) if _keeps_alive(state.nodes[other], name))
+    out = (other for other, record in state.nodes.items() if _is_out_for(record, name, now))
+    return next((f"{other} shows {name} as well" for other in chain(lately, still, out) if other != node), "")
+
+
+def _is_out_for(record: NodeRecord, name: str, now: float) -> bool:
+    return now < under_reserve_until(record) and record.course is not None and name in record.course.signs.values()
 
 
 def under_reserve_until(record: NodeRecord) -> float:
@@ -131,24 +188,36 @@ def under_reserve_until(record: NodeRecord) -> float:
 # --- after a restart ---------------------------------------------------------------------------------------------
 
 
+def date(turn: Turn, node: str, key: str, name: str) -> None:
+    """Keeps with the node when it showed the finding that waits, or whose eviction is held: a controller that begins
+    has to know."""
+    record = turn.state.nodes[node]
+    kept = {k: at for k, at in record.shown_at.items() if k in record.undecided or k == record.overruled}
+    record.shown_at = kept | {key: turn.state.sightings.get(name, {}).get(node, kept.get(key, turn.now))}
+    turn.node_changed(node)
+
+
 def recall(state: FleetState, now: float) -> None:
-    """What the records say of outbreaks: who waits for the end of one, or was evicted so lately that one may come."""
+    """What the records say of outbreaks: who waits for the end of one, or was evicted or held so lately that one may
+    come."""
     found: list[tuple[float, str, str]] = []
-    waiting: list[tuple[str, Finding]] = []
+    rules: dict[str, Rule] = {}
     for node, record in state.nodes.items():
         if now < under_reserve_until(record) and record.course is not None:
             found += [(record.course.evicted_at, name, node) for name in record.course.signs.values()]
         for finding in record.known():
+            name = signature(finding)
             if record.undecided.get(finding.key) == UNDECIDED:
-                found.append((now, signature(finding), node))
-                waiting.append((node, finding))
-            elif record.overruled == finding.key:
-                found.append((now, signature(finding), node))
+                state.outbreaks.setdefault(name, {})[node] = True
+                rules[name] = state.policy.rules.rule(finding)
+            elif record.overruled != finding.key:
+                continue
+            found.append((record.shown_at.get(finding.key, 0.0), name, node))
     for at, name, node in sorted(found):
         seen = state.sightings.setdefault(name, {})
         seen.pop(node, None)
         seen[node] = at
-    for node, finding in waiting:
-        name = signature(finding)
-        if common_cause(state, state.policy.rules.rule(finding), state.sightings[name], node):
-            state.outbreaks.add(name)
+    for name, rule in rules.items():
+        lately = [node for node, at in state.sightings[name].items() if at >= now - rule.correlated_s]
+        if not _anybodys(state, rule, _standing(state, rule, name, lately)):
+            del state.outbreaks[name]

@@ -9,7 +9,7 @@ from controller.core.acquittals import spared
 from controller.core.effects import NoteCleared
 from controller.core.eviction import freed_scopes, release, serving
 from controller.core.finding_log import is_written, write
-from controller.core.outbreaks import UNDECIDED, is_of_outbreak
+from controller.core.outbreaks import UNDECIDED, has_cleared, is_of_outbreak
 from controller.core.quarantine import begin_checks, check_quarantine, relapse
 from controller.core.records import NodeRecord
 from controller.core.rulings import standing_against
@@ -81,6 +81,7 @@ def _cleared(turn: Turn, node: str, finding: Finding, why: str = "") -> None:
     if record.overruled == finding.key:
         release(turn, node)
     record.undecided.pop(finding.key, None)
+    has_cleared(turn.state, node, finding)
     _unvouch(record, finding.key)
     if finding.key in record.causes:
         record.cleared[finding.key] = turn.now
@@ -202,7 +203,7 @@ def look_again(turn: Turn, node: str) -> None:
         if turn.now < due:
             look_later(turn, node, key, "boot grace", due)
         elif serving(turn, node) or record.state is NodeState.QUARANTINED:
-            judge_by_rule(turn, node, finding, rule, written=False)
+            judge_by_rule(turn, node, finding, rule, written=False, anew=why != UNDECIDED)
         elif why == UNDECIDED and is_of_outbreak(turn.state, rule, node, finding, turn.now):
             look_later(turn, node, key, UNDECIDED, turn.now + rule.correlated_s)
     _settle(turn, node)
@@ -222,7 +223,7 @@ def reconsider(turn: Turn) -> None:
                 or rule.mode is not Mode.ENFORCE
                 or not rule.applies(finding)
                 or not serving(turn, node)
-                or spared(turn, rule, node, finding)
+                or spared(turn, rule, node, finding, anew=False)
             ):
                 release(turn, node)
                 _settle(turn, node)

@@ -124,6 +124,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     ``condemned``: UUIDs of GPUs (or its name, without any) that computed wrongly; when none of them is left, the node
     is repaired.
     ``vouched``: keys of findings that stood when an operator readmitted it, and did not get worse.
+    ``shown_at``: when findings that wait for the end of an outbreak, or whose eviction is held, were shown last.
     ``overruled``: key of the finding whose eviction is held, ``held_by`` what holds it (a scope of ``eviction``).
 
     ``booted_at``: when it was first seen after its last boot. ``reports`` of a finding are counted under its rule and
@@ -169,6 +170,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     against_at: float = 0.0
     condemned: list[str] = []
     vouched: list[str] = []
+    shown_at: dict[str, float] = {}
     overruled: str = ""
     held_by: str = ""
     booted_at: float = 0.0

@@ -7,7 +7,7 @@ from controller.core.acquittals import spared
 from controller.core.eviction import AGAIN_S, evict, serving
 from controller.core.generations import Cause
 from controller.core.losses import node_left_jobs
-from controller.core.outbreaks import UNDECIDED, is_of_outbreak, under_reserve_until
+from controller.core.outbreaks import UNDECIDED, is_of_outbreak, under_reserve_until, wait_for_end
 from controller.core.quarantine import add_cause
 from controller.core.records import NodeRecord
 from controller.core.rules import Rule, Scope, SecondPass, bad_reports, in_words, is_taken, remember, remember_step
@@ -57,19 +57,22 @@ def judge_settled(turn: Turn, node: str, finding: Finding, because: str) -> None
     judge_by_rule(turn, node, finding, turn.policy.rules.rule(finding), written=True, because=because)
 
 
-def judge_by_rule(turn: Turn, node: str, finding: Finding, rule: Rule, *, written: bool, because: str = "") -> None:
+def judge_by_rule(
+    turn: Turn, node: str, finding: Finding, rule: Rule, *, written: bool, because: str = "", anew: bool = True
+) -> None:
+    """By mode, outbreak, ladder and budget. ``anew``: the node shows it now; else it is one that an outbreak spared."""
     record, mode = turn.state.nodes[node], rule.mode_of(finding)
     if mode is Mode.OBSERVE:
         return
     if record.state is NodeState.QUARANTINED:
-        if mode is Mode.ENFORCE and not _spared_outside(turn, node, finding, rule):
+        if mode is Mode.ENFORCE and not _spared_outside(turn, node, finding, rule, anew=anew):
             add_cause(turn, node, finding)
         return
     if not serving(turn, node) and not (mode is Mode.RECOMMEND and record.state is NodeState.LOST):
         if mode is Mode.ENFORCE and written and (record.hold or record.foreign):
             _leave_to_holder(turn, node, finding, rule)
         return
-    if why := spared(turn, rule, node, finding):
+    if why := spared(turn, rule, node, finding, anew=anew):
         if written:
             say_spared(turn, node, finding, rule, why)
         return
@@ -85,11 +88,11 @@ def judge_by_rule(turn: Turn, node: str, finding: Finding, rule: Rule, *, writte
 
 
 def say_spared(turn: Turn, node: str, finding: Finding, rule: Rule, why: str) -> None:
-    words = f"{node}: {finding.message}; not evicted: {why} within {rule.correlated_s:g} s, which is no node's own"
+    words = f"{node}: {finding.message}; not evicted: {why}, which is no node's own"
     _say(turn, node, Decision.CORRELATED, words, finding)
 
 
-def _spared_outside(turn: Turn, node: str, finding: Finding, rule: Rule) -> bool:
+def _spared_outside(turn: Turn, node: str, finding: Finding, rule: Rule, *, anew: bool) -> bool:
     """Whether what a quarantined node shows is an outbreak's, and no cause of its own.
 
     Only of one that was just evicted it counts as a sighting: all that comes of one fault does. What a node shows that
@@ -97,9 +100,10 @@ def _spared_outside(turn: Turn, node: str, finding: Finding, rule: Rule) -> bool
     """
     record = turn.state.nodes[node]
     if turn.now < under_reserve_until(record) and rule.second_pass is SecondPass.NONE:
-        return bool(spared(turn, rule, node, finding))
+        return bool(spared(turn, rule, node, finding, anew=anew))
     if not is_of_outbreak(turn.state, rule, node, finding, turn.now):
         return False
+    wait_for_end(turn.state, node, finding)
     look_later(turn, node, finding.key, UNDECIDED, turn.now + rule.correlated_s)
     return True
 

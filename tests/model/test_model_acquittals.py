@@ -138,7 +138,9 @@ class Acquittals(RuleBasedStateMachine):
     def nobody_is_out_for_an_outbreak_alone(self) -> None:
         for what in ILLS:
             name = f"{what.kind}/{what.xid}"
-            for other in self.fleet.state.sightings.get(name, {}) if name in self.fleet.state.outbreaks else ():
+            lately = [at for at in self.fleet.state.sightings.get(name, {}).values() if at >= self.fleet.now - WINDOW_S]
+            of_all = self.fleet.state.sightings[name] if 2 * len(lately) > len(NODES) else {}
+            for other in (*of_all, *self.fleet.state.outbreaks.get(name, {})):
                 offences = [one.at for one in self.of(other)]
                 if offences and self.fleet.now - offences[-1] < WINDOW_S:
                     record = self.fleet.state.nodes[other]

@@ -1,7 +1,7 @@
 """Which findings are taken for an outbreak's, against everything that was ever shown, gone through from the start.
 
-The core keeps for each kind of finding a few nodes in the order in which they were seen, and looks at the oldest only.
-Here each question begins with the first thing that happened, and looks at every node.
+The core keeps for each kind of finding a few nodes in the order in which they were seen, looks at the oldest only, and
+counts no more than it takes. Here each question begins with the first thing that happened, and looks at every node.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ XIDS = (1, 2, 3)
 BEGAN, OVER = "fleet.correlated_finding", "fleet.correlated_finding_over"
 numbers = st.integers(0, 8)
 acts = st.lists(
-    st.tuples(st.sampled_from(["show"] * 5 + ["clear", "wait", "wait"]), numbers, st.sampled_from((1, *XIDS))),
+    st.tuples(
+        st.sampled_from(["show"] * 5 + ["clear", "wait", "wait", "ask", "ask", "goes", "comes"]),
+        numbers,
+        st.sampled_from((1, *XIDS)),
+    ),
     min_size=20,
     max_size=60,
 )
@@ -48,10 +52,16 @@ rules = st.builds(
 
 @dataclass
 class _Kind:
-    """``shown``: when each node last showed it, as far as anybody looked; ``on``: an outbreak of it stands."""
+    """``shown``: when each node last showed it; ``on``: an outbreak of it stands; who has ``been`` in it,
+    and was not judged since, and who of these did not get well and ``wait`` for its end."""
 
     shown: dict[str, float] = field(default_factory=dict)
     on: bool = False
+    been: set[str] = field(default_factory=set)
+    wait: set[str] = field(default_factory=set)
+
+    def lately(self, now: float) -> set[str]:
+        return {node for node, at in self.shown.items() if now - at <= WINDOW_S}
 
 
 @dataclass
@@ -61,7 +71,8 @@ class _Oracle:
     past: list[tuple[float, str, str, str]] = field(default_factory=list)
 
     def stands(self, upto: int, node: str, kind: str) -> bool:
-        words = [what for _, what, who, of in self.past[:upto] if (who, of) == (node, kind)]
+        past = [what for _, what, who, of in self.past[:upto] if (who, of) == (node, kind)]
+        words = [what for what in past if what in ("show", "clear")]
         return bool(words) and words[-1] == "show"
 
     def cause(self, nodes: set[str], node: str) -> bool:
@@ -79,43 +90,61 @@ class _Oracle:
             or (self.drivers[node] != "" and len(nodes & alike) >= 3 and len(nodes & alike) > len(alike - nodes))
         )
 
-    def told(self) -> Iterator[tuple[dict[str, _Kind], bool]]:
-        """After each showing: what is known of the kinds that are followed, and whether it is an outbreak's."""
+    def there(self, upto: int, node: str) -> bool:
+        """Whether the node has not gone, or has come back."""
+        words = [what for _, what, who, _ in self.past[:upto] if who == node and what in ("goes", "comes")]
+        return not words or words[-1] == "comes"
+
+    def stand(self, upto: int, one: _Kind, kind: str, now: float) -> set[str]:
+        """On whom an outbreak stands: who showed it lately, and who waits for its end, is there and shows it still."""
+        return one.lately(now) | {node for node in one.wait if self.there(upto, node) and self.stands(upto, node, kind)}
+
+    def told(self) -> Iterator[tuple[dict[str, _Kind], bool, set[str]]]:
+        """After each thing that happened: what is known of the kinds that are followed, whether what was shown or
+        asked is an outbreak's, and who is found to be in it only now."""
         kinds: dict[str, _Kind] = {}
-        for place, (at, what, node, kind) in enumerate(self.past):
-            if what != "show":
+        for place, (at, what, node, kind) in enumerate(self.past, 1):
+            if what == "clear" and kind in kinds:
+                kinds[kind].wait.discard(node)
+            if what not in ("show", "ask"):
+                yield kinds, False, set()
                 continue
             one = kinds[kind] = kinds.pop(kind, _Kind())  # what was shown last is forgotten last
             kinds = dict(list(kinds.items())[-KINDS:])
-            for other in list(one.shown):
-                if at - one.shown[other] > WINDOW_S:
-                    if one.on and self.stands(place + 1, other, kind):
-                        one.shown[other] = at  # an outbreak is those on whom it stands
-                    else:
-                        del one.shown[other]
-            one.shown[node] = at
-            its = self.cause(set(one.shown), node)
-            one.on = its or (one.on and any(self.cause(set(one.shown), other) for other in one.shown))
-            yield kinds, its
+            if what == "show":
+                one.shown[node] = at
+            lately, new = one.lately(at), set[str]()
+            its = self.cause(lately, node)
+            if its:
+                new = {other for other in lately if self.cause(lately, other)} - one.been
+                one.on, one.been, one.wait = True, one.been | new | {node}, one.wait | new | {node}
+            elif one.on:
+                standing = self.stand(place, one, kind, at)
+                its = node in one.wait and self.cause(standing, node)
+                one.on = its or any(self.cause(standing, other) for other in standing)
+                gone = set() if its else {node}
+                one.wait, one.been = (one.wait - gone, one.been - gone) if one.on else (set(), set())
+            yield kinds, its, new
 
     def asked(self, kinds: dict[str, _Kind], node: str, kind: str, now: float) -> bool:
         """Whether the finding on the node is an outbreak's now, when nobody shows anything."""
         one = kinds.get(kind)
         if one is None or not one.on:
             return False
-        nodes = {
-            other for other, at in one.shown.items() if now - at <= WINDOW_S or self.stands(len(self.past), other, kind)
-        }
-        return self.cause(nodes, node)
+        waits = node in one.wait
+        return self.cause(self.stand(len(self.past), one, kind, now) if waits else one.lately(now), node)
 
 
-def _show(state: FleetState, rule: Rule, now: float, node: str, finding: Finding) -> tuple[bool, list[str]]:
+def _judge(
+    state: FleetState, rule: Rule, now: float, node: str, finding: Finding, *, anew: bool
+) -> tuple[bool, set[str], list[str]]:
     turn = Turn(state, now, "t")
-    state.nodes[node].findings[finding.key] = finding
-    why = outbreaks.correlated(turn, rule, node, finding)
+    if anew:
+        state.nodes[node].findings[finding.key] = finding
+    why, new = outbreaks.correlated(turn, rule, node, finding, anew=anew)
     effects = turn.finish()
     said = [kind for kind in (BEGAN, OVER) if audits(effects, kind)]
-    return bool(why), said
+    return bool(why), set(new), said
 
 
 @settings(deadline=None, max_examples=50)
@@ -135,16 +164,21 @@ def test_an_outbreak_is_what_everything_ever_shown_says(
                 now += number * WINDOW_S / 8
             else:
                 oracle.past.append((now, what, node, finding.key))
-            kinds, expected = [({}, False), *oracle.told()][-1]
+            kinds, *expected = [({}, False, set()), *oracle.told()][-1]
             if what == "clear":
                 state.nodes[node].findings.pop(finding.key, None)
-            elif what == "show":
+                outbreaks.has_cleared(state, node, finding)
+            elif what in ("goes", "comes"):
+                state.nodes[node].reachable = what == "comes"
+            elif what in ("show", "ask"):
                 before = outbreaks.signature(finding) in state.outbreaks
-                its, said = _show(state, rule, now, node, finding)
-                assert its == expected
+                its, new, said = _judge(state, rule, now, node, finding, anew=what == "show")
+                assert [its, new] == expected
                 after = kinds[finding.key].on
                 assert said == ([] if before == after else [BEGAN if after else OVER]), "each is said once"
-            assert state.outbreaks == {outbreaks.signature(xid(n)) for n in XIDS if kinds.get(xid(n).key, _Kind()).on}
+            assert set(state.outbreaks) == {
+                outbreaks.signature(xid(n)) for n in XIDS if kinds.get(xid(n).key, _Kind()).on
+            }
             for other in named:
                 for one in map(xid, XIDS):
                     asked = outbreaks.is_of_outbreak(state, rule, other, one, now)
