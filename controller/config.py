@@ -30,6 +30,15 @@ def _address(place: str) -> tuple[str, int]:
     return (host.strip("[]"), 0) if port == "0" and host else split_address(place)
 
 
+def is_http_url(url: str) -> bool:
+    """Whether something can be sent to ``url``: http or https, a host, and no port that there is none of."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
 class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one controller runs. The decisions' own knobs are in ``policy``."""
 
@@ -247,8 +256,12 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
                 "name what does",
             ),
             (
-                webhook and urlsplit(self.webhook_url).scheme not in ("http", "https"),
-                f"webhook_url must be http or https, not {self.webhook_url!r}",
+                webhook and not is_http_url(self.webhook_url),
+                f"webhook_url must be http or https, with a host, not {self.webhook_url!r}",
+            ),
+            (
+                bool(self.alert_url) and not is_http_url(self.alert_url),
+                f"alert_url must be http or https, with a host, not {self.alert_url!r}",
             ),
         )
 

@@ -182,9 +182,9 @@ class Member:
     async def _until_over(
         self, controller: Controller, candidate: Candidate | None, epoch: int, tenure: Tenure | None
     ) -> None:
-        """Ends by an error only: of the loop, or of the lease."""
+        """Ends by an error only: of the loop, of the lease, or of what looks after the outside."""
         assert controller.task is not None
-        tasks = {controller.task}
+        tasks: set[asyncio.Future[None]] = {controller.task, controller.outside.ended}
         if candidate is not None and tenure is not None:
             tasks.add(asyncio.create_task(candidate.renewing(epoch, tenure), name="lease"))
         if controller.doubt is not None:
@@ -194,5 +194,5 @@ class Member:
             for task in done:
                 task.result()
         finally:
-            for task in tasks - {controller.task}:
+            for task in tasks - {controller.task, controller.outside.ended}:
                 task.cancel()

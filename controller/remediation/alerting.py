@@ -15,6 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from controller.core.state import FleetState
 from controller.remediation.alerts import Alert, alerts_of, posts
+from controller.remediation.boundary import guarded
 from controller.remediation.receiver import Receiver
 from controller.store.records import AlertRow
 from controller.store.trouble import StoreAway
@@ -102,7 +103,7 @@ class Alerting:
         """Posts the picture. Raises Unavailable at the first post that is not taken."""
         for post in posts(firing, resolved, now, self._controller):
             self._check_leading()
-            await asyncio.to_thread(self._post, post.body)
+            await asyncio.to_thread(guarded, self._post, post.body)
             for name in post.over:
                 del self._told[name]
         self._failing, self._due = False, now + REPEAT_S

@@ -22,6 +22,7 @@ import msgspec
 from controller.core.effects import Remedy, RemedyKind
 from controller.core.events import ActionReported
 from controller.remediation.base import Remediator, Unfinished
+from controller.remediation.boundary import Unexpected, guarded
 from controller.store.records import RemedyRow, RemedyState
 from controller.transaction import Transaction
 from everstep.backoff import Backoff
@@ -81,7 +82,9 @@ class RemedyDesk:
         uniform: draws from [0, 1), for the jitter between attempts.
         check_leading: raises Unavailable where this controller may not be sure that it leads: one that was stopped, and
             wakes, must not ask for what another has had done meanwhile.
-        failed: called for each remedy that is given up, or waits for an outside that was away for longer than patience.
+        failed: called for each remedy that is given up, or waits for an outside that was away for longer than patience,
+            and for each call that failed unexpectedly.
+        watch: told of each task that carries remedies out; one that fails leaves its node's undone.
         rows: what was stored and has not ended.
         patience_s: seconds, by kind, until a remedy that was not confirmed is given up.
     """
@@ -95,6 +98,7 @@ class RemedyDesk:
         uniform: Callable[[], float],
         check_leading: Callable[[], None] = lambda: None,
         failed: Callable[[], None] = lambda: None,
+        watch: Callable[[asyncio.Task[None]], None] = lambda task: None,
         rows: Iterable[RemedyRow] = (),
         backoff: Backoff = ASK_AGAIN,
         patience_s: Mapping[RemedyKind, float] = PATIENCE_S,
@@ -105,6 +109,7 @@ class RemedyDesk:
         self._uniform = uniform
         self._check_leading = check_leading
         self._failed = failed
+        self._watch = watch
         self._backoff = backoff
         self._patience_s = patience_s
         self._queues: dict[str, deque[RemedyRow]] = {}
@@ -122,7 +127,9 @@ class RemedyDesk:
         for row in rows:
             self._queues.setdefault(row.node, deque()).append(row)
             if row.node not in self._workers:
-                self._workers[row.node] = asyncio.get_running_loop().create_task(self._work(row.node))
+                worker = asyncio.get_running_loop().create_task(self._work(row.node), name=f"remedies of {row.node}")
+                self._workers[row.node] = worker
+                self._watch(worker)
 
     def open(self) -> int:
         """Remedies that have not ended."""
@@ -199,6 +206,8 @@ class RemedyDesk:
             except Conflict as error:
                 return str(error)
             except Unavailable as error:
+                if isinstance(error, Unexpected):
+                    self._failed()
                 trouble, is_away, is_unfinished = str(error), True, isinstance(error, Unfinished)
             else:
                 is_away = False
@@ -231,7 +240,7 @@ class RemedyDesk:
 
         def called() -> Any:
             self._check_leading()
-            return call(remedy)
+            return guarded(call, remedy)
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, called)
 

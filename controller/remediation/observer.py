@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from controller.core.events import NodeObserved
 from controller.core.state import FleetState
 from controller.remediation.base import MARK, Remediator, Standing
+from controller.remediation.boundary import Unexpected, guarded
 from everstep.errors import EverstepError
 
 log = logging.getLogger(__name__)
@@ -21,12 +22,19 @@ Tell = Callable[[NodeObserved], Awaitable[None]]
 
 
 class Observer:
-    """Asks the remediator for the standing of all nodes and tells what differs from the records."""
+    """Asks the remediator for the standing of all nodes and tells what differs from the records.
 
-    def __init__(self, remediator: Remediator, state: FleetState, tell: Tell) -> None:
+    Args:
+        failed: called for each look that failed unexpectedly.
+    """
+
+    def __init__(
+        self, remediator: Remediator, state: FleetState, tell: Tell, failed: Callable[[], None] = lambda: None
+    ) -> None:
         self._remediator = remediator
         self._state = state
         self._tell = tell
+        self._failed = failed
 
     async def run(self, every_s: float = OBSERVE_S) -> None:
         """Looks until cancelled."""
@@ -34,13 +42,15 @@ class Observer:
             try:
                 await self.look()
             except EverstepError as error:  # it, or the database, is away: what changed is seen at the next look
+                if isinstance(error, Unexpected):
+                    self._failed()
                 log.warning("what %s shows of the nodes could not be taken up: %s", self._remediator.name, error)
             await asyncio.sleep(every_s)
 
     async def look(self) -> None:
         """One look. Raises what the remediator, or the loop, raises."""
         nodes = list(self._state.nodes)
-        shown = await asyncio.to_thread(self._remediator.standing, nodes)
+        shown = await asyncio.to_thread(guarded, self._remediator.standing, nodes)
         for node in nodes:
             seen = shown.get(node, Standing())
             foreign = "" if seen.cordoned_by == MARK else seen.cordoned_by

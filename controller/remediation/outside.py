@@ -27,6 +27,9 @@ class Outside:
         write_alerts: keeps what was told.
         failed: called for each remedy that is given up, and each post of alerts that failed.
 
+    Attributes:
+        ended: raises what a part of it has failed with: nobody would look after that part any more.
+
     Raises ConfigurationError for settings that cannot be.
     """
 
@@ -49,9 +52,10 @@ class Outside:
             uniform=random.random,
             check_leading=loop.check_leading,
             failed=failed,
+            watch=self._watch,
             rows=loaded.remedies,
         )
-        self._observer = Observer(remediator, state, self._tell)
+        self._observer = Observer(remediator, state, self._tell, failed)
         self._alerting = None
         if settings.alert_url:
             self._alerting = Alerting(
@@ -66,6 +70,7 @@ class Outside:
                 failed=failed,
             )
         self._tasks: list[asyncio.Task[None]] = []
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def _tell(self, event: NodeObserved) -> None:
         def stimulus(tx: Transaction, now: float) -> None:
@@ -82,6 +87,16 @@ class Outside:
         self._tasks = [asyncio.create_task(self._observer.run(), name="observer")]
         if self._alerting is not None:
             self._tasks.append(asyncio.create_task(self._alerting.run(), name="alerting"))
+        for task in self._tasks:
+            self._watch(task)
+
+    def _watch(self, task: asyncio.Task[None]) -> None:
+        task.add_done_callback(self._note_end)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self.ended.done():
+            self.ended.set_exception(error)
 
     async def stop(self) -> None:
         """Leaves what is under way to the next life."""
@@ -89,3 +104,5 @@ class Outside:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.desk.stop()
+        if not self.ended.cancel() and not self.ended.cancelled():
+            self.ended.exception()  # heard, whoever waited for it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 from urllib.parse import urlencode, urlsplit
 
+from controller.config import is_http_url
 from everstep.errors import ConfigurationError, Unavailable
 
 TIMEOUT_S = 5.0
@@ -20,10 +21,10 @@ class Receiver:
     """
 
     def __init__(self, url: str, what: str) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not is_http_url(url):
             raise ConfigurationError(f"{url!r} cannot be {what}: use http://HOST/PATH or https://HOST/PATH")
-        self.host = parts.hostname
+        parts = urlsplit(url)
+        self.host = parts.hostname or ""
         self._what = what
         self._parts = parts
 

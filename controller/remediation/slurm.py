@@ -185,6 +185,8 @@ class Slurm:
                 env=self._environment,
                 capture_output=True,
                 text=True,
+                encoding="utf-8",
+                errors="replace",
                 timeout=TIMEOUT_S,
                 check=False,
                 stdin=subprocess.DEVNULL,

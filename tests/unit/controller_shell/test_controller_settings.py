@@ -55,6 +55,15 @@ def test_cures_cannot_be_enforced_where_nothing_carries_them_out(tmp_path: Path)
         load_settings(GIVEN, file=file, environment={})
 
 
+@pytest.mark.parametrize("url", ["http://pager.example:77000/x", "http://pager.example:x/", "ftp://x", "http:///x"])
+def test_an_address_that_cannot_be_is_refused_at_the_start(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="alert_url"):
+        load_settings({**GIVEN, "alert_url": url}, environment={})
+    hook = {"remediation": "webhook", "webhook_url": url, "webhook_secret_file": "w"}
+    with pytest.raises(ConfigurationError, match="webhook_url"):
+        load_settings({**GIVEN, **hook}, environment={})
+
+
 @pytest.mark.parametrize("preset", ["lab", "production"])
 def test_every_preset_is_free_of_contradictions(preset: str) -> None:
     assert load_settings(GIVEN, preset=preset, environment={}).secret_file == "secret"

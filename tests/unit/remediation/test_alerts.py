@@ -21,6 +21,7 @@ from controller.remediation.alerts import MOST, Alert, alerts_of, maybe_told, po
 from controller.remediation.base import MARK, Standing
 from controller.remediation.dry_run import DryRun
 from controller.remediation.observer import Observer
+from controller.remediation.receiver import Receiver
 from controller.store.records import AlertRow, Loaded
 from controller.store.trouble import StoreAway, Superseded
 from everstep.errors import ConfigurationError, Unavailable
@@ -189,6 +190,24 @@ def test_a_post_that_failed_is_made_good_by_the_next(inbox: Inbox) -> None:
     watch.look()
     assert watch.failures == 1
     inbox.status = 200
+    watch.fleet.now += RETRY_S
+    watch.look()
+    assert [_names(post) for post in inbox.posts] == [[("EverstepNodeOut", "firing")]]
+
+
+def test_a_post_that_failed_as_nobody_expected_is_counted_and_made_good(
+    inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Watch(inbox)
+    watch.fleet.raise_finding("n2", xid())
+
+    def broken(*_: object) -> tuple[int, bytes]:
+        raise UnicodeError("label too long")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Receiver, "ask", broken)
+        watch.look()
+    assert watch.failures == 1
     watch.fleet.now += RETRY_S
     watch.look()
     assert [_names(post) for post in inbox.posts] == [[("EverstepNodeOut", "firing")]]
@@ -367,20 +386,54 @@ def test_a_receiver_that_cannot_be_is_refused() -> None:
     state = CoreFleet().state
     with pytest.raises(ConfigurationError, match="cannot be a receiver of alerts"):
         Alerting("ftp://x", token="", controller="", state=state, now=lambda: 0.0, write=write, failed=lambda: None)
+    with pytest.raises(ConfigurationError, match="cannot be a webhook"):
+        Receiver("http://pager.example:77000/x", "a webhook")
 
 
 # --- cordons of others -------------------------------------------------------------------------------------------
 
 
 class Shown(DryRun):
-    """A scheduler that shows ``nodes``."""
+    """A scheduler that shows ``nodes``. ``broken``: how often it fails before, as no remediator should."""
 
     def __init__(self) -> None:
         super().__init__()
         self.nodes: dict[str, Standing] = {}
+        self.broken = 0
 
     def standing(self, nodes: Any) -> dict[str, Standing]:
+        if self.broken > 0:
+            self.broken -= 1
+            raise UnicodeDecodeError("utf-8", b"\xfc", 0, 1, "invalid start byte")
         return self.nodes
+
+
+def test_an_observer_whose_look_failed_as_nobody_expected_looks_again(caplog: pytest.LogCaptureFixture) -> None:
+    fleet, shown, told, failures = CoreFleet(), Shown(), list[NodeObserved](), list[int]()
+    fleet.start(1)
+    shown.nodes = {"n1": Standing(cordoned_by="ada", reason="a fan")}
+    shown.broken = 2
+
+    async def story() -> None:
+        seen = asyncio.Event()
+
+        async def tell(event: NodeObserved) -> None:
+            told.append(event)
+            fleet.feed(event)
+            seen.set()
+
+        observer = Observer(shown, fleet.state, tell, failed=lambda: failures.append(1))
+        tasks = [asyncio.create_task(observer.run(every_s=0.0)), asyncio.create_task(seen.wait())]
+        async with asyncio.timeout(20):
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        assert done == {tasks[1]}
+        tasks[0].cancel()
+        await asyncio.wait(tasks)
+
+    asyncio.run(story())
+    assert [event.cordoned_by for event in told] == ["ada"]
+    assert len(failures) == 2
+    assert "invalid start byte" in caplog.text
 
 
 def test_a_persons_cordon_is_told_once_and_its_end_too_and_ours_never() -> None:

@@ -157,6 +157,27 @@ def test_an_outside_that_is_away_is_asked_again_and_one_that_refuses_is_not() ->
     assert [(told.ok, told.detail) for told in other.told] == [(False, "it will not")]
 
 
+def test_a_remedy_that_failed_as_nobody_expected_is_said_counted_and_asked_for_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    machine, book, failures = Machine(), Book(), list[int]()
+    ask, times = machine.apply, 2
+
+    def broken(remedy: Remedy) -> None:
+        nonlocal times
+        if times > 0:
+            times -= 1
+            raise KeyError("spec")
+        ask(remedy)
+
+    machine.apply = broken  # type: ignore[method-assign]
+    run(machine, book, wanted(1), wanted(2, RemedyKind.REBOOT), failed=lambda: failures.append(1))
+    assert book.states("n1-a1") == ["begun", "confirmed"]
+    assert machine.applied == ["n1-a1", "n1-a2"]
+    assert len(failures) == 2
+    assert "KeyError: 'spec'" in caplog.text
+
+
 def test_what_is_never_confirmed_is_given_up_when_patience_is_over() -> None:
     machine, book = Machine(pending=10**9), Book()
     done = machine.is_done

@@ -82,6 +82,16 @@ def test_a_person_who_took_a_node_down_keeps_it_down(real_slurm: slurm.Cluster) 
         real_slurm.make_idle()
 
 
+def test_slurms_words_in_another_encoding_are_understood(tmp_path: Path) -> None:
+    program = tmp_path / "scontrol"
+    line = rb"NodeName=n1 State=IDLE+DRAIN Reason=L\374fter defekt [root@2026-01-01T00:00:00]\n"
+    program.write_bytes(b"#!/bin/sh\nprintf '" + line + b"'\n")
+    program.chmod(0o700)
+    slurm = Slurm(str(program))
+    assert slurm.is_done(remedy(1))
+    assert slurm.standing(["n1"])["n1"].cordoned_by == "slurm"
+
+
 def test_slurm_that_is_not_installed_or_away_is_told_apart(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="not on this machine"):
         Slurm("no-such-scontrol")
