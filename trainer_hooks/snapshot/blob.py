@@ -1,7 +1,9 @@
-"""Small Python state as bytes and back: MessagePack, exact types, no pickle.
+"""Small Python state as bytes and back: MessagePack, no pickle.
 
-Numbers, strings, bytes, None, lists, tuples, dicts, sets, integers of any size, tensors, numpy arrays and scalars,
-torch dtypes and devices. Everything else is a TypeError that names the path to it.
+Numbers, strings, bytes, None, lists, tuples, dicts, sets, collections.OrderedDict and Counter, torch.Size, integers of
+any size, tensors, numpy arrays and scalars, torch dtypes and devices come back as what they were; members of an
+enumeration, and what else is a kind of number, string or bytes, as that. Everything else is a TypeError that names the
+path to it, other kinds of dictionaries and tuples among it.
 
 Tensors on a GPU are copied to the host behind what the GPU still has to do; who asks for the bytes waits for that, not
 who takes the state.
@@ -10,6 +12,7 @@ who takes the state.
 from __future__ import annotations
 
 import math
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,8 +29,11 @@ MAX_DEPTH = 32
 """Nesting beyond this is taken for a cycle."""
 
 _TUPLE, _SET, _FROZENSET, _INTEGER, _TENSOR, _ARRAY, _SCALAR, _DTYPE, _DEVICE, _COMPLEX, _MAPPING = range(1, 12)
+_COUNTER, _ORDERED, _SIZE = range(12, 15)
 _PLAIN_KEYS = (str, float, bool, bytes, type(None))
 _ARRAY_KINDS = frozenset("biufc")
+_MAPPINGS: dict[type, int] = {Counter: _COUNTER, OrderedDict: _ORDERED}
+_TUPLES: dict[type, int] = {tuple: _TUPLE, torch.Size: _SIZE}
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -160,16 +166,21 @@ def _pack(value: Any, path: str, depth: int) -> Any:
         return value
     if kind is int:
         return value if -(1 << 63) <= value < 1 << 63 else _ext(_INTEGER, hex(value))
-    if isinstance(value, Mapping):
-        return _pack_mapping(value, path, depth)
     if kind is list:
         return [_pack(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]
+    if isinstance(value, Mapping):
+        return _pack_mapping(value, path, depth)
     return _pack_rest(value, path, depth)
 
 
 def _pack_mapping(value: Mapping[Any, Any], path: str, depth: int) -> Any:
     """A map of MessagePack where its keys can be; else a list of pairs, since an extension cannot be hashed."""
+    kind = type(value)
+    if kind is not dict and kind not in _MAPPINGS:
+        raise _other(value, path, "dict(...)")
     pairs = [(_pack_key(k, path), _pack(v, f"{path}[{k!r}]", depth + 1)) for k, v in value.items()]
+    if kind in _MAPPINGS:
+        return _Nested(_MAPPINGS[kind], pairs)
     if any(isinstance(key, msgspec.msgpack.Ext) for key, _ in pairs):
         return _Nested(_MAPPING, pairs)
     return dict(pairs)
@@ -190,7 +201,9 @@ def _pack_key(key: Any, path: str) -> Any:
 
 def _pack_rest(value: Any, path: str, depth: int) -> Any:
     if isinstance(value, tuple):
-        return _Nested(_TUPLE, [_pack(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)])
+        if type(value) not in _TUPLES:
+            raise _other(value, path, "tuple(...)")
+        return _Nested(_TUPLES[type(value)], [_pack(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)])
     if isinstance(value, set | frozenset):
         items = sorted((_pack(v, path, depth + 1) for v in value), key=repr)
         return _Nested(_SET if isinstance(value, set) else _FROZENSET, items)
@@ -214,6 +227,12 @@ def _pack_rest(value: Any, path: str, depth: int) -> Any:
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored without pickle: "
         "leave it out of state_dict(), or store the numbers it is made of"
     )
+
+
+def _other(value: Any, path: str, mend: str) -> TypeError:
+    """Of a kind that would not come back: what is restored would be a plain one, without what makes it another."""
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return TypeError(f"{path} is a {kind}, which would come back as another type: give a {mend} of it in state_dict()")
 
 
 def _require_plain(tensor: torch.Tensor, path: str) -> None:
@@ -255,6 +274,9 @@ def _unpack(code: int, data: memoryview) -> Any:
         _DEVICE: torch.device,
         _COMPLEX: lambda v: complex(*v),
         _MAPPING: dict,
+        _COUNTER: lambda pairs: Counter(dict(pairs)),
+        _ORDERED: OrderedDict,
+        _SIZE: torch.Size,
     }
     if code not in simple:
         raise ValueError(f"extension {code} is not known here")
