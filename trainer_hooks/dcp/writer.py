@@ -76,8 +76,11 @@ class VaultWriter(StorageWriter):
 
         Raises TypeError for pickled values where they are not allowed, OutOfSlotMemory where there is no room.
         """
-        tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
-        values = {item.index.fqn: self._value(item, planner) for item in plan.items if item not in tensors}
+        tensors: list[WriteItem] = []
+        others: list[WriteItem] = []
+        for item in plan.items:
+            (others if item.type is WriteItemType.BYTE_IO else tensors).append(item)
+        values = {item.index.fqn: self._value(item, planner) for item in others}
         aside = encode_aside(Aside(values, plan.planner_data or {}))
         manifest = self._manifest(tensors, len(aside))
         with self._tier.filling:
@@ -130,6 +133,7 @@ class VaultWriter(StorageWriter):
 
     def _manifest(self, items: list[WriteItem], aside_bytes: int) -> Manifest:
         catalog: dict[str, Tensor] = {}
+        index_of: dict[str, int] = {}
         stored: list[Stored] = []
         at = 0
         for item in items:
@@ -138,9 +142,10 @@ class VaultWriter(StorageWriter):
             dtype = data.properties.dtype
             tensor = Tensor(item.index.fqn, dtype_name(dtype), dtype.itemsize, tuple(data.size), False)
             catalog.setdefault(tensor.name, tensor)
+            index = index_of.setdefault(tensor.name, len(index_of))
             box = box_of(item)
             if box.volume:
-                stored.append(Stored(list(catalog).index(tensor.name), box, at))
+                stored.append(Stored(index, box, at))
                 at = -(-(at + box.volume * dtype.itemsize) // ALIGN) * ALIGN
         end = at + BLOB_PREFIX + aside_bytes
         world = self._tier.spec.world_size
