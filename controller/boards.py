@@ -105,7 +105,7 @@ class Probes:
     def answered(self, node: str, report: ProbeFinished) -> None:
         """A member's result."""
         status = self._probes.get(report.probe)
-        if status is None:
+        if status is None or node not in status.nodes:  # a node speaks of its own part only
             return
         answers = self._answers[report.probe]
         answers[node] = report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,6 +24,16 @@ def place_of(cursor: str, kinds: Sequence[type]) -> tuple[Any, ...] | None:
     try:
         if len(parts) != len(kinds):
             raise ValueError(cursor)
-        return tuple(kind(part) for kind, part in zip(kinds, parts, strict=True))
+        place = tuple(kind(part) for kind, part in zip(kinds, parts, strict=True))
+        if not all(_is_storable(part) for part in place):
+            raise ValueError(cursor)
+        return place
     except ValueError:
         raise MalformedMessage(f"{cursor[:100]!r} is no cursor: give what `next` said of the page before") from None
+
+
+def _is_storable(part: Any) -> bool:
+    """Whether a database can compare it: integers have 64 bits there, and nothing comes after NaN."""
+    if isinstance(part, float):
+        return math.isfinite(part)
+    return not isinstance(part, int) or -(1 << 63) <= part < 1 << 63

@@ -19,10 +19,17 @@ from everstep.wire.v1.agent import MAX_BODY_BYTES
 
 
 class Tagged(msgspec.Struct, frozen=True):
-    """An answer with its entity tag."""
+    """An answer with its entity tag. ``tag``: of what an order rests on. ``shown``: of what is shown beside that; an
+    order does not heed it, and the answer is sent again when it has changed."""
 
     answer: Any
     tag: str
+    shown: str = ""
+
+    @property
+    def etag(self) -> str:
+        """Both, as they are sent."""
+        return f"{self.tag[:-1]}.{self.shown[1:]}" if self.shown else self.tag
 
 
 def check_tag(request: Request, tag: Callable[[], str]) -> None:
@@ -31,12 +38,18 @@ def check_tag(request: Request, tag: Callable[[], str]) -> None:
     To be asked inside the change's own stimulus: nothing comes between the look and the change.
     """
     wanted = request.headers.get("if-match", "*")
-    if wanted != "*" and tag() not in _tags(wanted):
+    if wanted != "*" and tag() not in map(_ordered, _tags(wanted)):
         raise Outdated("it has changed since you looked: look again, and decide anew")
 
 
 def _tags(header: str) -> list[str]:
     return [tag.strip().removeprefix("W/") for tag in header.split(",")]
+
+
+def _ordered(tag: str) -> str:
+    """The part of a tag that orders heed."""
+    before, dot, _ = tag.partition(".")
+    return f'{before}"' if dot else tag
 
 
 Answer = Callable[[Request, Identity], Awaitable[Any]]
@@ -117,8 +130,8 @@ def _endpoint(gate: Gate, route: Route, answer: Answer) -> Callable[[Request], A
 def _response(request: Request, answer: Any) -> Response:
     if not isinstance(answer, Tagged):
         return Response(asgi.encode(answer), media_type="application/json")
-    headers = {"etag": answer.tag, "cache-control": "no-cache"}
+    headers = {"etag": answer.etag, "cache-control": "no-cache"}
     known = _tags(request.headers.get("if-none-match", ""))
-    if answer.tag in known or known == ["*"]:
+    if answer.etag in known or known == ["*"]:
         return Response(status_code=304, headers=headers)
     return Response(asgi.encode(answer.answer), media_type="application/json", headers=headers)

@@ -39,8 +39,8 @@ def page_size(asked: dict[str, str], default: int = PAGE) -> int:
 
 
 def flag(asked: dict[str, str], name: str) -> bool | None:
-    """A yes or no in the query; None where nothing is said."""
-    return asked[name] in ("1", "true") if name in asked else None
+    """A yes or no in the query, as ``endpoints`` has checked it; None where nothing is said."""
+    return msgspec.convert(asked[name], bool, strict=False) if name in asked else None
 
 
 class HistoryRoutes:

@@ -73,7 +73,7 @@ class OperatorRoutes:
         if current is not None and current.seconds is None:
             recoveries.append(current)
         answer = msgspec.structs.replace(detail, recoveries=tuple(recoveries))
-        return endpoints.Tagged(answer, tag)
+        return endpoints.Tagged(answer, tag, tags.of_shown(answer))
 
     async def restorability(self, request: Request, _who: Identity) -> op.Restorability:
         return restorability_of(self._desk.state, self._desk.job(request.path_params["job"]))

@@ -34,6 +34,13 @@ def of_job(job: JobRecord) -> str:
     return tag_of((job.job, job.created_at, job.state, job.since, job.size, job.sentence, numbers, list(job.launchers)))
 
 
+def of_shown(job: op.JobDetail) -> str:
+    """Of what is shown of a job beside what an order rests on: versions are committed twice a second, and an order that
+    was decided a moment before is still meant. How far its ranks are is no part of it."""
+    summary = job.summary
+    return tag_of((summary.committed, summary.verified, summary.spares, job.recoveries, job.unable))
+
+
 def of_nodes(desk: views.Desk, page: op.NodeList) -> str:
     """Of a page of nodes. It costs little beside the page: findings count by their keys, GPUs not at all."""
     nodes = desk.state.nodes
@@ -46,6 +53,9 @@ def of_nodes(desk: views.Desk, page: op.NodeList) -> str:
             one.job,
             one.domain,
             one.labels,
+            one.hold,
+            nodes[one.node].foreign,
+            nodes[one.node].held_by,
             nodes[one.node].incarnation,
             list(nodes[one.node].findings),
             list(nodes[one.node].own),

@@ -145,6 +145,16 @@ def test_findings_stand_until_they_clear_and_stay_in_the_history(client: TestCli
     assert get(client, "/v1/findings?kind=gpu.lost", past.FindingList).findings == ()
 
 
+@pytest.mark.parametrize(("yes", "no"), [("true", "false"), ("True", "False"), ("TRUE", "FALSE"), ("1", "0")])
+def test_a_yes_or_no_is_read_as_it_was_checked(client: TestClient, yes: str, no: str) -> None:
+    (speaker,) = fleet(client, "n1")
+    speaker.report(FindingRaised(finding=FELL_OFF))
+    standing = [get(client, f"/v1/findings?standing={said}", past.FindingList).findings for said in (yes, no)]
+    assert list(map(len, standing)) == [1, 0]
+    ends = [get(client, f"/v1/events?limit=1&newest={said}", op.EventList).events[0].id for said in (yes, no)]
+    assert ends[0] > ends[1]
+
+
 def test_verdicts_are_paged_newest_first(client: TestClient) -> None:
     for number, speaker in enumerate(fleet(client, "n1", "n2", "n3")):
         speaker.report(FindingRaised(finding=xid(60 + number)))

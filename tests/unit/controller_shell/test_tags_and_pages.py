@@ -6,23 +6,27 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from controller.api.routes import ROUTES
 from controller.core.policy import CorePolicy
 from everstep.clock import ManualClock
-from everstep.vocabulary import FindingKind
+from everstep.ids import Version
+from everstep.vocabulary import FindingKind, NodeState
 from everstep.wire.v1 import enrolment as wire
 from everstep.wire.v1 import history as past
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.agent import Domain
-from everstep.wire.v1.training import FindingRaised, ProbeFinished
-from tests.support.controllers import OPERATOR, InProcess, Refused, Speaker, get, post
+from everstep.wire.v1.training import FindingRaised, ProbeFinished, RankProgress
+from tests.support.controllers import OPERATOR, InProcess, Refused, Speaker, get, joined, post
 from tests.support.eventful import WORN_OUT
-from tests.support.spoken import FELL_OFF, fleet, running_job
+from tests.support.spoken import FELL_OFF, fleet, resume, running_job
 
 ONE_EVICTION = msgspec.structs.replace(CorePolicy.lab(), eviction_count=1, eviction_share=0.1)
 BECAUSE = op.Because(reason="a smell of smoke")
@@ -35,6 +39,12 @@ def client(tmp_path: Path) -> Iterator[TestClient]:
     database, journal = f"sqlite:///{tmp_path / 'c.db'}", str(tmp_path / "journal")
     app = InProcess(database, clock=ManualClock(), journal_dir=journal, policy=ONE_EVICTION)
     with TestClient(app) as client:
+        yield client
+
+
+@pytest.fixture
+def any_client(database: str) -> Iterator[TestClient]:
+    with TestClient(InProcess(database, clock=ManualClock()), raise_server_exceptions=False) as client:
         yield client
 
 
@@ -141,6 +151,26 @@ def test_what_has_a_tag_is_not_sent_again(client: TestClient, name: str) -> None
         assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag(client, path))
 
 
+NUMBERS = st.one_of(
+    st.integers(), st.floats().map(repr), st.sampled_from(["nan", "-inf", "1_0", str(2**63), str(-(2**63) - 1), "９"])
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(parts=[10**30])
+@example(parts=[2**63, 1])
+@example(parts=["nan", "x"])
+@given(parts=st.lists(st.one_of(NUMBERS, st.text(max_size=5)), min_size=1, max_size=3))
+def test_a_cursor_that_nobody_was_given_is_refused_or_leads_somewhere(
+    any_client: TestClient, parts: list[object]
+) -> None:
+    cursor = quote("~".join(map(str, parts)))
+    for route in ROUTES.values():
+        if "cursor" in route.query:
+            answer = any_client.get(f"{route.path}?job=j&cursor={cursor}", headers=OPERATOR)
+            assert answer.status_code in (200, 422), (route.path, cursor, answer.text)
+
+
 # --- one by one --------------------------------------------------------------------------------------------------
 
 
@@ -155,6 +185,51 @@ def test_a_rack_that_changed_since_is_not_taken_out(client: TestClient) -> None:
     with pytest.raises(Refused, match="412 outdated"):
         post(client, "/v1/maintenance", window, op.Changed, seen(etag))
     post(client, "/v1/maintenance", window, op.Changed, seen(tag(client, "/v1/nodes?rack=r1")))
+
+
+def test_a_page_of_nodes_has_another_tag_when_a_node_is_held_or_somebody_cordons_it(tmp_path: Path) -> None:
+    app = InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=ManualClock(), policy=ONE_EVICTION)
+    with TestClient(app) as client:
+        speakers = fleet(client, *(f"n{number}" for number in range(1, 5)))
+        for speaker, finding in zip(speakers, (FELL_OFF, WORN_OUT), strict=False):
+            speaker.report(FindingRaised(finding=finding))
+        nodes = {one.node: one for one in get(client, "/v1/nodes", op.NodeList).nodes}
+        assert nodes["n1"].state is NodeState.QUARANTINED
+        seen_tags = [tag(client, "/v1/nodes")]
+        post(client, "/v1/nodes/n1/hold", BECAUSE, op.Changed)
+        seen_tags.append(tag(client, "/v1/nodes"))
+        assert app.controller is not None
+        record = app.controller.loop.state.nodes["n2"]
+        for name in ("foreign", "held_by"):
+            setattr(record, name, f"another {getattr(record, name)}")
+            seen_tags.append(tag(client, "/v1/nodes"))
+    assert len(set(seen_tags)) == 4
+
+
+def test_a_job_is_sent_again_when_it_has_recovered_or_committed_and_orders_heed_what_was_decided_only(
+    tmp_path: Path,
+) -> None:
+    app = InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=ManualClock())
+    with TestClient(app) as client:
+        speakers = fleet(client, "n1", "n2")
+        for speaker in speakers:
+            speaker.report(joined("j", 1.0, nodes=2))
+
+        def sent_again(etag: str) -> int:
+            return client.get("/v1/jobs/j", headers=OPERATOR | {"If-None-Match": etag}).status_code
+
+        etag = tag(client, "/v1/jobs/j")
+        assert sent_again(etag) == 304
+        resume(speakers[:1], 1)
+        assert sent_again(etag) == 200
+        resume(speakers, 1)
+        etag = tag(client, "/v1/jobs/j")
+        speakers[0].beat(ranks=(RankProgress(job="j", generation=1, rank=0, step=7, step_s=0.1),))
+        assert sent_again(etag) == 304, "a heartbeat changes nothing"
+        assert app.controller is not None
+        app.controller.loop.state.live_jobs["j"].committed = Version(1, 5)
+        assert sent_again(etag) == 200
+        post(client, "/v1/jobs/j/stop", BECAUSE, op.Changed, seen(etag))
 
 
 def test_probes_come_in_pages_newest_first_and_by_node(client: TestClient) -> None:
@@ -177,6 +252,14 @@ def test_probes_come_in_pages_newest_first_and_by_node(client: TestClient) -> No
     ]
     with pytest.raises(Refused, match="no cursor"):
         get(client, "/v1/probes?cursor=nonsense", op.ProbeList)
+
+
+def test_what_a_node_says_of_a_probe_that_it_takes_no_part_in_counts_for_nothing(client: TestClient) -> None:
+    speakers = fleet(client, "n1", "n2", "n3")
+    name = probe(client, "n1", "n2")
+    speakers[2].report(ProbeFinished(probe=name, ok=False, detail="the link of n1 is bad", rows=((1, 9.0, 1.0),)))
+    status = get(client, f"/v1/probes/{name}", op.ProbeStatus)
+    assert (status.ok, status.answers, status.rows) == (None, {}, ())
 
 
 def test_what_the_controller_found_itself_is_shown_with_what_the_agent_tells(tmp_path: Path) -> None:
