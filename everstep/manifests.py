@@ -33,9 +33,9 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A tensor of the job, as every manifest lists it.
 
     ``own``: each rank has its own values, and ``shape`` begins with the number of ranks; ``ranks`` are those that have
-    the tensor at all, where not all do. ``aliases`` are the other
-    names of a tied one. ``groups``: the optimizers that train it, by the key they are tracked under, each with the
-    index of the parameter group. ``lies`` is of optimizer state.
+    the tensor at all, where not all do. ``aliases`` are the other names of a tied one, of optimizer state that several
+    parameters share among them. ``groups``: the optimizers that train it, by the key they are tracked under, each with
+    the index of the parameter group. ``lies`` is of optimizer state.
     """
 
     name: str

@@ -8,7 +8,9 @@ training changes. Everything that is not a tensor of a module or an optimizer go
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -68,6 +70,8 @@ class TrackedState:
         self._extra: list[tuple[str, torch.nn.Module]] = []
         self._packed: list[bytes] | None = None
         self._lies: dict[str, Lies] = {}
+        self._tied: dict[str, dict[str, None]] = defaultdict(dict)
+        """Optimizer state that is another tensor too, by the name that this has."""
         self._looked = False
         self._changing: set[str] = set()
         self.settle()
@@ -89,6 +93,7 @@ class TrackedState:
         self._reshard()
         self._fqns = self._names()
         self._looked = True
+        self._tied.clear()
         self._identity, self._still, self._scalars, self._packed = Identity(), [], [], None
         self._extra = [
             (name, module)
@@ -153,8 +158,9 @@ class TrackedState:
         *,
         parameter: bool,
         shaped: bool = True,
-        lies: Lies = Lies.UNTOLD,
+        lies: Lies | None = None,
     ) -> None:
+        """``lies``: of optimizer state."""
         parts = local_parts(name, tensor)
         if sharing is Sharing.EQUAL:
             self._identity.tensor(place, key, tensor, shaped=shaped)
@@ -162,9 +168,12 @@ class TrackedState:
             self._identity.moving(place, key, tensor)
         for local, box in parts:
             identity = (local.data_ptr(), local.size(), local.stride(), local.dtype) if local.numel() else id(tensor)
-            if identity not in found:
+            first = found.get(identity)
+            if first is not None and lies is not None and name != first.name:
+                self._tied[first.name][name] = None
+            if first is None:
                 found[identity] = TrackedTensor(
-                    name, tuple(tensor.shape), box, local, sharing, parameter, place, key, lies
+                    name, tuple(tensor.shape), box, local, sharing, parameter, place, key, lies or Lies.UNTOLD
                 )
 
     def _sharing_of(self, name: str, buffer: torch.Tensor) -> Sharing:
@@ -209,6 +218,11 @@ class TrackedState:
                 self._exclude.require_whole(f"{top}.{fqn}", state)
                 for key, value in state.items():
                     if isinstance(value, torch.Tensor):
+                        if not isinstance(key, str) and not self._exclude.covers(f"{top}.{fqn}.{key}"):
+                            raise TypeError(
+                                f"{top} has a tensor of {fqn} under {key!r}, which is a {type(key).__qualname__}: "
+                                "state is stored and found by names, so take a string for the key"
+                            )
                         self._lies[f"{top}.{fqn}.{key}"] = lies_of(parameter, value)
                         yield f"{top}.{fqn}.{key}", state, key, value
                     elif not self._exclude.covers(f"{top}.{fqn}.{key}"):
@@ -225,6 +239,8 @@ class TrackedState:
     def layout(self, tensors: list[TrackedTensor], rank: int, world: int) -> Layout:
         """What this rank holds, for the plan."""
         aliases, groups = self._aliases(tensors), self._groups()
+        for name, others in self._tied.items():
+            aliases[name] = (*aliases.get(name, ()), *others)
         return Layout(tuple(t.part(rank, world, aliases.get(t.name, ()), groups.get(t.name, ())) for t in tensors))
 
     def _aliases(self, tensors: list[TrackedTensor]) -> dict[str, tuple[str, ...]]:
@@ -258,6 +274,11 @@ class TrackedState:
         Raises NotRestorable where a tensor was not stored, or as another one.
         """
         index_of = {tensor.name: index for index, tensor in enumerate(catalog)}
+        tops = {f"{top}." for top, _ in self._optimizers}
+        for index, tensor in enumerate(catalog):  # what is one tensor there may be several here, or have another name
+            for alias in tensor.aliases:
+                if alias.startswith(tuple(tops)):
+                    index_of.setdefault(alias, index)
         self._changing.update(tensor.name for tensor in catalog if tensor.own)
         self._create_moments(catalog)
         live = self.tensors()
@@ -266,17 +287,26 @@ class TrackedState:
 
     def _create_moments(self, catalog: tuple[Tensor, ...]) -> None:
         wanted: dict[str, list[tuple[str, Tensor]]] = {}
-        for tensor in (tensor for tensor in catalog if not self._exclude.covers(tensor.name)):
-            prefix, _, key = tensor.name.rpartition(".")
-            wanted.setdefault(prefix, []).append((key, tensor))
+        for tensor in catalog:
+            for name in (tensor.name, *tensor.aliases):
+                if not self._exclude.covers(name):
+                    prefix, _, key = name.rpartition(".")
+                    wanted.setdefault(prefix, []).append((key, tensor))
+        tied = {tensor.name for tensor in catalog if tensor.aliases}
+        live = chain(self._parameters(), self._buffers()) if tied else ()
+        one = {name: tensor.detach() for name, _, _, tensor in live if name in tied}
         for top, optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 capturable = bool(group.get("capturable") or group.get("fused"))
                 for parameter in group["params"]:
                     fqn = self._fqns.get(id(parameter)) or self._place_of(optimizer, parameter)
                     for key, tensor in wanted.get(f"{top}.{fqn}", ()):
-                        if key not in optimizer.state[parameter]:
-                            optimizer.state[parameter][key] = moment_like(parameter, key, tensor, capturable)
+                        state = optimizer.state[parameter]
+                        if key not in state:
+                            known = one.get(tensor.name)
+                            state[key] = moment_like(parameter, key, tensor, capturable) if known is None else known
+                        if tensor.aliases:
+                            one.setdefault(tensor.name, state[key])
 
     def _place_of(self, optimizer: torch.optim.Optimizer, wanted: torch.Tensor) -> str:
         return next(name for name, parameter in self._trained(optimizer) if parameter is wanted)

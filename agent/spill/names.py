@@ -43,11 +43,14 @@ class Names:
 
     def tensor(self, tensor: Tensor) -> tuple[Path, ...]:
         """Where a tensor stands: once, and again for each other name of a tied one."""
-        top, _, rest = tensor.name.partition(".")
+        return tuple(map(self._path, (tensor.name, *tensor.aliases)))
+
+    def _path(self, name: str) -> Path:
+        top, _, rest = name.partition(".")
         if top in self._optimizers:
             parameter, _, moment = rest.rpartition(".")
-            return ((top, "state", self._parameter(top, parameter), moment),)
-        return tuple((name.partition(".")[0], name.partition(".")[2]) for name in (tensor.name, *tensor.aliases))
+            return top, "state", self._parameter(top, parameter), moment
+        return top, rest
 
     def _parameter(self, optimizer: str, name: str) -> str:
         """A parameter's name in an optimizer's state: within its module, where there is only one."""

@@ -134,3 +134,82 @@ def test_of_a_larger_parameter_a_scalar_lies_where_it_lay() -> None:
         for lies, device in ((Lies.HOST, "cpu"), (Lies.DEVICE, "cuda"), (Lies.UNTOLD, "cpu")):
             stored = Tensor("o.p.eta", "float32", 4, (), False, lies=lies)
             assert moment_like(parameter, "eta", stored, capturable=False).device.type == device
+
+
+class Sharing(torch.optim.Optimizer):
+    """All parameters have one counter, and each its own average; the first parameter is its own anchor, too."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        first = group["params"][0]
+        if not self.state:
+            counter = torch.zeros(())
+            for parameter in group["params"]:
+                self.state[parameter] = {"step": counter, "average": torch.zeros_like(parameter)}
+            self.state[first]["anchor"] = first.detach()
+        self.state[first]["step"] += 1
+        for parameter in group["params"]:
+            self.state[parameter]["average"] += self.state[parameter]["step"]
+            parameter -= self.state[parameter]["average"]
+
+
+def restored_into(model: nn.Module, optimizer: torch.optim.Optimizer, fresh: nn.Module) -> torch.optim.Optimizer:
+    """A new optimizer of ``fresh``, with the state of the one that trained ``model``."""
+    state = TrackedState({"model": model, "optimizer": optimizer})
+    tensors = state.tensors()
+    live = {tensor.name: tensor.local for tensor in tensors}
+    layouts = [state.layout(tensors, 0, 1)]
+    catalog = manifest_for(0, layouts, divide(layouts, ["n1"], 1)[0], 1000).catalog
+    other = type(optimizer)(fresh.parameters())  # type: ignore[call-arg]
+    restored = TrackedState({"model": fresh, "optimizer": other})
+    with torch.no_grad():
+        for index, target in restored.targets(catalog):
+            target.local.copy_(live[catalog[index].name])
+    return other
+
+
+def test_what_parameters_share_in_an_optimizer_they_share_again() -> None:
+    model, fresh = nn.Linear(3, 3), nn.Linear(3, 3)
+    optimizer = Sharing(model.parameters())
+    optimizer.step()
+    other = restored_into(model, optimizer, fresh)
+    one, two = (other.state[parameter] for parameter in fresh.parameters())
+    assert one["step"] is two["step"]
+    assert one["anchor"].data_ptr() == fresh.weight.data_ptr()
+    assert one["average"] is not two["average"]
+    for _ in range(3):
+        optimizer.step()
+        other.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
+
+
+class Late(nn.Module):
+    """A stage that has the second of two parameters."""
+
+    def __init__(self, bias: nn.Parameter) -> None:
+        super().__init__()
+        self.bias = bias
+
+
+def test_a_stage_without_the_first_of_them_has_what_it_shared() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = Sharing(model.parameters())
+    optimizer.step()
+    other = restored_into(model, optimizer, Late(nn.Parameter(torch.zeros(3))))
+    (state,) = other.state.values()
+    assert (state["step"].item(), set(state)) == (1.0, {"step", "average"})
+
+
+def test_optimizer_state_under_a_key_that_is_no_string_is_refused_by_name() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight][7] = torch.zeros(2)
+    with pytest.raises(TypeError, match=r"optimizer has a tensor of model\.weight under 7, which is a int"):
+        TrackedState({"model": model, "optimizer": optimizer}).tensors()
+    TrackedState({"model": model, "optimizer": optimizer}, exclude=["optimizer.model.weight.7"]).tensors()
+    optimizer.state[model.weight] = {7: 3}
+    TrackedState({"model": model, "optimizer": optimizer}).tensors()

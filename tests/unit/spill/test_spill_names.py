@@ -95,3 +95,14 @@ def test_parameters_of_one_module_are_named_within_it_and_of_several_in_full() -
     shared = dict(names.shared(state))
     assert shared["opt", "param_groups", 0, "params"] == ["a.w"]
     assert shared["both", "param_groups", 0, "params"] == ["gen.a.w", "disc.w"]
+
+
+def test_optimizer_state_that_parameters_share_stands_under_each_of_them() -> None:
+    state = {"groups": {"opt": [[b"", {}]]}}
+    aliases = ("opt.net.b.step",)
+    catalog = [
+        tensor("net.a", ("opt", 0)),
+        tensor("net.b", ("opt", 0)),
+        Tensor("opt.net.a.step", "float32", 4, (), False, aliases),
+    ]
+    assert Names(catalog, state).tensor(catalog[2]) == (("opt", "state", "a", "step"), ("opt", "state", "b", "step"))
