@@ -1,1 +1,1 @@
-"""Every step's state into shared memory: planned once in a generation, copied many times."""
+"""Every step's state into shared memory: planned when tracked tensors are found or change, copied many times."""
