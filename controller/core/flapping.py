@@ -24,7 +24,7 @@ def note_loss(turn: Turn, node: str, sentence: str) -> None:
     How many others make it no fault of a node's is the rule's ``correlated_...``. O(nodes lost within that time).
     """
     record, policy = turn.state.nodes[node], turn.policy
-    if not _is_its_own(turn, record):
+    if not policy.rules.judges(FindingKind.NODE_FLAPPING) or not _is_its_own(turn, record):
         return
     record.lost = [*(at for at in record.lost if at > turn.now - policy.node_flap_window_s), turn.now]
     turn.node_changed(node)

@@ -139,6 +139,10 @@ class Rulebook(msgspec.Struct, frozen=True):
                 return rule
         raise AssertionError(f"no rule for {finding.kind}: the core's policy needs a rulebook (controller.rulebook)")
 
+    def judges(self, kind: FindingKind) -> bool:
+        """Whether there is a rule for the kind: rules that a journal recorded know none that came later."""
+        return bool(self.kinds.get(kind))
+
     def of_kind(self, kind: FindingKind) -> Rule:
         """The rule of the kind that has no name."""
         return self.kinds[kind][-1]

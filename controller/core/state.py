@@ -226,7 +226,8 @@ class FleetState(msgspec.Struct, kw_only=True):
     ``lost_lately``: nodes that were lost by themselves, and when (``flapping``).
     ``partnerless_until``: until then no node is free to be a partner in a probe. ``sightings``: where and when each
     kind of finding (and XID) was seen lately; ``outbreaks``: those of them taken for no node's own, and which
-    nodes are in them: true for those that wait for their end, since they show it still.
+    nodes are in them: true for those that wait for their end, since they show it still. (States of an older form have a
+    list under its name.)
     ``epoch``: which life of a controller over its database this is. ``store_away``: why the database cannot be written
     now, empty while it can; ``store_away_at``: since when.
     ``ignored`` counts what was dropped by rule (stale reports and the like), by reason.
@@ -243,7 +244,7 @@ class FleetState(msgspec.Struct, kw_only=True):
     partnerless_until: float = 0.0
     lost_lately: dict[NodeId, float] = {}
     sightings: dict[str, dict[NodeId, float]] = {}
-    outbreaks: dict[str, dict[NodeId, bool]] = {}
+    outbreaks: dict[str, dict[NodeId, bool]] = msgspec.field(default_factory=dict, name="outbreak_nodes")
     deadlines: list[tuple[float, int, str, str]] = []
     queued: set[tuple[float, str, str]] = set()
     order: int = 0
