@@ -7,10 +7,13 @@ import traceback
 
 import torch.distributed as dist
 
-# gloo raises RuntimeError with its source path in the text; NCCL's errors come through DistBackendError or as text.
+from everstep.vocabulary import GenerationReason
+
+# How the errors of gloo and NCCL begin that are plain RuntimeErrors (torch 2.13: gloo's name their source file). What
+# only speaks of a connection may come from a user's own: data from the network, say.
 _COMMUNICATION = re.compile(
-    r"gloo[/\\]|Gloo |\[(gloo|nccl)|NCCL|ncclRemoteError|ncclSystemError|ncclInternalError"
-    r"|Connection (reset|closed|refused)|Broken pipe|Socket (closed|Timeout)"
+    r"\[(enforce fail at )?[^\]\s]*gloo/[^\]\s]*:\d+\]|Gloo connectFullMesh failed|\[Rank \d+\]: .*monitoredBarrier"
+    r"|NCCL [Ee]rror( in:| \d)"
 )
 _TYPES = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
 
@@ -23,7 +26,7 @@ def is_communication_error(error: BaseException) -> bool:
 def _is_one(error: BaseException) -> bool:
     if isinstance(error, _TYPES):
         return True
-    return isinstance(error, RuntimeError) and _COMMUNICATION.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and _COMMUNICATION.match(str(error)) is not None
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -33,6 +36,26 @@ def _chain(error: BaseException) -> list[BaseException]:
         found.append(current)
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
     return found
+
+
+class Unexplained:
+    """Communication errors of this rank in groups that had come about, generation after generation, at the same step,
+    with nobody lost: whatever raises them does so at each try.
+
+    Args:
+        limit: with so many in a row they are the training function's own.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._step = -1
+        self._count = 0
+
+    def give_up(self, step: int, reason: GenerationReason) -> bool:
+        """Counts one after step ``step`` of a generation begun for ``reason``; whether the limit is reached."""
+        again = step == self._step and reason is GenerationReason.COLLECTIVE_FAILED
+        self._step, self._count = step, self._count + 1 if again else 1
+        return self._count >= self._limit
 
 
 def describe(error: BaseException, limit: int = 4096) -> str:

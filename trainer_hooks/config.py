@@ -35,6 +35,11 @@ class HookSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How long a failed collective waits for the generation that replaces its own. Past it the rank reports its
     error as the training function's, and goes on waiting."""
 
+    blind_tries: int = 8
+    """Generations in a row in which a rank's collectives may fail at the same step, though the group had come about and
+    nobody is lost: after so many the error is the training function's, and ends the job with its traceback. The waits
+    between them add up to some 20 s; fewer end a job for a network that was away for a moment."""
+
     verdict_wait_s: float = 60.0
     """How long a rank that reported an error, or that finished, waits to hear what becomes of the job."""
 

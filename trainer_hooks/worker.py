@@ -21,7 +21,7 @@ from trainer_hooks import waiting
 from trainer_hooks.abort import backend_named
 from trainer_hooks.assignment import Assignment, set_torchrun_environment
 from trainer_hooks.attendant import Attendant
-from trainer_hooks.blame import describe, full_traceback, is_communication_error, release_frames
+from trainer_hooks.blame import Unexplained, describe, full_traceback, is_communication_error, release_frames
 from trainer_hooks.config import HookSettings
 from trainer_hooks.interrupt import Interrupter, Regroup
 from trainer_hooks.keeper import GenerationKeeper
@@ -86,6 +86,7 @@ class Worker:
         self._link = Link(assignment.agent_socket, hello, self._attendant, settings, clock, random.random)
         self._welcome: Welcome | None = None
         self._timeline = Timeline()
+        self._unexplained = Unexplained(settings.blind_tries)
 
     def work(self, train: TrainingFunction) -> None:
         """Takes part in generation after generation until the job is stopped.
@@ -209,7 +210,11 @@ class Worker:
         self._timeline = Timeline(self._presence.disturbance())
         self._timeline.end("abort")
         if failure is not None and self._is_news(spec, failure):
-            self._tell_collective_failed(spec, member, failure)
+            # Before the group is left: whoever waits in it hears the verdict instead of a lost peer.
+            if self._unexplained.give_up(self._progress.step, spec.reason):
+                self._blame_training(spec, member, describe(failure), full_traceback(failure))
+            else:
+                self._tell_collective_failed(spec, member, failure)
         self._attendant.keeper = None
         keeper.close()
         return failure

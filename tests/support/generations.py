@@ -18,13 +18,14 @@ def generation(
     after_step: int | None = None,
     restore: RestoreRule | None = None,
     spec: JobSpec | None = None,
+    reason: GenerationReason = GenerationReason.FORMED,
 ) -> GenerationSpec:
     """Generation ``number`` of the ``(node, local rank)`` pairs in the order of their ranks, as many on each node."""
     nodes = tuple(dict.fromkeys(node for node, _ in ranks))
     made = GenerationSpec(
         job=JOB,
         number=number,
-        reason=GenerationReason.FORMED,
+        reason=reason,
         sentence="for a test",
         trace=f"t{number}",
         seats=nodes,

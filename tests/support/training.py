@@ -50,6 +50,13 @@ def fail_at_step_3(run: Run) -> None:
             raise ValueError("a mistake of the user's own")
 
 
+def fail_like_gloo_at_step_3(run: Run) -> None:
+    for step in run.steps(until=STEPS):
+        dist.all_reduce(torch.ones(1))
+        if step == 3 and run.rank == 0:
+            raise RuntimeError("[gloo/gloo/transport/tcp/pair.cc:1] Connection closed by peer")
+
+
 def leave_at_step_3(run: Run) -> None:
     """As scripts do that have seen enough."""
     for step in run.steps(until=STEPS):
