@@ -2,7 +2,7 @@
 
 All ranks judge the same number, the mean loss, so all do the same without a word. Versions to go back to are copies in
 the rank's own memory, beside the checkpoints: those may be gone further than these, and belong to whole generations.
-After a regroup there are none until some steps are done; until then only the update is left out.
+The first one is the state that a generation begins with.
 
 Steps go on counting, since a step is what the job has finished. Which *data* a step has is counted apart
 (``Guard.data_step``): what was taken back is done again, with the batch at which it happened or without.
@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
 from everstep.errors import EverstepError
-from trainer_hooks.python_state import Merged, decode
-from trainer_hooks.snapshot.blob import Blob
+from trainer_hooks.kept_versions import KeptVersion, KeptVersions
 from trainer_hooks.spikes import LossHistory, SpikeRule
-from trainer_hooks.state import TrackedState, TrackedTensor
+from trainer_hooks.state import TrackedState
 
 log = logging.getLogger(__name__)
 
@@ -32,15 +31,6 @@ Loss = torch.Tensor | Sequence[torch.Tensor]
 
 class LossDiverged(EverstepError, RuntimeError):
     """The loss stayed bad, however often the guard went back; the message says how often and what to look at."""
-
-
-class KeptVersion:
-    """A copy of this rank's tracked state, as it was before some data step."""
-
-    def __init__(self, tensors: list[torch.Tensor], blob: Blob, data_step: int) -> None:
-        self.tensors = tensors
-        self.blob = blob
-        self.data_step = data_step
 
 
 class Guard:
@@ -87,9 +77,8 @@ class Guard:
         self._in_a_row = 0
         self._worst = 0
         self._records: deque[dict[str, Any]] = deque(maxlen=RECORDS)
-        self._state: TrackedState | None = None
-        self._tracked: list[TrackedTensor] = []
-        self._kept: deque[KeptVersion] = deque()
+        self._updated: int | None = None
+        self._kept: KeptVersions | None = None
         self._done_here = 0
 
     @property
@@ -114,6 +103,9 @@ class Guard:
             self._refuse(value, reason)
             return False
         self._history.add(value)
+        self._updated = self._data_step
+        if self._kept is not None:
+            self._kept.prove()
         if self._data_step > self._worst:
             self._in_a_row = 0
         self._data_step += 1
@@ -122,15 +114,17 @@ class Guard:
 
     # --- what Run calls
 
-    def watch(self, objects: Mapping[str, object]) -> None:
-        """The tracked objects, restored; from here on their versions are kept."""
-        self._state = TrackedState(objects)
+    def watch(self, objects: Mapping[str, object], exclude: Iterable[str] = ()) -> None:
+        """The tracked objects, restored; from here on their versions are kept, without what ``exclude`` leaves out."""
+        if self._back:
+            self._kept = KeptVersions(TrackedState(objects, exclude), self._back)
+            self._kept.keep(self._data_step)
 
     def step_finished(self) -> None:
         """The tracked state stands: keeps it, if its turn has come."""
         self._done_here += 1
-        if self._back and self._done_here % self._every == 0:
-            self._keep()
+        if self._kept is not None and self._done_here % self._every == 0:
+            self._kept.keep(self._data_step)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -160,9 +154,12 @@ class Guard:
                 f"the loss of data step {bad} is {loss:.6g} ({reason}), after {self._limit} refusals in a row: going "
                 "back does not help. Look at the learning rate and at the data, or raise spike or limit of run.guard"
             )
+        updated = self._updated
         version = self._go_back()
         if self._policy == "skip":
             self._left_out.add(bad)
+            if self._in_a_row > 1 and version is not None and updated is not None and updated >= version.data_step:
+                self._left_out.add(updated)  # to leave out the loss's own batch did not help: it may be this update
             self._pass_left_out()
         to = "" if version is None else f" and went back to before data step {version.data_step}"
         done = "left its batch out" if self._policy == "skip" else "will compute its batch again"
@@ -180,38 +177,21 @@ class Guard:
         )
 
     def _go_back(self) -> KeptVersion | None:
-        """To the oldest version there is; newer ones are forgotten. None: some rank has none."""
-        can = bool(self._kept) and self._state is not None and self._state.unchanged()
-        if not self._everywhere(can):
-            self._kept.clear()
+        """To the oldest version there is. None: some rank has none."""
+        kept = self._kept
+        if not self._everywhere(kept is not None and kept.can_go_back()):
+            if kept is not None:
+                kept.clear()
             return None
-        assert self._state is not None
-        version = self._kept[0]
-        self._kept = deque([version])
+        assert kept is not None
         self._before_update()
-        with torch.no_grad():
-            torch._foreach_copy_(self._live(), version.tensors)
-        self._state.load_python(Merged([decode(version.blob.data())], self._state.python_names()))
-        self._data_step = version.data_step
+        version = kept.go_back()
+        self._data_step, self._updated = version.data_step, None
         return version
-
-    def _keep(self) -> None:
-        assert self._state is not None, "run.track names the state first"
-        if not self._tracked or not self._state.unchanged():
-            self._kept.clear()
-            self._tracked = self._state.tensors()
-        live = self._live()
-        full = len(self._kept) == self._back
-        room = self._kept.popleft().tensors if full else [torch.empty_like(tensor) for tensor in live]
-        with torch.no_grad():
-            torch._foreach_copy_(room, live)
-        self._kept.append(KeptVersion(room, self._state.taken(), self._data_step))
-
-    def _live(self) -> list[torch.Tensor]:
-        return [tensor.now() if tensor.volatile else tensor.local for tensor in self._tracked]
 
     def _pass_left_out(self) -> None:
         while self._data_step in self._left_out:
             self._data_step += 1
-        oldest = self._kept[0].data_step if self._kept else self._data_step
-        self._left_out = {step for step in self._left_out if step >= oldest}
+        oldest = None if self._kept is None else self._kept.oldest
+        first = self._data_step if oldest is None else oldest.data_step
+        self._left_out = {step for step in self._left_out if step >= first}

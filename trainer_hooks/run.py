@@ -228,11 +228,14 @@ class Run:
 
         A loss is refused that is NaN, infinite, or ``spike`` standard deviations above the last ``window`` (once there
         are ``warmup``; None: never for that). Then no update is made, and the state goes back ``back`` versions, of
-        which one is kept every ``every`` steps; what came after is computed again, by ``policy`` without the batch
-        ("skip") or with it ("replay"). After ``limit`` refusals in a row ``allows`` raises LossDiverged.
+        which one is kept every ``every`` steps, and counts once the next loss is allowed; the first is what a
+        generation begins with. What came after is computed again, by ``policy`` without the batch ("skip") or with it
+        ("replay"). A second refusal in a row also skips the batch whose update came before the refused loss, since
+        that update may be what is bad. After ``limit`` refusals in a row ``allows`` raises LossDiverged.
 
-        Costs ``back`` copies of this rank's tracked state, in the memory where it lies, one copy every ``every`` steps
-        on the training thread, and waiting for the loss in each step. ``back=0`` only leaves the update out.
+        Costs ``back`` copies of this rank's tracked state and one more, in the memory where it lies, one copy every
+        ``every`` steps on the training thread, and waiting for the loss in each step. ``back=0`` only leaves the update
+        out.
 
         Raises ValueError for settings that contradict each other.
         """
@@ -316,7 +319,7 @@ class Run:
             kept["guard"] = self._guard
         self._finished = self._keeper.track(kept, choices)
         if self._guard is not None:
-            self._guard.watch({key: tracked for key, tracked in kept.items() if tracked is not self._guard})
+            self._guard.watch({key: tracked for key, tracked in kept.items() if tracked is not self._guard}, exclude)
         self._updates.watch(objects)
 
     def steps(self, until: int, *, seed: int = 0) -> Iterator[int]:

@@ -16,16 +16,16 @@ SEED, BATCH, WIDTH = 41, 8, 6
 
 
 class Bad:
-    """Data steps whose inputs are ``value`` in one sample: always, or only the first ``times``."""
+    """Data steps whose inputs (or gradients) are ``value`` in one row: always, or only the first ``times``."""
 
     def __init__(self, steps: Collection[int], value: float, times: int = 1_000_000) -> None:
         self._left = dict.fromkeys(steps, times)
         self._value = value
 
-    def spoil(self, step: int, inputs: torch.Tensor) -> None:
+    def spoil(self, step: int, rows: torch.Tensor) -> None:
         if self._left.get(step, 0) > 0:
             self._left[step] -= 1
-            inputs[0] = self._value
+            rows[0] = self._value
 
 
 def train(
@@ -33,6 +33,7 @@ def train(
     folder: str,
     updates: Collection[int],
     bad: Bad | None = None,
+    gradients: Bad | None = None,
     faults: tuple[Fault, ...] = (),
     **options: Any,
 ) -> Guard:
@@ -57,6 +58,8 @@ def train(
             bad.spoil(data_step, inputs)
         loss = (replicas(inputs) - inputs.sum(1, keepdim=True)).square().mean()
         loss.backward()
+        if gradients is not None:
+            gradients.spoil(data_step, model[0].weight.grad)
         dying.at("reduced")
         allowed = guard.allows(loss, sampler.weight(data_step))
         if allowed:
@@ -77,4 +80,4 @@ def train(
 
 def train_on(run: Run, folder: str, faults: tuple[Fault, ...]) -> None:
     """In a generation: data step 23 is bad for good."""
-    train(run, folder, range(1, 41), Bad([23], float("nan")), faults, back=2, every=4)
+    train(run, folder, range(1, 41), Bad([23], float("nan")), faults=faults, back=2, every=4)

@@ -57,9 +57,9 @@ def test_a_batch_that_stays_bad_is_left_out_and_the_rest_is_as_if_it_had_never_b
     rows = alone(tmp_path / "bad", bad=Bad([23], value), policy="skip", back=back, every=every)
     refused = [row for row in rows if not row["allowed"]]
     assert [row["data_step"] for row in refused] == [23]
-    kept = [step + 1 for step in range(1, 23) if step % every == 0]
+    kept = [1, *(step + 1 for step in range(1, 22) if step % every == 0)]
     (record,) = rows[-1]["records"]
-    assert record["back_to"] == (kept[-back:] or [None])[0], "the version that many back, or the oldest there is"
+    assert record["back_to"] == kept[-back:][0], "of those from which a good loss came, that many back or the oldest"
     assert (record["data_step"], record["policy"]) == (23, "skip")
     applied = applied_steps(rows)
     assert applied == [step for step in ALL if step != 23]
@@ -100,6 +100,51 @@ def reference(folder: Path, data_steps: list[int]) -> str:
         Listed(Place(), IdleKeeper()), str(folder / "reference"), range(1, len(data_steps) + 1), back=0, spike=None
     )
     return end(sorted(read_diaries(folder / "reference"), key=lambda row: row["step"]))
+
+
+@pytest.mark.parametrize(("back", "every"), [(1, 10), (2, 1), (1, 1), (3, 20)])
+@pytest.mark.parametrize("step", [1, 2, 10, 15, 20])
+def test_an_update_that_was_bad_under_a_good_loss_is_taken_back(tmp_path, back, every, step):
+    """A gradient that is NaN shows in the next loss: what was kept in between is as bad, and the first steps of a
+    generation have nothing but what it began with."""
+    once = Bad([step], NAN, times=1)
+    rows = alone(tmp_path / "bad", gradients=once, policy="replay", back=back, every=every)
+    assert [row["data_step"] for row in rows if not row["allowed"]] == [step + 1]
+    assert applied_steps(rows) == list(ALL)
+    assert end(rows) == end(alone(tmp_path / "clean"))
+
+
+@pytest.mark.parametrize("step", [1, 10, 15])
+def test_a_batch_whose_gradient_is_bad_each_time_is_left_out_at_the_second_refusal(tmp_path, step):
+    rows = alone(tmp_path / "bad", gradients=Bad([step], NAN), policy="skip", back=1, every=10)
+    assert [row["data_step"] for row in rows if not row["allowed"]] == [step + 1, step + 2]
+    applied = applied_steps(rows)
+    assert applied == [data_step for data_step in ALL if not step <= data_step <= step + 2]
+    assert end(rows) == reference(tmp_path, applied)
+
+
+def test_what_is_excluded_is_neither_kept_nor_put_back():
+    run = Run(Place(), IdleKeeper())
+    guard = run.guard(back=1, every=1)
+    model = torch.nn.Linear(4, 1)
+    model.register_buffer("odd", torch.eye(3).to_sparse())
+    model.register_buffer("cache", torch.zeros(3))
+    run.track(exclude=["model.odd", "model.cache"], model=model)
+    begun = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight += 1
+        model.cache += 1
+    assert not guard.allows(torch.tensor(NAN))
+    assert torch.equal(model.weight, begun)
+    assert torch.equal(model.cache, torch.ones(3))
+
+
+def test_a_first_batch_that_is_bad_costs_no_version(tmp_path):
+    """No loss has shown yet that the state is good, but no update has made it another one either."""
+    bad, gradients = Bad([1], NAN, times=1), Bad([2], NAN, times=1)
+    rows = alone(tmp_path / "bad", bad=bad, gradients=gradients, policy="replay")
+    assert [row["data_step"] for row in rows if not row["allowed"]] == [1, 3]
+    assert end(rows) == end(alone(tmp_path / "clean"))
 
 
 @pytest.mark.parametrize(("back", "every"), [(1, 1), (2, 5), (0, 1)])
