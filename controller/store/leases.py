@@ -13,10 +13,11 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DBAPIError
 
 from controller.lease import Seen
+from controller.store.cut import cut
 from controller.store.database import application_of
 from controller.store.diagnose import diagnose
 from controller.store.trouble import StoreAway, Superseded, is_away
-from controller.store.writer import Claim, cut
+from controller.store.writer import Claim
 
 T = TypeVar("T")
 

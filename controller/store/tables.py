@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sqlalchemy import BigInteger, Column, Float, Index, Integer, MetaData, PrimaryKeyConstraint, Table, Text
 
-HEAD = "0004"
+HEAD = "0005"
 """The newest migration; a database at this revision needs no migration tool at start."""
 
 metadata = MetaData()
@@ -103,6 +103,7 @@ audit = Table(
     Index("audit_by_trace", "trace", "id"),
     Index("audit_by_node", "node", "id"),
     Index("audit_by_job", "job", "id"),
+    Index("audit_by_kind", "kind", "id"),
 )
 """Append-only: triggers refuse UPDATE, and DELETE of what is newer than meta's ``audit_pruned``."""
 

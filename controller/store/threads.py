@@ -90,8 +90,8 @@ class Store:
         self._commit_timeout_s = commit_timeout_s
         self._writer = Writer(engine)
         self._writes = Lane("store-write", self._writer.abort)
-        self._reads = Lane("store-read", lambda: None)
         self._reader = Reader(engine)
+        self._reads = Lane("store-read", self._reader.abort)
         self._number = 0
         self._kept: list[Batch] = []
         self._closed = False
@@ -146,12 +146,7 @@ class Store:
 
     async def look(self, query: Callable[[Connection], T]) -> T:
         """Runs a query that belongs to no ``Reader`` in the reading thread. Raises as ``read``."""
-
-        def ask(_reader: Reader) -> T:
-            with self._engine.connect() as connection:
-                return query(connection)
-
-        return await self.read(ask)
+        return await self.read(lambda reader: reader.page(query))
 
     async def read(self, query: Callable[[Reader], T]) -> T:
         """Runs a query in the reading thread. Raises Unavailable where the database fails."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from sqlalchemy import Connection, Engine, Table, and_, bindparam, delete, insert, select, update
@@ -18,6 +16,7 @@ from controller.store import credentials, findings, remedies, tables
 from controller.store.ahead import NONE, Marks
 from controller.store.audit_ids import LIVES, leave_room
 from controller.store.bulk import execute_many
+from controller.store.cut import cut
 from controller.store.database import writing
 from controller.store.diagnose import diagnose
 from controller.store.load import load
@@ -135,17 +134,6 @@ class Writer:
         if connection is not None:
             connection.invalidate()
             connection.close()
-
-
-def cut(connection: Connection) -> None:
-    """Ends a connection under the thread that waits on it. Any thread may call this."""
-    with contextlib.suppress(Exception):  # it may be closing, or closed, in its own thread at this moment
-        driver: Any = connection.connection.dbapi_connection
-        if connection.dialect.name == "sqlite":
-            driver.interrupt()
-            return
-        with socket.socket(fileno=os.dup(driver.pgconn.socket)) as wire:
-            wire.shutdown(socket.SHUT_RDWR)
 
 
 _META = tables.meta.c
