@@ -54,7 +54,6 @@ class Restores:
         for audit in fact.batch.audit:
             if audit.kind == "job.created":
                 self._committed.pop(audit.job, None)
-                self._spread.pop(audit.job, None)
 
     def _handled(self, fact: facts.Handled) -> None:
         for effect in fact.effects:
@@ -84,7 +83,8 @@ class Restores:
         self._taint(fact, after_corruption)
 
     def _taint(self, fact: facts.Restored, after_corruption: bool) -> None:
-        """What was restored by all alike cannot be told from right values afterwards; only that is forgiven."""
+        """What was restored by all alike cannot be told from right values afterwards, also where a job that is run once
+        more finds it on storage; only that is forgiven."""
         job = fact.spec.job
         seen = fact.state.liars - self._spread.get(job, frozenset())
         replicated = self.world is not None and self.world.jobs[job].replicated
