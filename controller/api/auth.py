@@ -11,12 +11,13 @@ from controller.api.limits import FailedAuthentications, RequestLimits
 from controller.api.peers import BY_CERTIFICATE, NOBODY, Peer
 from controller.api.routes import Access
 from controller.config import ControllerSettings
+from controller.core.membership import ENDED
 from controller.core.records import JobRecord
 from controller.credentials import Credentials
 from controller.secret_file import Keyring
 from everstep.clock import Clock
 from everstep.errors import AuthenticationError, PermissionDenied
-from everstep.tokens import JOB_PREFIX, STORED_PREFIX, Identity, TokenRole, job_of, job_token
+from everstep.tokens import JOB_PREFIX, STORED_PREFIX, Identity, TokenRole, hash_secret, job_of, job_token
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -25,7 +26,7 @@ MOST_REMEMBERED = 1 << 18
 beats and come with their token again. Some 0.4 KiB each."""
 LONGEST_TOKEN = 512
 _BEARER = b"bearer "
-_BY_JOB = "job"
+_BY_JOB = "job-"
 
 MAY = MappingProxyType(
     {
@@ -49,7 +50,7 @@ class Gate:
     Args:
         keyring: the fleet's secrets, for minted tokens.
         credentials: the stored ones.
-        job_secret: a job's secret, for its trainers' tokens; None where there is no such job.
+        job_secret: a job's secret, for its trainers' tokens; None where there is no such job, or it is over.
         now: wall seconds by which credentials expire.
     """
 
@@ -90,7 +91,7 @@ class Gate:
         return cls(
             keyring,
             credentials=credentials,
-            job_secret=lambda job: jobs[job].secret if job in jobs else None,
+            job_secret=lambda job: jobs[job].secret if job in jobs and jobs[job].state not in ENDED else None,
             limits=RequestLimits(
                 agents_per_s=settings.agent_requests_per_s,
                 reports_per_s=settings.agent_reports_per_s,
@@ -187,7 +188,7 @@ class Gate:
         right = job_token(job, secret or "no such job")
         if not hmac.compare_digest(token.encode(), right.encode()) or secret is None:
             raise AuthenticationError("the job's token does not verify: the job is over, or another began in its name")
-        return Identity(TokenRole.TRAINER, job, _BY_JOB)
+        return Identity(TokenRole.TRAINER, job, _by_job(secret))
 
     def check_holds(self, identity: Identity) -> None:
         """Raises AuthenticationError once what proved the identity has been revoked or has ended."""
@@ -200,12 +201,18 @@ class Gate:
 
     def holds(self, identity: Identity) -> bool:
         """Whether what proved the identity is good still."""
-        if identity.credential == _BY_JOB:
-            return True
+        if identity.role is TokenRole.TRAINER:
+            secret = self._job_secret(identity.subject)
+            return secret is not None and identity.credential == _by_job(secret)
         if identity.credential == BY_CERTIFICATE:
             return self._clock.wall() < identity.ends_at
         self._follow_keyring()
         return identity.credential in self._keyring.names or self._credentials.alive(identity.credential, self._now())
+
+
+def _by_job(secret: str) -> str:
+    """Names a job's secret: another run by the job's name has another."""
+    return _BY_JOB + hash_secret(secret)[:12]
 
 
 def _check(access: Access, identity: Identity, node: str, job: str) -> None:

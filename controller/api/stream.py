@@ -15,6 +15,7 @@ from controller.api.peers import HANG_UP_KEY
 from controller.api.readers import Place
 from controller.store.reader import Following
 from controller.store.records import AuditRow
+from everstep.errors import Unavailable
 from everstep.wire.v1.operator import Event, EventGap
 
 KEPT = 4096
@@ -24,6 +25,11 @@ FRAME_BYTES = 64 << 10
 """Either ends what is sent at a time: a reader that is stuck holds no more than that, and one row."""
 KEEPALIVE_S = 15.0
 """Seconds between comments on an idle stream, below the 30 s after which proxies give connections up."""
+
+RETRY_MS = 500
+"""After which a reader comes again whose stream has ended."""
+RETRY_AWAY_MS = 5000
+"""The same where it ended since what the reader lacks cannot be read."""
 
 SLOW_S = 10.0
 """Seconds that a reader may take for what fits a socket's buffers. A dashboard on a train may take as long once."""
@@ -176,8 +182,17 @@ def unknown(after: int, newest: int) -> EventGap:
 
 
 async def server_sent(feed: AuditFeed, after: int, read: Read) -> AsyncIterator[bytes]:
-    """Everything beyond ``after``, then whatever comes, until the feed closes; what is missing is said."""
-    yield b"retry: 500\n\n"
+    """Everything beyond ``after``, then whatever comes, until the feed closes; what is missing is said. Where the
+    database cannot be read, the reader is asked to come again later."""
+    yield b"retry: %d\n\n" % RETRY_MS
+    try:
+        async for frames in _following(feed, after, read):
+            yield frames
+    except Unavailable:
+        yield b"retry: %d\n: what comes next cannot be read now, come again\n\n" % RETRY_AWAY_MS
+
+
+async def _following(feed: AuditFeed, after: int, read: Read) -> AsyncIterator[bytes]:
     if after > feed.newest:
         known = await read(after)
         if after > known.newest:  # else it is durable, and about to be published

@@ -12,7 +12,7 @@ from controller.api.readers import MOST, MOST_OF_ONE, Place, Readers
 from controller.api.stream import FRAME_BYTES, FRAME_ROWS, AuditFeed, EventStream, server_sent
 from controller.store.reader import Following
 from controller.store.records import AuditRow
-from everstep.errors import RateLimited
+from everstep.errors import RateLimited, Unavailable
 from everstep.tokens import Identity, TokenRole
 
 VERA = Identity(TokenRole.VIEWER, "vera", "")
@@ -236,3 +236,27 @@ def test_a_place_is_left_and_nothing_is_held_however_a_stream_ends() -> None:
         asyncio.run(bounded(taken, _nothing_more))
     asyncio.run(bounded(stuck, gone))
     assert (len(readers), readers.held_bytes) == (0, 0)
+
+
+def test_a_stream_that_cannot_read_the_database_ends_in_order_and_is_asked_for_again_later() -> None:
+    feed = AuditFeed(100)
+
+    async def away(_after: int) -> Following:
+        raise Unavailable("the database\nis away")
+
+    async def sent(after: int) -> list[dict[str, Any]]:
+        said: list[dict[str, Any]] = []
+
+        async def send(message: Any) -> None:
+            said.append(message)
+
+        await EventStream(server_sent(feed, after, away), place(), lambda: None)(SCOPE, _nothing_more, send)
+        return said
+
+    for after in (5, 200):
+        first, *frames, last = asyncio.run(sent(after))
+        text = b"".join(frame["body"] for frame in frames).decode()
+        assert (first["status"], last["body"], last["more_body"]) == (200, b"", False)
+        retries = [int(line.partition(":")[2]) for line in text.splitlines() if line.startswith("retry:")]
+        assert retries[-1] > retries[0]
+        assert all(line.startswith((":", "retry:")) or not line for line in text.splitlines())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,7 +12,9 @@ from starlette.testclient import TestClient
 
 from controller.api.routes import PLAIN, ROUTES, Access, Route
 from everstep.tokens import TokenRole, job_token
+from everstep.vocabulary import JobState
 from everstep.wire.v1 import enrolment as wire
+from everstep.wire.v1 import operator as op
 from tests.support.controllers import OPERATOR, VIEWER, InProcess, Speaker, bearer, joined, post
 
 EVERY_ROUTE = {**ROUTES, **PLAIN}
@@ -99,3 +102,22 @@ def test_every_route_that_changes_something_for_an_operator_needs_a_reason() -> 
             for kind in getattr(route.body, "__args__", (route.body,)):
                 required = {field.name for field in msgspec.structs.fields(kind) if field.required}
                 assert "reason" in required, f"{name} can be ordered without saying why"
+
+
+def test_a_trainers_token_ends_with_its_job_and_so_does_what_it_reads_of_it(tmp_path: Path) -> None:
+    app = InProcess(f"sqlite:///{tmp_path / 'c.db'}")
+    with TestClient(app) as client:
+        Speaker(client, "n1").register()
+        Speaker(client, "n1").report(joined("j", 1.0))
+        assert app.controller is not None
+        gate, jobs = app.controller.gate, app.controller.loop.state.jobs
+        own = {"Authorization": f"Bearer {job_token('j', jobs['j'].secret)}"}
+        assert client.get("/v1/jobs/j", headers=own).status_code == 200
+        sent = [(b"authorization", own["Authorization"].encode())]
+        identity = gate.admit(Access.JOB, sent, None, job="j")
+        assert gate.holds(identity)
+        post(client, "/v1/jobs/j/stop", op.Because(reason="x"), op.Changed)
+        assert client.get("/v1/jobs/j", headers=own).status_code == 401
+        assert not gate.holds(identity)
+        jobs["j"].state, jobs["j"].secret = JobState.FORMING, "that of another run by this name"
+        assert not gate.holds(identity)
