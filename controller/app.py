@@ -274,9 +274,9 @@ class Controller:
         self._open_routes(app, gate)
         return app
 
-    def _flush_journal(self) -> None:
+    async def _flush_journal(self) -> None:
         if self.journal is not None:
-            self.journal.drain()
+            await self.journal.drained()
 
     def _open_routes(self, app: FastAPI, gate: Gate) -> None:
         async def health(_request: Request) -> Response:

@@ -11,6 +11,7 @@ A segment is a line ``MAGIC`` and a zlib stream of frames: a 4-byte big-endian l
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
@@ -31,7 +32,7 @@ from controller.core.records import JobRecord
 from controller.core.state import FleetState
 from controller.core.turn import Read, Turn
 from everstep import __version__
-from everstep.errors import ConfigurationError, MalformedMessage
+from everstep.errors import ConfigurationError, MalformedMessage, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ SEGMENT_BYTES = 64 << 20
 """Bytes written, compressed, after which the next segment begins."""
 SEGMENT_S = 86400.0
 """Seconds after which the next segment begins."""
+DRAIN_S = 5.0
+"""For how long somebody who wants to read what was decided just now waits for the disk."""
 MOST_WAITING_BYTES = 16 << 20
 """What may wait for the disk beside how a segment begins, which is the whole state; beyond it the segment ends there,
 and another begins."""
@@ -175,12 +178,17 @@ class Journal:
         self._waiting.clear()
         self._segment = None
 
-    def drain(self) -> None:
-        """Waits until the disk has everything."""
-        self.flush()
-        self._thread.submit(lambda: None).result()
-        if self._waiting:
-            self.drain()
+    async def drained(self) -> None:
+        """Waits until the disk has everything that was decided before. Raises Unavailable where it takes too long."""
+        try:
+            async with asyncio.timeout(DRAIN_S):
+                for _ in range(2):  # what the disk's thread is busy with, and then what waited for that
+                    self.flush()
+                    await asyncio.wrap_future(self._thread.submit(lambda: None))
+        except TimeoutError:
+            raise Unavailable(
+                f"the disk of the journal {self._directory} has not taken what is recorded for {DRAIN_S:g} s: try again"
+            ) from None
 
     def close(self) -> None:
         """Writes what waits."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -19,6 +19,13 @@ from everstep.wire.v1.history import Tried, TryPolicy
 MOST_TOLD = 1000
 
 
+Flush = Callable[[], Awaitable[None]]
+
+
+async def _nothing_waits() -> None:
+    """Who records nothing has nothing to bring to the disk."""
+
+
 class Trials:
     """One at a time, each in a process of its own: it is long work, and the loop has a fleet to look after.
 
@@ -27,7 +34,7 @@ class Trials:
         flush: brings what is being recorded to the disk.
     """
 
-    def __init__(self, journal: str, flush: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, journal: str, flush: Flush = _nothing_waits) -> None:
         self._journal = journal
         self._flush = flush
         self._trying = asyncio.Lock()
@@ -35,8 +42,8 @@ class Trials:
     async def outcome(self, policy: CorePolicy, wanted: TryPolicy, now: float) -> Tried:
         """What the change to ``policy`` would have done in the ``hours`` up to ``now``.
 
-        Raises ConfigurationError for a change that cannot be, Conflict where no journal is kept or another change is
-        being tried, NotFound where nothing is recorded.
+        Raises what ``flush`` raises, ConfigurationError for a change that cannot be, Conflict where no journal is kept
+        or another change is being tried, NotFound where nothing is recorded.
         """
         policy_change.apply(policy, wanted.change)
         if not self._journal:
@@ -44,7 +51,7 @@ class Trials:
         if self._trying.locked():
             raise Conflict("another change is being tried: wait for its outcome")
         async with self._trying:
-            self._flush()
+            await self._flush()
             return _told(await self._apart(policy, wanted, now - wanted.hours * 3600.0))
 
     async def _apart(self, policy: CorePolicy, wanted: TryPolicy, since: float) -> WhatIf:

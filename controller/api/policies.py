@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from fastapi import Request
 
 from controller import policy_change, views
 from controller.api import endpoints, tags
-from controller.trial import Trials
+from controller.trial import Flush, Trials
 from everstep.tokens import Identity
 from everstep.wire.v1 import history as past
 
@@ -21,7 +19,7 @@ class PolicyRoutes:
         flush: brings what was recorded to the disk.
     """
 
-    def __init__(self, desk: views.Desk, journal: str, flush: Callable[[], None]) -> None:
+    def __init__(self, desk: views.Desk, journal: str, flush: Flush) -> None:
         self._desk = desk
         self._trials = Trials(journal, flush)
 

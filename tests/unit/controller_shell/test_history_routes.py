@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
+from controller import journal
 from everstep.vocabulary import Decision, NodeState
 from everstep.wire.v1 import history as past
 from everstep.wire.v1 import operator as op
@@ -258,6 +260,26 @@ def test_a_change_of_policy_is_checked_before_anybody_relies_on_it(client: TestC
         bad = post(client, "/v1/policy/check", past.PolicyChange(knobs=knobs), past.PolicyChecked)
         assert not bad.ok
         assert complaint in bad.complaint
+
+
+def test_a_journal_whose_disk_hangs_holds_up_neither_the_loop_nor_whoever_tries_a_change(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "DRAIN_S", 0.1, raising=False)
+    fleet(client, "n1")
+    disk, write = threading.Event(), journal._Segment.write
+
+    def hangs(segment: journal._Segment, data: bytes) -> None:
+        disk.wait(10)
+        write(segment, data)
+
+    monkeypatch.setattr(journal._Segment, "write", hangs)
+    fleet(client, "n2")
+    body = past.TryPolicy(change=past.PolicyChange(knobs={"eviction_count": 1}))
+    with pytest.raises(Refused, match=r"503 .*journal"):
+        post(client, "/v1/policy/try", body, past.Tried)
+    fleet(client, "n3")
+    disk.set()
 
 
 def test_a_change_of_policy_is_tried_on_what_was_recorded(client: TestClient) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import stat
 import subprocess
 import sys
@@ -120,7 +121,7 @@ def test_a_new_segment_begins_with_the_whole_state_and_without_its_secrets(tmp_p
     _incident(fleet)
     for step in range(6, 40):
         fleet.seal(step)
-        fleet.journal.drain()
+        asyncio.run(fleet.journal.drained())
         fleet.advance(3.0, "n1", "n3", "n4", "n5")
     fleet.journal.close()
     found = segments(tmp_path / "journal")
@@ -144,7 +145,7 @@ def test_old_segments_go_first_and_the_one_being_written_never(tmp_path: Path) -
     fleet.start(4)
     for step in range(5, 80):
         fleet.seal(step)
-        fleet.journal.drain()
+        asyncio.run(fleet.journal.drained())
         fleet.advance(3.0, "n1", "n2", "n3", "n4")
     fleet.journal.close()
     found = segments(tmp_path / "journal")
@@ -158,11 +159,11 @@ def test_a_disk_that_takes_nothing_costs_the_journal_a_gap_and_decisions_nothing
     folder = tmp_path / "journal"
     fleet = JournaledFleet(folder, segment_bytes=1)
     fleet.start(4)
-    fleet.journal.drain()
+    asyncio.run(fleet.journal.drained())
     folder.rename(tmp_path / "before")
     for step in range(5, 15):
         fleet.seal(step)
-        fleet.journal.drain()
+        asyncio.run(fleet.journal.drained())
     assert caplog.text.count("has a gap from here") == 1
     fleet.raise_finding("n2", xid())
     assert fleet.state.nodes["n2"].state is NodeState.QUARANTINED
@@ -180,7 +181,7 @@ def test_a_large_state_that_waits_for_a_busy_disk_is_no_reason_for_a_gap(
     monkeypatch.setattr(journal, "MOST_WAITING_BYTES", 4096)
     fleet = JournaledFleet(tmp_path / "journal", segment_bytes=1)
     fleet.start(4)
-    fleet.journal.drain()
+    asyncio.run(fleet.journal.drained())
     busy, free = threading.Event(), threading.Event()
     fleet.journal._writing = fleet.journal._thread.submit(lambda: (busy.set(), free.wait(30)))  # type: ignore[assignment]
     try:

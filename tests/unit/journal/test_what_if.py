@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import msgspec
@@ -54,7 +55,7 @@ def test_a_world_that_went_another_way_goes_on_in_the_next_segment(tmp_path: Pat
     """Under a budget of one n3 is not evicted for what happened in the first segment, nor in those that follow."""
     fleet = JournaledFleet(tmp_path, segment_bytes=1)
     _evicts_n2(fleet)
-    fleet.journal.drain()
+    asyncio.run(fleet.journal.drained())
     fleet.raise_finding("n3", xid(48))
     fleet.advance(8.0, "n1", "n4", "n5", "n6")
     told = _tried(fleet, tmp_path, eviction_count=1)
