@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from trainer_hooks.loading.loader import batches_of
 from trainer_hooks.place import Place
 from trainer_hooks.replicate import replicate
 from trainer_hooks.rng import EVERYBODY
+from trainer_hooks.unrestored import Unrestored
 from trainer_hooks.waits import Waits
 
 
@@ -28,6 +29,8 @@ class Replication:
         self._parallel = parallel
         self._waited = waited
         self._exact: ExactMode | None = None
+        self._unrestored = Unrestored()
+        self._equal_already = place.restores
 
     def step_finished(self) -> None:
         """See Run."""
@@ -44,7 +47,9 @@ class Replication:
             return model
         if not self._parallel.add_gradients_over_replicas(options):
             return model
-        return replicate(model, exact=exact, equal_already=self._place.restores, waited=self._waited, **options)
+        replicas = replicate(model, exact=exact, equal_already=self._equal_already, waited=self._waited, **options)
+        self._unrestored.add(model, replicas.process_group, ignored=replicas.parameters_to_ignore)
+        return replicas
 
     def _replicate_virtually(self, model: nn.Module, count: int, exact: bool, options: dict[str, Any]) -> nn.Module:
         if options or not exact:
@@ -60,8 +65,16 @@ class Replication:
             self._exact = ExactMode(VirtualMean(count, place.rank, place.world_size, Waits(self._waited)))
         elif (known := self._exact.mean.virtual_ranks) != count:
             raise ValueError(f"another model of this run has {known} virtual ranks, not {count}")
-        self._exact.add(model, equal_already=self._place.restores)
+        self._exact.add(model, equal_already=self._equal_already)
+        if self._place.mesh is not None:
+            self._unrestored.add(model)
         return model
+
+    def restored(self, objects: Mapping[str, object], exclude: Iterable[str]) -> None:
+        """Tracked state is that of the version, if there was one: makes replicas equal in what is not part of it."""
+        if self._equal_already:
+            self._unrestored.send(objects, exclude)
+        self._equal_already = False
 
     def require_elementwise(self, tracked: Iterable[object]) -> None:
         """Raises ValueError where exact mode cannot have an optimizer that is tracked."""

@@ -318,6 +318,7 @@ class Run:
                 raise ValueError("the run's guard is tracked under the name guard: give what you track another one")
             kept["guard"] = self._guard
         self._finished = self._keeper.track(kept, choices)
+        self._replication.restored(kept, exclude)
         if self._guard is not None:
             self._guard.watch({key: tracked for key, tracked in kept.items() if tracked is not self._guard}, exclude)
         self._updates.watch(objects)

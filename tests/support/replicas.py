@@ -29,6 +29,13 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]] = {
 """Shape and names of a mesh, and which of its dimensions tell replicas apart."""
 
 
+def on_four_ranks(forks: Any, function: Any) -> list[dict[str, Any]]:
+    """What ``function(rank, port)`` returns in a process for each of four ranks."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [forks.start(function, rank, store.port) for rank in range(WORLD)]
+    return [rank.result() for rank in ranks]
+
+
 @contextmanager
 def grouped(rank: int, port: int) -> Iterator[None]:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support import replicas
 from tests.support.layouts import Net, layouts_of, playing
-from tests.support.replicas import BATCH, LAYOUTS, SAMPLES, WORLD
+from tests.support.replicas import BATCH, LAYOUTS, SAMPLES, WORLD, on_four_ranks
 from trainer_hooks.data import ElasticSampler, share_of
 from trainer_hooks.data_parallel import DataParallel
 from trainer_hooks.keeper import IdleKeeper
@@ -33,12 +33,6 @@ REPLICAS = {
     "tp": [0, 0, 0, 0],
     "dp": [0, 1, 2, 3],
 }
-
-
-def on_four_ranks(forks: Any, function: Any) -> list[dict[str, Any]]:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [forks.start(function, rank, store.port) for rank in range(WORLD)]
-    return [rank.result() for rank in ranks]
 
 
 @pytest.fixture(scope="module")

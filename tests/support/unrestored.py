@@ -1,0 +1,64 @@
+"""Replicas that every rank makes of its own seed, in a generation that restores what is tracked of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.support.replicas import WORLD, grouped
+from trainer_hooks.keeper import IdleKeeper
+from trainer_hooks.place import Place
+from trainer_hooks.run import Run
+from trainer_hooks.snapshot.choices import Choices
+from trainer_hooks.state import TrackedState
+
+KINDS = ("replicas", "over two ranks", "virtual ranks")
+
+
+class Net(nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(rank)
+        self.teacher = nn.Linear(300, 40).requires_grad_(False)
+        self.head = nn.Linear(40, 1)
+        self.register_buffer("mask", torch.randn(3, 2).t(), persistent=False)
+        self.register_buffer("odd", torch.eye(3).to_sparse())
+
+
+class Restoring(IdleKeeper):
+    """Every tracked tensor is 7 in the version; where ranks differ after it, each keeps its own."""
+
+    def track(self, objects: Mapping[str, object], choices: Choices) -> int:
+        for tracked in TrackedState(objects, choices.exclude).tensors():
+            tracked.local.fill_(7.0)
+        return 5
+
+
+def what_a_rank_has(rank: int, port: int) -> dict[str, dict[str, list[float]]]:
+    """In a process of its own, one of four: by kind of replica what it has of each tensor after ``run.track``."""
+    found = {}
+    with grouped(rank, port):
+        for kind in KINDS:
+            mesh = lambda: init_device_mesh("cpu", (WORLD,))  # noqa: E731 - as short as it gets
+            run = Run(Place(rank=rank, world_size=WORLD, mesh=mesh, restores=True), Restoring())
+            net, apart = Net(rank), nn.Linear(2, 2)
+            net.register_buffer("seven", torch.zeros(1))
+            if kind == "over two ranks":
+                whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+                run.data_parallel(whole["dp"])
+            more = {"virtual_ranks": WORLD} if kind == "virtual ranks" else {"broadcast_buffers": False}
+            for model in (net, apart):
+                run.replicate(model, **more)
+            run.track(model=net, exclude=["model.teacher.*", "model.odd"])
+            late = run.replicate(nn.Linear(2, 2), **more)
+            found[kind] = {
+                "teacher": net.teacher.weight.tolist()[3],
+                "mask": net.mask.flatten().tolist(),
+                "untracked": apart.weight.flatten().tolist(),
+                "late": next(late.parameters()).flatten().tolist(),
+                "restored": [*net.head.weight.flatten().tolist(), *net.seven.tolist()],
+            }
+    return found
