@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -96,4 +99,19 @@ class Stuck(Numbers):
 
     def __getitem__(self, index: int) -> Sample:
         threading.Event().wait()
+        return sample(index)
+
+
+class Deadly(Numbers):
+    """Its worker dies of one sample, as often as ``lives`` (a folder) has files."""
+
+    def __init__(self, index: int, lives: Path) -> None:
+        self._index = index
+        self._lives = lives
+
+    def __getitem__(self, index: int) -> Sample:
+        life = next(self._lives.iterdir(), None) if index == self._index else None
+        if life is not None:
+            life.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
         return sample(index)

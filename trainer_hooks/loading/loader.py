@@ -6,20 +6,25 @@ had fetched ahead in the one before.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from multiprocessing.util import get_temp_dir
-from time import sleep
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from trainer_hooks.data import ElasticSampler, Sampler
-from trainer_hooks.interrupt import SLICE_S
 from trainer_hooks.loading.portions import Mapped, Portions, the_same
 from trainer_hooks.loading.stream import Streamed, StreamSampler
+from trainer_hooks.loading.workers import WorkerLost, disown, end_workers, next_batch
+
+logger = logging.getLogger(__name__)
+
+LOST_MOST = 3
+"""Workers that may be lost, one after the other, before a batch comes: one is what the kernel took when memory was
+short, more at the same batch are the data set's."""
 
 _OURS = {
     "batch_size": "global_batch is the samples of a step over all ranks",
@@ -27,6 +32,7 @@ _OURS = {
     "sampler": "samples are a function of the step",
     "batch_sampler": "samples are a function of the step",
     "generator": "random streams are seeded for each sample",
+    "in_order": "a step has its own batch, which may not be the first that is ready",
     "persistent_workers": "workers live as long as their generation",
 }
 
@@ -95,17 +101,33 @@ class Loader:
 
     def batches(self, step: int) -> Iterator[Any]:
         """One batch for each part of ``step`` that this rank computes, in their order."""
-        parts = self._parts()
+        shares = [self._sampler.of(rank, world) for rank, world in self._parts()]
         if self._iterator is None or (step, 0) != self._next:
             self.close()
-            self._iterator = self._begin(step, [self._sampler.of(rank, world) for rank, world in parts])
-        iterator = self._iterator
-        for number in range(1, len(parts) + 1):
+            self._iterator = self._begin(step, shares)
+        for number in range(len(shares)):
             self._next = None  # unless a batch comes
-            _await(iterator)
-            batch = next(iterator)
-            self._next = (step, number) if number < len(parts) else (step + 1, 0)
+            batch = self._take(step, shares, number)
+            self._next = (step, number + 1) if number + 1 < len(shares) else (step + 1, 0)
             yield batch
+
+    def _take(self, step: int, shares: Sequence[ElasticSampler | StreamSampler], number: int) -> Any:
+        """The batch of a step's part; begins there anew where a worker was lost."""
+        lost = 0
+        while True:
+            if self._iterator is None:
+                self._iterator = self._begin(step, shares, number)
+            try:
+                return next_batch(self._iterator, self._options.get("timeout", 0.0))
+            except WorkerLost as error:
+                self.close()
+                lost += 1
+                if lost > LOST_MOST:
+                    raise WorkerLost(
+                        f"{error}, the {lost}th in a row while step {step} was loaded: the data set crashes there, or "
+                        "the node is out of memory or of shared memory (/dev/shm)"
+                    ) from error
+                logger.warning("a loader begins anew at step %d: %s", step, error)
 
     def close(self) -> None:
         """Ends the workers; does not wait for them."""
@@ -113,8 +135,14 @@ class Loader:
         if iterator is not None:
             end_workers(iterator)
 
-    def _begin(self, step: int, shares: Sequence[ElasticSampler | StreamSampler]) -> Iterator[Any]:
-        portions, options = Portions(shares, step), dict(self._options)
+    def _begin(self, step: int, shares: Sequence[ElasticSampler | StreamSampler], number: int = 0) -> Iterator[Any]:
+        """From the step's part ``number`` on."""
+        iterator = self._iterator_of(Portions(shares, step, number))
+        disown(iterator)
+        return iterator
+
+    def _iterator_of(self, portions: Portions) -> Iterator[Any]:
+        options = dict(self._options)
         if options.get("num_workers"):
             get_temp_dir()  # this process's, for their sockets: else each makes one, which stays when it is killed
         collate = options.pop("collate_fn", None) or default_collate
@@ -131,36 +159,3 @@ def batches_of(sampler: Sampler, step: int) -> Iterator[Any]:
     """The batches of a step where the sampler loads them, one for each part of it that this rank computes; else None as
     often as is asked."""
     return sampler.batches(step) if isinstance(sampler, Loader) else repeat(None)
-
-
-def _await(iterator: Any) -> None:
-    """Until a worker has something to say, or is gone; whatever it is, ``next`` sorts it out.
-
-    torch itself waits five seconds at a time, in C. Its iterator's fields are private, and read in torch 2.13: where
-    they are others there is nothing to wait for here.
-    """
-    queue, tasks = getattr(iterator, "_data_queue", None), getattr(iterator, "_task_info", None)
-    if queue is None or tasks is None or len(tasks.get(getattr(iterator, "_rcvd_idx", -1), ())) == 2:
-        return
-    reader = getattr(queue, "_reader", None)  # absent where a thread pins memory between the workers and us
-    while not (reader.poll(SLICE_S) if reader is not None else not queue.empty()):
-        if reader is None:
-            sleep(SLICE_S / 20)
-        if not all(worker.is_alive() for worker in iterator._workers):
-            return
-
-
-def end_workers(iterator: Any) -> None:
-    """Workers that fetch something slow, or whose queues were collected before them, would be waited for, five seconds
-    each: they are killed instead."""
-    workers: Iterable[Any] = getattr(iterator, "_workers", ())
-    if not workers:
-        return
-    pids = getattr(torch.utils.data._utils.signal_handling, "_remove_worker_pids", None)
-    if pids is not None and getattr(iterator, "_worker_pids_set", False):
-        pids(id(iterator))  # else torch takes their end for a failure
-        iterator._worker_pids_set = False
-    if not hasattr(iterator, "_pin_memory_thread"):  # that one would wait for the rest of half a message
-        for worker in workers:
-            worker.kill()
-    threading.Thread(target=iterator._shutdown_workers, name="everstep-loader-end", daemon=True).start()

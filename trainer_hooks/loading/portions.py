@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, islice
 from typing import Any, Protocol
 
 import msgspec
@@ -36,13 +36,17 @@ class Shares(Protocol):
 
 
 class Portions:
-    """The portions of the parts that this rank computes, from a step on and without end."""
+    """The portions of the parts that this rank computes, from a step's part ``first_part`` (from 0) on, without end."""
 
-    def __init__(self, shares: Sequence[Shares], first_step: int) -> None:
+    def __init__(self, shares: Sequence[Shares], first_step: int, first_part: int = 0) -> None:
         self._shares = shares
         self._first_step = first_step
+        self._first_part = first_part
 
     def __iter__(self) -> Iterator[Portion]:
+        return islice(self._all(), self._first_part, None)
+
+    def _all(self) -> Iterator[Portion]:
         for step in count(self._first_step):
             for share in self._shares:
                 yield Portion(step, share.share()[0], tuple(share.indices(step).tolist()))

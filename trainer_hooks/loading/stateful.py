@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from trainer_hooks.loading.loader import end_workers
+from trainer_hooks.loading.workers import end_workers
 from trainer_hooks.one_rank import OfOneRank
 
 _MEND = (

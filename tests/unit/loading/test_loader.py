@@ -14,7 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, random_split
 
-from tests.support.loaded_data import SIZE, Counted, Jumping, Numbers, SplitByWorker, Stuck, Together, as_tuple, masked
+from tests.support.loaded_data import (
+    SIZE,
+    Counted,
+    Deadly,
+    Jumping,
+    Numbers,
+    SplitByWorker,
+    Stuck,
+    Together,
+    as_tuple,
+    masked,
+)
 from tests.support.vaults import until
 from trainer_hooks.data import ElasticSampler
 from trainer_hooks.keeper import IdleKeeper
@@ -180,7 +191,7 @@ def test_positions_of_a_stream_do_not_depend_on_the_world_sizes(batch, worlds):
         assert sum(part.weight(step) for part in parts) / world == pytest.approx(1.0, rel=1e-12)
 
 
-@pytest.mark.parametrize("option", ["batch_size", "shuffle", "sampler", "generator", "persistent_workers"])
+@pytest.mark.parametrize("option", ["batch_size", "shuffle", "sampler", "generator", "in_order", "persistent_workers"])
 def test_options_that_are_not_the_users_are_refused_by_name(option):
     with pytest.raises(TypeError, match=f"run.loader has no {option}: "):
         run_of().loader(Numbers(), global_batch=BATCH, **{option: 1})
@@ -235,3 +246,53 @@ def test_workers_end_with_their_generation_whatever_they_wait_for():
     assert len(ours) == 2
     run.close()
     until(lambda: not any(worker.is_alive() for worker in ours), "the end of both")
+
+
+def _workers_since(before: set[Any]) -> list[Any]:
+    return [child for child in multiprocessing.active_children() if child not in before]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_that_is_killed_between_two_steps_costs_no_sample_and_no_error(make, victim):
+    before, run = set(multiprocessing.active_children()), run_of()
+    loader = run.loader(make(), global_batch=BATCH, seed=SEED, collate_fn=as_tuple, num_workers=2)
+    first = [loader.batch(step) for step in (1, 2)]
+    worker = _workers_since(before)[victim]
+    worker.kill()
+    until(lambda: not worker.is_alive(), "its end")
+    rest = [loader.batch(step) for step in range(3, STEPS + 1)]
+    run.close()
+    assert first + rest == loaded(make())
+
+
+def test_nor_does_one_that_dies_while_it_is_waited_for_in_the_midst_of_a_step(tmp_path, caplog):
+    (tmp_path / "1").touch()
+    run = run_of()
+    indices = ElasticSampler(SIZE, global_batch=BATCH, seed=SEED).indices(2)
+    dataset = Deadly(int(indices[-1]), tmp_path)
+    loader = run.loader(dataset, global_batch=BATCH, seed=SEED, collate_fn=as_tuple, num_workers=2)
+    run.replicate(torch.nn.Linear(1, 1), virtual_ranks=3)
+    steps = [sum((part.batch for part in run.parts(loader, step)), ()) for step in range(1, 5)]
+    run.close()
+    assert steps == loaded(Numbers(), last=4)
+    assert "was killed by SIGKILL" in caplog.text
+
+
+def test_a_sample_that_kills_every_worker_is_an_error_that_names_worker_and_signal(tmp_path):
+    for life in range(9):
+        (tmp_path / str(life)).touch()
+    dataset = Deadly(int(ElasticSampler(SIZE, global_batch=BATCH, seed=SEED).indices(3)[0]), tmp_path)
+    loader = run_of().loader(dataset, global_batch=BATCH, seed=SEED, num_workers=1)
+    loader.batch(1)
+    with pytest.raises(RuntimeError, match=r"worker 0 \(pid \d+\) was killed by SIGKILL, the 4th in a row while step "):
+        _ = [loader.batch(step) for step in (2, 3)]
+
+
+def test_a_timeout_ends_the_wait_for_a_worker():
+    before, run = set(multiprocessing.active_children()), run_of()
+    loader = run.loader(Stuck(), global_batch=BATCH, num_workers=1, timeout=0.2)
+    with pytest.raises(RuntimeError, match=r"no batch came from the workers within timeout=0.2 seconds"):
+        loader.batch(1)
+    workers = _workers_since(before)
+    run.close()
+    until(lambda: not any(worker.is_alive() for worker in workers), "their end")
