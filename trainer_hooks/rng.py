@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+from typing import Any
 
 import torch
 
@@ -42,6 +43,26 @@ def seed_sample(seed: int, step: int, place: int) -> None:
 def seed_batch(seed: int, step: int, first: int) -> None:
     """For what is made of the samples from ``first`` on, once they are there: no sample's stream."""
     _seed_host(_host_seed("batch", seed, step, first))
+
+
+def seed_epoch(seed: int, epoch: int) -> None:
+    """For an epoch of data that are read one after another, from its beginning: no sample's stream."""
+    _seed_host(_host_seed("epoch", seed, epoch, 0))
+
+
+def host_streams() -> tuple[Any, ...]:
+    """Where torch's CPU generator, ``random`` and, where it is loaded, numpy's global one stand."""
+    numpy = sys.modules.get("numpy")
+    return torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def set_host_streams(streams: tuple[Any, ...]) -> None:
+    """Back to what ``host_streams`` gave."""
+    of_torch, of_python, of_numpy = streams
+    torch.set_rng_state(of_torch)
+    random.setstate(of_python)
+    if of_numpy is not None:
+        sys.modules["numpy"].random.set_state(of_numpy)
 
 
 def _host_seed(of: str, seed: int, step: int, place: int) -> int:

@@ -157,6 +157,7 @@ class Run:
         a collate function draws on (seed, step, the place of its first sample): on the number of replicas, then,
         unless there are virtual ranks. So a data set with ``__getitems__`` is asked for one sample at a time.
         ``fetch_together`` asks it for all that this rank needs at once, and what it draws is as for a collate function.
+        Iterable data without ``seek`` draw from one stream an epoch, (seed, epoch), so all readers shuffle them alike.
 
         Raises TypeError for options that are not the user's to choose here, and for fetch_together with data that have
         no ``__getitems__``; ValueError where a batch cannot be taken from the data or split over the ranks.

@@ -63,6 +63,31 @@ class Counted(IterableDataset[Sample]):
             yield sample(index)
 
 
+class Shuffling(IterableDataset[Sample]):
+    """In an order that each epoch draws from a global generator, through a buffer that draws as it goes."""
+
+    def __init__(self, generator: str = "random", *, lazy: bool = True) -> None:
+        self._generator = generator
+        self._lazy = lazy
+
+    def __iter__(self) -> Iterator[Sample]:
+        return self._shuffled() if self._lazy else iter(list(self._shuffled()))
+
+    def _shuffled(self) -> Iterator[Sample]:
+        waiting: list[int] = []
+        for index in range(SIZE):
+            waiting.append(index)
+            if len(waiting) > SIZE // 3:
+                yield sample(waiting.pop(self._draw(len(waiting))))
+        while waiting:
+            yield sample(waiting.pop(self._draw(len(waiting))))
+
+    def _draw(self, below: int) -> int:
+        if self._generator == "torch":
+            return int(torch.randint(below, ()))
+        return int(np.random.randint(below)) if self._generator == "numpy" else random.randrange(below)
+
+
 class Jumping(Counted):
     """Can seek."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count, islice
@@ -12,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from trainer_hooks.rng import seed_batch, seed_sample
+from trainer_hooks.rng import host_streams, seed_batch, seed_sample, set_host_streams
 
 
 class Portion(msgspec.Struct, frozen=True):
@@ -55,17 +53,9 @@ class Portions:
 Collate = Callable[[list[Any]], Any]
 
 
-def batch_of(
-    portion: Portion,
-    seed: int,
-    fetch: Callable[[int], Any],
-    collate: Collate,
-    approach: Callable[[int], None] | None = None,
-) -> Any:
+def batch_of(portion: Portion, seed: int, fetch: Callable[[int], Any], collate: Collate) -> Any:
     """What ``collate`` makes of ``fetch(index)`` of each sample, with streams seeded from (seed, step, place in the
     global batch) for each, and from (seed, step, place of the first) for ``collate``.
-
-    ``approach(index)`` comes before the seeding: what it draws counts for nothing.
 
     So what is drawn for a sample depends neither on the worker that fetches it nor on the number of ranks, and what is
     drawn for a batch on that number only. In a main process that fetches itself, the streams afterwards are what they
@@ -74,25 +64,25 @@ def batch_of(
     with _streams_kept():
         fetched = []
         for place, index in enumerate(portion.indices, portion.first):
-            if approach is not None:
-                approach(index)
             seed_sample(seed, portion.step, place)
             fetched.append(fetch(index))
         seed_batch(seed, portion.step, portion.first)
         return collate(fetched)
 
 
+def batch_together(portion: Portion, seed: int, fetch: Callable[[list[int]], list[Any]], collate: Collate) -> Any:
+    """The same where all samples are fetched in one call, with streams seeded from the place of the first."""
+    first = msgspec.structs.replace(portion, indices=portion.indices[:1])
+    return batch_of(first, seed, lambda _: fetch(list(portion.indices)), lambda fetched: collate(fetched[0]))
+
+
 @contextmanager
 def _streams_kept() -> Iterator[None]:
-    numpy = sys.modules.get("numpy")
-    before = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy is not None else None
+    before = host_streams()
     try:
         yield
     finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        if numpy is not None:
-            numpy.random.set_state(before[2])
+        set_host_streams(before)
 
 
 class Mapped:
@@ -114,16 +104,12 @@ class Mapped:
     def __getitems__(self, portion: Portion) -> Any:
         if not self._together:
             return batch_of(portion, self._seed, self._one, self._collate)
-        whole = msgspec.structs.replace(portion, indices=portion.indices[:1])
-        return batch_of(whole, self._seed, lambda _: self._dataset.__getitems__(list(portion.indices)), self._unpacked)
+        return batch_together(portion, self._seed, self._dataset.__getitems__, self._collate)
 
     def _one(self, index: int) -> Any:
         """As torch asks, which prefers ``__getitems__``: a data set may have that one only."""
         several = getattr(self._dataset, "__getitems__", None)
         return self._dataset[index] if several is None else several([index])[0]
-
-    def _unpacked(self, fetched: list[list[Any]]) -> Any:
-        return self._collate(fetched[0])
 
 
 def the_same(value: Any) -> Any:

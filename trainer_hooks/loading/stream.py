@@ -3,6 +3,10 @@
 A sample's number is its place in an endless sequence: the data set, over and over. Each step takes the next
 ``global_batch`` of it. Who can jump (``Seekable``) reads its own samples only. Who cannot reads everything up to them:
 on ``n`` ranks with ``w`` workers ``n * w`` times as much as is used, and after a restore all that came before again.
+
+All of these must read the same. So data that cannot jump have random streams of their own while they are read, seeded
+from (seed, epoch) where each begins: whoever shuffles there does so alike. Who can jump draws for each sample from
+(seed, step, place in the global batch), and must not shuffle by what it draws.
 """
 
 from __future__ import annotations
@@ -17,7 +21,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker
 
 from trainer_hooks.data import share_of
-from trainer_hooks.loading.portions import Collate, Portions, batch_of
+from trainer_hooks.loading.portions import Collate, Portion, Portions, batch_of, batch_together
+from trainer_hooks.rng import host_streams, seed_epoch, set_host_streams
 
 
 @runtime_checkable
@@ -65,25 +70,31 @@ class Reader:
     Raises ValueError where the data end for good.
     """
 
-    def __init__(self, dataset: Iterable[Any]) -> None:
+    def __init__(self, dataset: Iterable[Any], seed: int = 0) -> None:
         self._dataset = dataset
-        self._seekable = isinstance(dataset, Seekable)
+        self._seed = seed
+        self.seekable = isinstance(dataset, Seekable)
+        self._streams: tuple[Any, ...] | None = None
         self._iterator: Iterator[Any] | None = None
         self._next = 0
         self._epoch = 0
 
-    def approach(self, position: int) -> None:
-        """Goes to a position that is not behind, by a jump or by reading what lies between."""
-        if self._seekable and position != self._next:
+    def read(self, position: int) -> Any:
+        """The sample at ``position``, which is not behind: by a jump, or by reading what lies between."""
+        if self.seekable and position != self._next:
             self._iterator = None
             self._next = position
         while self._next < position:
             self._step()
-
-    def read(self, position: int) -> Any:
-        """The sample at ``position``."""
-        self.approach(position)
         return self._step()
+
+    def read_apart(self, positions: Iterable[int]) -> list[Any]:
+        """These samples, with the epoch's random streams. Leaves others behind than there were."""
+        if self._streams is not None:
+            set_host_streams(self._streams)
+        samples = [self.read(position) for position in positions]
+        self._streams = host_streams()
+        return samples
 
     def _step(self) -> Any:
         """The sample at ``_next``."""
@@ -101,10 +112,12 @@ class Reader:
         raise ValueError(f"the data end before sample {self._next}: an epoch of them has no samples")
 
     def _begin(self) -> Iterator[Any]:
-        if self._seekable:
+        if self.seekable:
             self._dataset.seek(self._next)  # type: ignore[attr-defined]  # Seekable
         elif hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(self._epoch)
+        if not self.seekable:
+            seed_epoch(self._seed, self._epoch)
         return iter(self._dataset)
 
 
@@ -126,10 +139,15 @@ class Streamed(IterableDataset[Any]):
         info = get_worker_info()
         mine, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         worker._worker_info = None
-        reader = Reader(self._dataset)
+        reader, collate = Reader(self._dataset, self._seed), partial(self._collated, info)
         for number, portion in enumerate(self._portions):
             if number % workers == mine:
-                yield batch_of(portion, self._seed, reader.read, partial(self._collated, info), reader.approach)
+                yield self._batch(reader, portion, collate)
+
+    def _batch(self, reader: Reader, portion: Portion, collate: Collate) -> Any:
+        if reader.seekable:
+            return batch_of(portion, self._seed, reader.read, collate)
+        return batch_together(portion, self._seed, reader.read_apart, collate)
 
     def _collated(self, info: Any, samples: list[Any]) -> Any:
         """With the worker to be seen: torch's own collate function then makes tensors in shared memory."""

@@ -20,6 +20,7 @@ from tests.support.loaded_data import (
     Deadly,
     Jumping,
     Numbers,
+    Shuffling,
     SplitByWorker,
     Stuck,
     Together,
@@ -174,6 +175,23 @@ def test_a_stream_that_jumps_reads_what_it_uses_and_one_that_cannot_everything_b
     assert jumping.read == 3 * 4
     assert plain.read == 12 * BATCH
     assert plain.epochs == [0, 1, 2]
+
+
+@pytest.mark.parametrize("lazy", [True, False], ids=["as it is read", "at once"])
+@pytest.mark.parametrize("generator", ["random", "torch", "numpy"])
+def test_a_stream_that_shuffles_itself_has_one_order_for_all_readers(generator, lazy):
+    def data() -> Shuffling:
+        return Shuffling(generator, lazy=lazy)
+
+    whole = loaded(data())
+    order = [index for batch in whole for index, _ in batch]
+    epochs = [order[start : start + SIZE] for start in range(0, len(order) - SIZE + 1, SIZE)]
+    assert all(sorted(epoch) == list(range(SIZE)) for epoch in epochs), "each epoch has each sample once"
+    assert len({tuple(epoch) for epoch in epochs}) == len(epochs) > 1, "in another order"
+    ranks = [loaded(data(), rank=rank, world=3) for rank in range(3)]
+    assert [sum(parts, ()) for parts in zip(*ranks, strict=True)] == whole
+    assert loaded(data(), num_workers=2) == whole
+    assert loaded(data(), first=13) == whole[12:]
 
 
 def test_a_stream_without_samples_is_an_error():
