@@ -32,13 +32,13 @@ from trainer_hooks.python_state import (
     put_options,
     state_of,
 )
-from trainer_hooks.snapshot.blob import Blob
+from trainer_hooks.snapshot.blob import MAX_BLOB_BYTES, Blob
 from trainer_hooks.snapshot.changes import refuse_other_model
 from trainer_hooks.snapshot.exclude import Exclusions
 from trainer_hooks.snapshot.identity import Identity
 from trainer_hooks.snapshot.layout import Layout, Sharing, Tensor
 from trainer_hooks.snapshot.live import Still, TrackedTensor, local_parts, require_dense, still
-from trainer_hooks.snapshot.refusals import lacks, refuse_fsdp1
+from trainer_hooks.snapshot.refusals import lacks, refuse_fsdp1, refuse_long_history
 from trainer_hooks.tracked_objects import TrackedObjects
 
 __all__ = ["TrackedState", "TrackedTensor"]
@@ -53,7 +53,7 @@ class TrackedState:
         objects: modules (DDP and FSDP2 are seen through), optimizers, and anything else with ``state_dict`` and
             ``load_state_dict``; under one key also a list of modules or of optimizers, such as a rank's stages of a
             pipeline, whose names are taken to be those of one model. Raises TypeError for what is none of these, or was
-            sharded by FSDP1 or ZeroRedundancyOptimizer.
+            sharded by FSDP1 or ZeroRedundancyOptimizer; ValueError for LBFGS with a history too long to be stored.
         exclude: patterns of names of tensors that are neither stored nor restored. Raises ValueError for one that
             matches nothing, here or, of optimizer state, when that is there.
     """
@@ -64,6 +64,7 @@ class TrackedState:
         self._modules, self._optimizers, self._others = tracked.modules, tracked.optimizers, tracked.others
         self._broadcast = tuple(f"{name}." for name in tracked.broadcast)
         self._fqns = self._names()
+        self._refuse_long_histories()
         self._identity = Identity()
         self._still: list[Still] = []
         self._scalars: list[tuple[str, str, dict[str, Any], str]] = []
@@ -77,6 +78,13 @@ class TrackedState:
         self.settle()
         if exclude:
             self.tensors()
+
+    def _refuse_long_histories(self) -> None:
+        for top, optimizer in self._optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                first, _ = next(self._trained(optimizer))
+                if not self._exclude.covers(f"{top}.{first}.old_dirs"):
+                    refuse_long_history(top, optimizer, MAX_BLOB_BYTES)
 
     # --- finding tensors
 

@@ -88,8 +88,9 @@ class Blob:
         self._data: bytes | None = None if self._awaited else data
         if self.room > limit:
             raise ConfigurationError(
-                f"the Python state of {path} takes {self.room} bytes, the limit is {limit}: "
-                "keep large tensors in a module or an optimizer, where they are stored in parts"
+                f"the Python state of {path} takes {self.room} bytes, the limit is {limit}, and most of it is "
+                f"{self._largest(value, path)}: keep large tensors in a module, or each by a name of its own in an "
+                "optimizer's state, where they are stored in parts"
             )
 
     def data(self) -> bytes:
@@ -97,6 +98,17 @@ class Blob:
         if self._data is None:
             self._data, self._packed = self._encode(self._packed, lambda coming: coming.value()), None
         return self._data
+
+    def _largest(self, value: Any, path: str) -> str:
+        """The path of what takes most of ``value``: down to where nothing has a third of what it is in."""
+        pairs = [*value.items()] if isinstance(value, Mapping) else []
+        if isinstance(value, list | tuple):
+            pairs = [*enumerate(value)]
+        sizes = [len(self._encode(_pack(inside, path, 0), lambda coming: coming.longest())) for _, inside in pairs]
+        if not sizes or 3 * max(sizes) < sum(sizes):
+            return path
+        key, inside = pairs[sizes.index(max(sizes))]
+        return self._largest(inside, f"{path}[{key!r}]")
 
     def _encode(self, packed: Any, read: Callable[[_Coming], Any]) -> bytes:
         def finish(value: Any) -> Any:

@@ -63,3 +63,17 @@ def refuse_zero(top: str, optimizer: torch.optim.Optimizer) -> None:
             f"{top} is a ZeroRedundancyOptimizer, whose state is in an optimizer inside it and would not be stored: "
             "use fully_shard (FSDP2), which shards optimizer state too"
         )
+
+
+def refuse_long_history(top: str, optimizer: torch.optim.LBFGS, limit: int) -> None:
+    """Raises ValueError for LBFGS whose lists of past steps and gradients, which are Python state, will be over
+    ``limit`` bytes."""
+    (group,) = optimizer.param_groups
+    history, one = group["history_size"], 2 * sum(p.numel() * p.element_size() for p in group["params"])
+    if history * one > limit:
+        shorter = f"take history_size={limit // one} or less, or " if limit >= one else ""
+        raise ValueError(
+            f"{top} is an LBFGS with history_size={history}, which will keep {history * one} bytes in lists. These are "
+            f"stored as Python state, up to {limit} bytes: {shorter}leave its state out by "
+            f"run.track(exclude=['{top}.*']), so that it begins with an empty history after a loss"
+        )

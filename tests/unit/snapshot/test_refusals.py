@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedBuffer
 from torch.testing._internal.two_tensor import TwoTensor
 
+from everstep.errors import ConfigurationError
 from tests.support.layouts import playing
 from trainer_hooks.keeper import IdleKeeper
 from trainer_hooks.place import Place
@@ -116,3 +117,27 @@ def test_an_optimizer_whose_state_is_not_found_is_told_of_once(
     for _ in range(6):
         optimizer.step()
     assert caplog.text.count("optimizer, a Outer, has no state where torch's optimizers have it") == said
+
+
+def lbfgs(elements: int, history: int) -> dict[str, Any]:
+    model = nn.Linear(elements, 1, bias=False)
+    return {"model": model, "optimizer": torch.optim.LBFGS(model.parameters(), history_size=history)}
+
+
+def test_lbfgs_with_a_history_too_long_to_be_stored_is_refused_before_the_first_step():
+    with pytest.raises(ValueError, match=r"optimizer is an LBFGS with history_size=20.* 16000000 .*history_size=10 or"):
+        TrackedState(lbfgs(100_000, 20))
+    with pytest.raises(ValueError, match=r"8388608 bytes: leave its state out by .*exclude=\['optimizer\.\*'\]"):
+        TrackedState(lbfgs(2_000_000, 1))
+    TrackedState(lbfgs(100_000, 10))
+    left_out = TrackedState(lbfgs(100_000, 20), exclude=["optimizer.*"])
+    assert [tensor.name for tensor in left_out.tensors()] == ["model.weight"]
+
+
+def test_too_much_python_state_is_refused_with_the_path_of_what_takes_most_of_it():
+    large = [torch.ones(100_000) for _ in range(30)]
+    value = {"objects": {"small": [1, 2], "cache": {"step": 3, "seen": large}}, "extra": {"x": torch.ones(9)}}
+    with pytest.raises(ConfigurationError, match=r"most of it is state\['objects'\]\['cache'\]\['seen'\]: keep"):
+        encode_blob(value)
+    with pytest.raises(ConfigurationError, match=r"most of it is state\[1\]: keep"):
+        encode_blob((0, torch.ones(3_000_000)))
