@@ -32,6 +32,12 @@ class Handled:
     at: float
 
 
+class Decided(Handled):
+    """The same of the one that began last: what another one decides, whose time is over, can never be written."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Durable:
     """A batch was applied to the database."""
@@ -214,6 +220,7 @@ class RemedyCarriedOut:
 
 Fact = (
     Handled
+    | Decided
     | Durable
     | TookOver
     | Acknowledged

@@ -52,6 +52,7 @@ class Onlooker:
         written = Transaction(self.state, Outbox(1), self._numbers, METRICS, self._boards, StandingFindings([]), decide)
         written.handle(event, now)
         self._see(facts.Handled("c1", 1, event, effects, now))
+        self._see(facts.Decided("c1", 1, event, effects, now))
         self._see(facts.Durable(1, written.batch()))
 
     def _see(self, fact: facts.Fact) -> None:

@@ -44,7 +44,7 @@ class Days:
         self._watch[facts.Durable](facts.Durable(1, Batch(nodes=documents)))
 
     def decides(self, *effects: Effect) -> None:
-        self._watch[facts.Handled](facts.Handled("c1", 1, Tick(), list(effects), 0.0))
+        self._watch[facts.Decided](facts.Decided("c1", 1, Tick(), list(effects), 0.0))
 
     def written(self, node: str, at: float) -> None:
         row = VerdictRow(id=f"{node}-1", node=node, decision=Decision.EVICT, at=at, trace="", doc="")

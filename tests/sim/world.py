@@ -75,7 +75,7 @@ class World:
         for checker in checkers:
             for kind, watcher in checker.watches().items():
                 self._watchers[kind].append(watcher)
-        self._traces = self._lives = 0
+        self._traces = self._lives = self._epoch = 0
         self._collectives: dict[tuple[str, int], Collective] = {}
         self._lanes: dict[tuple[str, int, str], float] = {}
         self.storage_rng = random.Random(plan.seed ^ 0x570)
@@ -146,6 +146,12 @@ class World:
             self._tell(fact)
         for watcher in self._watchers[type(fact)]:
             watcher(fact)
+        if isinstance(fact, facts.TookOver):
+            self._epoch = fact.epoch
+        elif isinstance(fact, facts.Handled) and fact.epoch == self._epoch:
+            decided = facts.Decided(fact.controller, fact.epoch, fact.event, fact.effects, fact.at)
+            for watcher in self._watchers[facts.Decided]:
+                watcher(decided)
 
     def check(self, state: FleetState) -> None:
         """The core's own invariants, after every event."""

@@ -31,7 +31,6 @@ class Blame:
 
     def __init__(self) -> None:
         self.world: World | None = None
-        self._epoch = 0
         self._states: dict[str, NodeState] = {}
         self._causes: dict[str, list[str]] = {}
         self._shown: dict[str, set[str]] = defaultdict(set)
@@ -42,7 +41,7 @@ class Blame:
 
     def watches(self) -> dict[type, Callable[[Any], None]]:
         return {
-            facts.Handled: self._handled,
+            facts.Decided: self._handled,
             facts.TookOver: self._took_over,
             facts.ProbeAnswered: self._probe_answered,
         }
@@ -50,15 +49,12 @@ class Blame:
     def complaint(self) -> str:
         return ""
 
-    def _took_over(self, fact: facts.TookOver) -> None:
+    def _took_over(self, _fact: facts.TookOver) -> None:
         """What was not written when the last one died is not known to this one."""
-        self._epoch = fact.epoch
         self._told.clear()
         self._evicted.clear()
 
-    def _handled(self, fact: facts.Handled) -> None:
-        if fact.epoch != self._epoch:
-            return  # decided by one whose time is over: nothing of it can be written
+    def _handled(self, fact: facts.Decided) -> None:
         news, latches = self._news(fact), False
         for effect in fact.effects:
             if isinstance(effect, PutNode):
@@ -79,7 +75,7 @@ class Blame:
 
     # --- outbreaks ---------------------------------------------------------------------------------------------------
 
-    def _news(self, fact: facts.Handled) -> list[str]:
+    def _news(self, fact: facts.Decided) -> list[str]:
         """Keys of XIDs that a serving node tells of for the first time; all machines call their GPU the same."""
         event = fact.event
         if isinstance(event, ReportArrived) and isinstance(event.body, FindingCleared):

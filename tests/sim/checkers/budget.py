@@ -57,7 +57,6 @@ class Budget:
 
     def __init__(self) -> None:
         self.world: World | None = None
-        self._epoch = 0
         self._store_away = False
         self._ordered: set[str] = set()
         self._nodes: set[str] = set()
@@ -71,23 +70,21 @@ class Budget:
         self._latched = False
 
     def watches(self) -> dict[type, Callable[[Any], None]]:
-        return {facts.Handled: self._handled, facts.Durable: self._durable, facts.TookOver: self._took_over}
+        return {facts.Decided: self._handled, facts.Durable: self._durable, facts.TookOver: self._took_over}
 
     def complaint(self) -> str:
         return ""
 
     # --- what is decided ---------------------------------------------------------------------------------------------
 
-    def _took_over(self, fact: facts.TookOver) -> None:
-        self._epoch, self._store_away = fact.epoch, False
+    def _took_over(self, _fact: facts.TookOver) -> None:
+        self._store_away = False
         nodes = {name: msgspec.json.decode(doc, type=_NodeDoc) for name, doc in self._stored_nodes.items()}
         self._reachable = {name for name, doc in nodes.items() if doc.reachable}
         self._racks = {name: doc.domain.rack for name, doc in nodes.items()}
         self._jobs = {name: msgspec.json.decode(doc, type=_JobDoc) for name, doc in self._stored_jobs.items()}
 
-    def _handled(self, fact: facts.Handled) -> None:
-        if fact.epoch != self._epoch:
-            return  # decided by one whose time is over: nothing of it can be written
+    def _handled(self, fact: facts.Decided) -> None:
         if isinstance(fact.event, StoreChanged):
             self._store_away = fact.event.away
         verdicts = [effect.verdict for effect in fact.effects if isinstance(effect, PutVerdict)]
@@ -110,13 +107,13 @@ class Budget:
                 _Count(scope, max(of, after.get(scope, 0))) for scope, of in before[verdict.id]
             )
 
-    def _unseated(self, fact: facts.Handled, verdict: Verdict) -> None:
+    def _unseated(self, fact: facts.Decided, verdict: Verdict) -> None:
         """To quarantine a node costs no budget, since it does not serve: no job computes there."""
         for name in self._computing(verdict.node, _without(fact, verdict)):
             words = f"{verdict.node} is quarantined out of its seat in job {name}, and no budget was asked"
             raise Violation(self.name, f"{words}: {verdict.sentence}")
 
-    def _spared(self, fact: facts.Handled, evicted: list[str]) -> None:
+    def _spared(self, fact: facts.Decided, evicted: list[str]) -> None:
         """No job is paused by what follows from an automatic eviction."""
         begun = False
         for effect in fact.effects:
@@ -124,7 +121,7 @@ class Budget:
             if begun and isinstance(effect, Audit) and effect.entry.kind == "job.paused":
                 raise Violation(self.name, f"the eviction of {evicted} pauses: {effect.entry.sentence}")
 
-    def _follow(self, fact: facts.Handled) -> None:
+    def _follow(self, fact: facts.Decided) -> None:
         for effect in fact.effects:
             if isinstance(effect, PutNode):
                 self._racks[effect.node] = effect.doc.domain.rack

@@ -26,7 +26,6 @@ class Copies:
 
     def __init__(self) -> None:
         self.world: World | None = None
-        self._epoch = 0
         self._specs: dict[tuple[str, int], GenerationSpec] = {}
         self._finished_at: dict[tuple[str, Version], float] = {}
         self._known: set[tuple[str, Version]] = set()
@@ -34,9 +33,8 @@ class Copies:
 
     def watches(self) -> dict[type, Callable[[Any], None]]:
         return {
-            facts.Handled: self._handled,
+            facts.Decided: self._handled,
             facts.Durable: self._durable,
-            facts.TookOver: self._took_over,
             facts.Stepped: self._step,
             facts.MemoryLost: self._harmed,
             facts.FaultBegan: self._harmed,
@@ -45,9 +43,6 @@ class Copies:
     def complaint(self) -> str:
         return ""
 
-    def _took_over(self, fact: facts.TookOver) -> None:
-        self._epoch = fact.epoch
-
     def _step(self, fact: facts.Stepped) -> None:
         assert self.world is not None
         self._finished_at.setdefault((fact.job, Version(fact.generation, fact.step)), self.world.timeline.now)
@@ -55,9 +50,7 @@ class Copies:
     def _harmed(self, fact: facts.MemoryLost | facts.FaultBegan) -> None:
         self._harm.note(self.world, fact)
 
-    def _handled(self, fact: facts.Handled) -> None:
-        if fact.epoch != self._epoch:
-            return  # decided by one whose time is over: nothing of it can be written
+    def _handled(self, fact: facts.Decided) -> None:
         for effect in fact.effects:
             if isinstance(effect, PutGeneration):
                 self._specs[effect.spec.job, effect.spec.number] = effect.spec

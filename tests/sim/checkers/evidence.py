@@ -35,7 +35,6 @@ class Evidence:
     name = "evidence"
 
     def __init__(self) -> None:
-        self._epoch = 0
         self._told: dict[str, set[str]] = defaultdict(set)
         self._lied: set[str] = set()
         self._states: dict[str, NodeState] = {}
@@ -48,7 +47,7 @@ class Evidence:
 
     def watches(self) -> dict[type, Callable[[Any], None]]:
         return {
-            facts.Handled: self._handled,
+            facts.Decided: self._handled,
             facts.Durable: self._durable,
             facts.TookOver: self._took_over,
             facts.FaultBegan: self._fault,
@@ -74,13 +73,10 @@ class Evidence:
         for node, doc in fact.batch.nodes.items():
             self._stored[node] = msgspec.json.decode(doc, type=_NodeDoc)
 
-    def _took_over(self, fact: facts.TookOver) -> None:
-        self._epoch = fact.epoch
+    def _took_over(self, _fact: facts.TookOver) -> None:
         self._states = {node: doc.state for node, doc in self._stored.items()}
 
-    def _handled(self, fact: facts.Handled) -> None:
-        if fact.epoch != self._epoch:
-            return  # decided by one whose time is over: nothing of it can be written
+    def _handled(self, fact: facts.Decided) -> None:
         self._note_findings(fact)
         for effect in fact.effects:
             if isinstance(effect, PutNode) and effect.doc.state is NodeState.PROBATION:
@@ -99,7 +95,7 @@ class Evidence:
             elif isinstance(effect, PutNode):
                 self._changed(fact, effect)
 
-    def _note_findings(self, fact: facts.Handled) -> None:
+    def _note_findings(self, fact: facts.Decided) -> None:
         event = fact.event
         if isinstance(event, AgentRegistered):
             self._told[event.register.node] |= {finding.key for finding in event.register.findings}
@@ -108,7 +104,7 @@ class Evidence:
         elif isinstance(event, ReportArrived) and isinstance(event.body, FindingRaised):
             self._told[event.node].add(event.body.finding.key)
 
-    def _judged(self, fact: facts.Handled, verdict: Verdict) -> None:
+    def _judged(self, fact: facts.Decided, verdict: Verdict) -> None:
         if not verdict.sentence:
             raise Violation(self.name, f"verdict {verdict.id} says nothing")
         if verdict.decision is not Decision.EVICT or isinstance(fact.event, OperatorCommand):
@@ -129,7 +125,7 @@ class Evidence:
 
     # --- the way back ------------------------------------------------------------------------------------------------
 
-    def _changed(self, fact: facts.Handled, effect: PutNode) -> None:
+    def _changed(self, fact: facts.Decided, effect: PutNode) -> None:
         node, state = effect.node, effect.doc.state
         before = self._states.get(node)
         if state is NodeState.HEALTHY and before in OUT:
@@ -144,7 +140,7 @@ class Evidence:
             self._probes.pop(node, None)
             self._skipped.discard(node)
 
-    def _came_back(self, fact: facts.Handled, node: str) -> None:
+    def _came_back(self, fact: facts.Decided, node: str) -> None:
         if node in self._skipped or isinstance(fact.event, OperatorCommand):
             return
         started = self._probes[node]

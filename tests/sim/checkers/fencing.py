@@ -21,7 +21,6 @@ class Fencing:
     name = "fencing"
 
     def __init__(self) -> None:
-        self._epoch = 0
         self._entered: dict[int, int] = {}
         self._at: dict[int, tuple[int, int]] = {}
         self._stepped: dict[tuple[str, Version], set[int]] = defaultdict(set)
@@ -34,7 +33,7 @@ class Fencing:
         return {
             facts.Entered: self._enter,
             facts.Stepped: self._step,
-            facts.Handled: self._handled,
+            facts.Decided: self._handled,
             facts.TookOver: self._took_over,
             facts.Durable: self._durable,
         }
@@ -58,8 +57,7 @@ class Fencing:
         self._at[fact.life] = (fact.generation, fact.step)
         self._stepped[fact.job, Version(fact.generation, fact.step)].add(fact.rank)
 
-    def _took_over(self, fact: facts.TookOver) -> None:
-        self._epoch = fact.epoch
+    def _took_over(self, _fact: facts.TookOver) -> None:
         self._kept.clear()
         self._specs = dict(self._stored)
 
@@ -67,9 +65,7 @@ class Fencing:
         for row in fact.batch.generations:
             self._stored[row.job] = self._decided[row.job, row.number]
 
-    def _handled(self, fact: facts.Handled) -> None:
-        if fact.epoch != self._epoch:
-            return  # decided by one whose time is over: nothing of it can be written
+    def _handled(self, fact: facts.Decided) -> None:
         event = fact.event
         if isinstance(event, ReportArrived) and isinstance(event.body, Sealed) and event.body.kept and event.body.safe:
             self._kept[event.body.job, event.body.version].add(event.body.rank)

@@ -22,23 +22,19 @@ class Meshes:
 
     def __init__(self) -> None:
         self.world: World | None = None
-        self._epoch = 0
         self._before: dict[str, Sequence[str]] = {}
 
     def watches(self) -> dict[type, Callable[[Any], None]]:
-        return {facts.Handled: self._handled, facts.TookOver: self._took_over}
+        return {facts.Decided: self._handled, facts.TookOver: self._took_over}
 
     def complaint(self) -> str:
         return ""
 
-    def _took_over(self, fact: facts.TookOver) -> None:
+    def _took_over(self, _fact: facts.TookOver) -> None:
         """The last roster that the one before decided may not have been written."""
-        self._epoch = fact.epoch
         self._before.clear()
 
-    def _handled(self, fact: facts.Handled) -> None:
-        if fact.epoch != self._epoch:
-            return  # decided by one whose time is over: nothing of it can be written
+    def _handled(self, fact: facts.Decided) -> None:
         for effect in fact.effects:
             if isinstance(effect, PutGeneration) and effect.spec.spec.block_nodes > 1:
                 self._look(effect.spec)

@@ -39,7 +39,7 @@ class Paces:
         self._began_at = 0.0
 
     def watches(self) -> dict[type, Callable[[Any], None]]:
-        return {facts.Handled: self._handled, facts.Stepped: self._stepped, facts.TookOver: self._took_over}
+        return {facts.Decided: self._handled, facts.Stepped: self._stepped, facts.TookOver: self._took_over}
 
     def complaint(self) -> str:
         return ""
@@ -91,10 +91,8 @@ class Paces:
 
     # --- the controller ----------------------------------------------------------------------------------------------
 
-    def _handled(self, fact: facts.Handled) -> None:
+    def _handled(self, fact: facts.Decided) -> None:
         assert self.world is not None
-        if fact.epoch != self.world.database.epoch:
-            return  # decided by one whose time is over: nothing of it can be written
         judged = {effect.verdict.node: effect.verdict for effect in fact.effects if isinstance(effect, PutVerdict)}
         for effect in fact.effects:
             if isinstance(effect, NoteCleared) and effect.key.startswith(FindingKind.RANK_STRAGGLER):

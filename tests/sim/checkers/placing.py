@@ -23,25 +23,19 @@ class Placing:
 
     def __init__(self) -> None:
         self.world: World | None = None
-        self._epoch = 0
 
     def watches(self) -> dict[type, Callable[[Any], None]]:
-        return {facts.Handled: self._handled, facts.TookOver: self._took_over}
+        return {facts.Decided: self._handled}
 
     def complaint(self) -> str:
         return ""
 
-    def _took_over(self, fact: facts.TookOver) -> None:
-        self._epoch = fact.epoch
-
-    def _handled(self, fact: facts.Handled) -> None:
-        if fact.epoch != self._epoch:
-            return  # decided by one whose time is over: nothing of it can be written
+    def _handled(self, fact: facts.Decided) -> None:
         for effect in fact.effects:
             if isinstance(effect, PutGeneration):
                 self._look(effect.spec, self._passed_over(fact, effect.spec.job))
 
-    def _passed_over(self, fact: facts.Handled, job: str) -> set[str]:
+    def _passed_over(self, fact: facts.Decided, job: str) -> set[str]:
         assert self.world is not None
         live = self.world.controller(fact.controller).state.live_jobs[job]
         return {home for home, until in live.passed_over.items() if until > fact.at}

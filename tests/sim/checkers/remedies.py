@@ -47,7 +47,6 @@ class Remedies:
 
     def __init__(self) -> None:
         self.world: World | None = None
-        self._epoch = 0
         self._rows: dict[str, RemedyRow] = {}
         self._begun_in: dict[str, int] = {}
         self._verdicts: dict[str, tuple[str, str]] = {}
@@ -61,7 +60,7 @@ class Remedies:
 
     def watches(self) -> dict[type, Callable[[Any], None]]:
         return {
-            facts.Handled: self._handled,
+            facts.Decided: self._handled,
             facts.Durable: self._durable,
             facts.TookOver: self._took_over,
             facts.RemedyAsked: self._ask,
@@ -84,15 +83,12 @@ class Remedies:
 
     # --- what is decided ---------------------------------------------------------------------------------------------
 
-    def _took_over(self, fact: facts.TookOver) -> None:
+    def _took_over(self, _fact: facts.TookOver) -> None:
         """Of what the last one was told, whoever follows knows what was written."""
-        self._epoch = fact.epoch
         self._kept_out = defaultdict(dict, {node: doc.words() for node, doc in self._docs.items()})
         self._book.took_over()
 
-    def _handled(self, fact: facts.Handled) -> None:
-        if fact.epoch != self._epoch:
-            return  # decided by one whose time is over: nothing of it can be written
+    def _handled(self, fact: facts.Decided) -> None:
         self._note_words(fact)
         self._book.order(fact)
         ordered = isinstance(fact.event, OperatorCommand)
@@ -106,7 +102,7 @@ class Remedies:
             elif isinstance(effect, DropNode):
                 self._kept_out.pop(effect.node, None)
 
-    def _note_words(self, fact: facts.Handled) -> None:
+    def _note_words(self, fact: facts.Decided) -> None:
         """Whose word keeps which node out, until when."""
         event = fact.event
         if isinstance(event, NodeObserved):

@@ -29,24 +29,18 @@ class Returns:
 
     def __init__(self) -> None:
         self.world: World | None = None
-        self._epoch = 0
         self._states: dict[str, NodeState] = {}
         self._shown: dict[str, set[tuple[str, int | None]]] = {}
         self._ended: dict[tuple[str, str, int | None], float] = {}  # by node and what is alike: when it showed it last
         self._vouched: dict[str, set[str]] = defaultdict(set)
 
     def watches(self) -> dict[type, Callable[[Any], None]]:
-        return {facts.Handled: self._handled, facts.TookOver: self._took_over}
+        return {facts.Decided: self._handled}
 
     def complaint(self) -> str:
         return ""
 
-    def _took_over(self, fact: facts.TookOver) -> None:
-        self._epoch = fact.epoch
-
-    def _handled(self, fact: facts.Handled) -> None:
-        if fact.epoch != self._epoch:
-            return  # decided by one whose time is over: nothing of it can be written
+    def _handled(self, fact: facts.Decided) -> None:
         for effect in fact.effects:
             if isinstance(effect, DropNode):
                 self._states.pop(effect.node, None)
@@ -54,7 +48,7 @@ class Returns:
             elif isinstance(effect, PutNode):
                 self._take(fact, effect.doc)
 
-    def _take(self, fact: facts.Handled, record: NodeRecord) -> None:
+    def _take(self, fact: facts.Decided, record: NodeRecord) -> None:
         node, event = record.node, fact.event
         known = {finding.key: finding for finding in (*record.findings.values(), *record.own.values())}
         before_it, self._shown[node] = self._shown.get(node, set()), {_alike(finding) for finding in known.values()}

@@ -29,7 +29,6 @@ class Suspicion:
     name = "suspicion"
 
     def __init__(self) -> None:
-        self._epoch = 0
         self._states: dict[str, NodeState] = {}
         self._stored: dict[str, str] = {}
         self._seats: dict[str, set[str]] = {}
@@ -38,7 +37,7 @@ class Suspicion:
         self._witnessed: dict[str, int] = {}
 
     def watches(self) -> dict[type, Callable[[Any], None]]:
-        return {facts.Handled: self._handled, facts.Durable: self._durable, facts.TookOver: self._took_over}
+        return {facts.Decided: self._handled, facts.Durable: self._durable, facts.TookOver: self._took_over}
 
     def complaint(self) -> str:
         return ""
@@ -47,17 +46,14 @@ class Suspicion:
         self._stored |= fact.batch.nodes
         self._stored_jobs |= fact.batch.jobs
 
-    def _took_over(self, fact: facts.TookOver) -> None:
-        self._epoch = fact.epoch
+    def _took_over(self, _fact: facts.TookOver) -> None:
         self._states = {n: msgspec.json.decode(doc, type=_NodeDoc).state for n, doc in self._stored.items()}
         self._seats, self._numbers, self._witnessed = {}, {}, {}
         for name, doc in self._stored_jobs.items():
             spec = msgspec.json.decode(doc, type=_JobDoc).generation
             self._seats[name] = {member.node for member in spec.roster} if spec is not None else set()
 
-    def _handled(self, fact: facts.Handled) -> None:
-        if fact.epoch != self._epoch:
-            return  # decided by one whose time is over: nothing of it can be written
+    def _handled(self, fact: facts.Decided) -> None:
         event = fact.event
         if isinstance(event, ReportArrived) and isinstance(event.body, CollectiveFailed):
             self._witnessed[event.body.job] = event.body.generation

@@ -36,14 +36,13 @@ class Windows:
     def __init__(self) -> None:
         self.world: World | None = None
         self._book = WindowBook()
-        self._epoch = 0
         self._able_since = math.inf
         self._store_away = False
         self._states: dict[str, NodeState] = {}
         self._stored: dict[str, _NodeDoc] = {}
 
     def watches(self) -> dict[type, Callable[[Any], None]]:
-        return {facts.Handled: self._handled, facts.Durable: self._durable, facts.TookOver: self._took_over}
+        return {facts.Decided: self._handled, facts.Durable: self._durable, facts.TookOver: self._took_over}
 
     def complaint(self) -> str:
         """Nobody is still in a window when all of them are over."""
@@ -61,14 +60,12 @@ class Windows:
         for node, doc in fact.batch.nodes.items():
             self._stored[node] = msgspec.json.decode(doc, type=_NodeDoc)
 
-    def _took_over(self, fact: facts.TookOver) -> None:
-        self._epoch, self._able_since, self._store_away = fact.epoch, math.inf, False
+    def _took_over(self, _fact: facts.TookOver) -> None:
+        self._able_since, self._store_away = math.inf, False
         self._book.took_over()
         self._states = {node: doc.state for node, doc in self._stored.items()}
 
-    def _handled(self, fact: facts.Handled) -> None:
-        if fact.epoch != self._epoch:
-            return  # decided by one whose time is over: nothing of it can be written
+    def _handled(self, fact: facts.Decided) -> None:
         if isinstance(fact.event, StoreChanged):
             self._store_away = fact.event.away
             self._able_since = math.inf
@@ -104,7 +101,7 @@ class Windows:
     def _begun(self) -> int:
         return sum(one.begun for one in self._book.windows)
 
-    def _jobs_leave(self, fact: facts.Handled) -> None:
+    def _jobs_leave(self, fact: facts.Decided) -> None:
         """A window has begun: no job goes on with whom it means, but to its next boundary."""
         assert self.world is not None
         for name, job in self.world.controller(fact.controller).state.jobs.items():
@@ -135,7 +132,7 @@ class Windows:
         if window is not None and verdict.decision in AGAINST:
             raise Violation(self.name, f"{verdict.decision} of {verdict.node} in {window}: {verdict.sentence}")
 
-    def _put(self, fact: facts.Handled, effect: PutNode) -> None:
+    def _put(self, fact: facts.Decided, effect: PutNode) -> None:
         assert self.world is not None
         record, now = effect.doc, fact.at
         before, self._states[effect.node] = self._states.get(effect.node), record.state
