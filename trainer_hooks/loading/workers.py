@@ -16,6 +16,9 @@ from torch.utils.data._utils import signal_handling
 
 from trainer_hooks.interrupt import SLICE_S
 
+ENDED_WITHIN_S = 0.5
+"""From the end of a dying process's connections to its own."""
+
 
 class WorkerLost(RuntimeError):
     """A worker has ended without being told; says which one, and how."""
@@ -34,9 +37,19 @@ def next_batch(iterator: Iterator[Any], timeout_s: float = 0.0) -> Any:
         with _deaths_told(iterator, workers):
             _await(iterator, workers, timeout_s)
             return next(iterator)
-    except RuntimeError as error:
-        if not isinstance(error, WorkerLost):
+    except WorkerLost:
+        raise
+    except RuntimeError as error:  # torch's word of a death
+        _look_after(workers, error)
+        raise
+    except (
+        OSError,
+        EOFError,
+    ) as error:  # the batch is there, and its tensors were still to come; or the data set's own
+        latest = perf_counter() + ENDED_WITHIN_S
+        while perf_counter() < latest:
             _look_after(workers, error)
+            sleep(ENDED_WITHIN_S / 100)
         raise
 
 
