@@ -9,11 +9,13 @@ from typing import NamedTuple
 import torch
 
 from everstep.ids import Version
+from trainer_hooks.sdc.digest import unsigned
 from trainer_hooks.snapshot.blob import Blob
 from trainer_hooks.snapshot.copy import Sources
 from trainer_hooks.snapshot.device import gpus_of
 from trainer_hooks.snapshot.layout import Layout, whole
 from trainer_hooks.snapshot.planned import Planned
+from trainer_hooks.snapshot.reports import SealedShare
 from trainer_hooks.state import TrackedTensor
 
 
@@ -43,6 +45,19 @@ class Filled(NamedTuple):
     slot: int
     digests: dict[str, torch.Tensor]
     copy_s: float
+
+    def sealed(self, version: Version, *, kept: bool) -> SealedShare:
+        """What is reported of it, once it is."""
+        manifest = self.planned.manifest
+        return SealedShare(
+            version=version,
+            slot=self.slot,
+            nbytes=manifest.payload_bytes,
+            exclusive=manifest.exclusive,
+            kept=kept,
+            digests={group: f"{unsigned(digest):016x}" for group, digest in self.digests.items()},
+            alike=self.planned.share.alike,
+        )
 
 
 class Job:

@@ -23,7 +23,6 @@ from everstep.ids import Version
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Member, Sealed
 from trainer_hooks.interrupt import SLICE_S
-from trainer_hooks.sdc.digest import unsigned
 from trainer_hooks.snapshot.alikeness import Alikeness
 from trainer_hooks.snapshot.choices import DEFAULT, Choices
 from trainer_hooks.snapshot.copy import Sources, write_blob
@@ -33,7 +32,7 @@ from trainer_hooks.snapshot.job import Filled, Job, Look, Phase
 from trainer_hooks.snapshot.pace import Pace
 from trainer_hooks.snapshot.planned import Planned, Planner
 from trainer_hooks.snapshot.plans import Plans
-from trainer_hooks.snapshot.reports import Reports, SealedShare
+from trainer_hooks.snapshot.reports import Reports
 from trainer_hooks.snapshot.retention import Retention
 from trainer_hooks.snapshot.standing import Standing
 from trainer_hooks.snapshot.stopwatch import Stopwatch
@@ -366,7 +365,7 @@ class Snapshotter:
         job.copied.set()
 
     def _seal(self, job: Job, filled: Filled) -> None:
-        view, manifest, share = filled.planned.segment.view, filled.planned.manifest, filled.planned.share
+        view = filled.planned.segment.view
         if not job.sources.on_gpu:
             self._wanted.wait(min(LONGEST_REST_S, filled.copy_s))
         if self._standing.is_overtaken(job):  # by what had begun before it was copied, and was counted when it ended
@@ -375,15 +374,7 @@ class Snapshotter:
         view.seal(filled.slot)
         if job.kept:
             self._retention.keeps(job.version)
-        sealed = SealedShare(
-            version=job.version,
-            slot=filled.slot,
-            nbytes=manifest.payload_bytes,
-            exclusive=manifest.exclusive,
-            kept=job.kept,
-            digests={group: f"{unsigned(digest):016x}" for group, digest in filled.digests.items()},
-            alike=share.alike,
-        )
+        sealed = filled.sealed(job.version, kept=job.kept)
         copies_keep = self._retention.copies_keep(view.headers(), self._pace.due) if sealed.exclusive else ()
         self._reports.sealed(sealed, copies_keep)
 
