@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.support.exact_training import SEED, Fault, read_diaries
 from tests.support.launched import launched
 from trainer_hooks.data import ElasticSampler
+from trainer_hooks.keeper import IdleKeeper
+from trainer_hooks.place import Place
+from trainer_hooks.run import Run
 
 STEPS, WORLD, BATCH, SAMPLES = 16, 2, 8, 500
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("pytorch_lightning") is None, reason="no Lightning here")]
 
 
-def test_a_trainer_whose_ranks_are_killed_goes_on_from_the_last_batch(short_path: Path) -> None:
-    faults = [Fault(1, 5, "forward"), Fault(0, 10, "updated")]
+def trained(folder: Path, *faults: Fault, **environment: str) -> list[dict[str, Any]]:
+    """The diaries of ranks in a folder of their own."""
+    folder.mkdir()
     argv = [
         "--nproc-per-node",
         str(WORLD),
@@ -25,14 +31,20 @@ def test_a_trainer_whose_ranks_are_killed_goes_on_from_the_last_batch(short_path
         "--hang-threshold-s",
         "30",
         "--state-dir",
-        str(short_path / "s"),
+        str(folder / "s"),
     ]
-    argv += ["-m", "tests.support.lightning_training", str(short_path), str(STEPS), *map(str, faults)]
-    with launched(short_path, *argv, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo") as launcher:
+    argv += ["-m", "tests.support.lightning_training", str(folder), str(STEPS), *map(str, faults)]
+    with launched(folder, *argv, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", **environment) as launcher:
         assert launcher.wait() == 0, launcher.err
     assert "not alike on all ranks" not in launcher.err + launcher.out
-    rows = read_diaries(short_path)
-    assert {row["generation"] for row in rows} == {1, 2, 3}, launcher.err
+    rows = read_diaries(folder)
+    assert {row["generation"] for row in rows} == {*range(1, len(faults) + 2)}, launcher.err
+    return rows
+
+
+def test_a_trainer_whose_ranks_are_killed_goes_on_from_the_last_batch(short_path: Path) -> None:
+    faults = [Fault(1, 5, "forward"), Fault(0, 10, "updated")]
+    rows = trained(short_path / "killed", *faults)
     sampler = ElasticSampler(SAMPLES, global_batch=BATCH, seed=SEED)
     for step in range(1, STEPS + 1):
         of_step = sorted((r for r in rows if r["step"] == step), key=lambda r: (r["generation"], r["rank"]))
@@ -45,3 +57,56 @@ def test_a_trainer_whose_ranks_are_killed_goes_on_from_the_last_batch(short_path
             assert set(seen) <= set(expected)
         assert len({row["state"] for row in of_step}) == len({row["rate"] for row in of_step}) == 1, "the same on all"
     assert len({row["rate"] for row in rows}) == STEPS, "the schedule went on"
+
+
+def test_a_kill_among_accumulated_batches_loses_no_gradient_and_not_the_loss_scale(short_path: Path) -> None:
+    def last(rows: list[dict[str, Any]]) -> dict[tuple[int, int], dict[str, Any]]:
+        whole = sorted(rows, key=lambda row: int(row["generation"]))
+        return {(row["step"], row["rank"]): {k: v for k, v in row.items() if k != "generation"} for row in whole}
+
+    undisturbed = last(trained(short_path / "u", LIGHTNING_ACCUMULATES="4"))
+    assert len({row["scale"] for row in undisturbed.values()}) > 2, "the scaler has something to lose"
+    faults = [Fault(1, 7, "forward"), Fault(0, 14, "updated")]
+    assert last(trained(short_path / "k", *faults, LIGHTNING_ACCUMULATES="4")) == undisturbed
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's own: advice about this machine, torch's deprecations
+def test_an_epoch_that_ends_among_accumulated_batches_repeats_no_batch() -> None:
+    from pytorch_lightning import LightningModule, Trainer
+
+    from trainer_hooks.integrations.lightning import Batches, KeepState
+
+    seen: list[int] = []
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+            seen.append(int(batch[0]))
+            return self.layer(batch[0].float()).mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), 1e-3)
+
+    run = Run(Place(), IdleKeeper())
+    loader = run.loader(torch.utils.data.TensorDataset(torch.arange(100)[:, None]), global_batch=1, seed=SEED)
+    quiet = {
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": False,
+    }
+    trainer = Trainer(
+        max_epochs=3,
+        limit_train_batches=5,
+        accumulate_grad_batches=2,
+        accelerator="cpu",
+        devices=1,
+        callbacks=[KeepState(run)],
+        **quiet,
+    )
+    trainer.fit(Module(), Batches(run, loader))
+    assert seen == [int(loader.indices(step)) for step in range(1, 16)]
+    assert run.finished == trainer.global_step == 9, "the last batch of an epoch ends an update"

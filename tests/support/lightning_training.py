@@ -1,10 +1,14 @@
 """A Trainer of PyTorch Lightning's in a training function; ranks write down what each step had.
 
 python -m trainer_hooks.launch --nproc-per-node 2 -m tests.support.lightning_training FOLDER UNTIL [RANK:STEP:POINT ...]
+
+A STEP is a batch. LIGHTNING_ACCUMULATES: batches for an update, in half precision with a loss scaler that grows; else
+one, in single precision.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,35 +16,43 @@ from typing import Any
 
 import torch
 from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.plugins.precision import MixedPrecision
 
 import trainer_hooks as everstep
 from tests.support.exact_training import SAMPLES, SEED, Diary, Fault, Faults, Net, data, fingerprint, main
 from trainer_hooks.integrations.lightning import Batches, KeepState, Ranks
 
 BATCH = 8
+ACCUMULATES = int(os.environ.get("LIGHTNING_ACCUMULATES", "1"))
 
 
 class Module(LightningModule):
-    def __init__(self, run: everstep.Run, diary: Diary, dying: Faults) -> None:
+    def __init__(self, diary: Diary, dying: Faults) -> None:
         super().__init__()
         torch.manual_seed(SEED)
         self.net = Net()
-        self._with = (run, diary, dying)
+        self._with = (diary, dying)
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        run, _, dying = self._with
+        _, dying = self._with
         inputs, targets, self.samples = batch
-        dying.step = run.finished + 1
+        dying.step = self._number
         dying.at("forward")
         return (self.net(inputs) - targets).square().mean()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        run, diary, dying = self._with
+        diary, dying = self._with
         dying.at("updated")
-        step = run.finished + 1
-        assert self.trainer.global_step == step
+        assert self.trainer.global_step == self._number // ACCUMULATES
         rate = self.optimizers().param_groups[0]["lr"].hex()
-        diary.write(step, samples=self.samples.tolist(), rate=rate, state=fingerprint(self.net.parameters()))
+        scale = self.trainer.precision_plugin.state_dict().get("scale")
+        state = fingerprint(self.net.parameters())
+        diary.write(self._number, samples=self.samples.tolist(), rate=rate, scale=scale, state=state)
+
+    @property
+    def _number(self) -> int:
+        """Of the batch, from 1."""
+        return self.trainer.fit_loop.epoch_loop.batch_progress.total.completed + 1
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
@@ -52,13 +64,16 @@ def train(run: everstep.Run, folder: str, until: int, faults: Sequence[Fault]) -
     torch.set_num_threads(1)
     data_set = torch.utils.data.TensorDataset(*data(), torch.arange(SAMPLES))
     loader = run.loader(data_set, global_batch=BATCH, seed=SEED)
-    module = Module(run, Diary(Path(folder), run), Faults(faults, Path(folder), run.rank))
+    module = Module(Diary(Path(folder), run), Faults(faults, Path(folder), run.rank))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=2)
+    mixed = [MixedPrecision("16-mixed", "cpu", scaler=scaler)] if ACCUMULATES > 1 else []
     trainer = Trainer(
-        max_steps=until,
+        max_steps=until // ACCUMULATES,
+        accumulate_grad_batches=ACCUMULATES,
         accelerator="cpu",
         devices=run.local_world_size,
         strategy="ddp",
-        plugins=[Ranks(run)],
+        plugins=[Ranks(run), *mixed],
         callbacks=[KeepState(run, seed=SEED)],
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -1,4 +1,4 @@
-"""PyTorch Lightning inside a training function: its Trainer's whole state is kept after every batch, and restored.
+"""PyTorch Lightning inside a training function: its Trainer's whole state is kept after every update, and restored.
 
     def train(run):
         loader = run.loader(dataset, global_batch=64, seed=1, num_workers=2)
@@ -8,8 +8,10 @@
         )
         trainer.fit(Model(), Batches(run, loader))
 
-A batch is a step. Lightning finds the process group that the generation has, and uses it; Regroup passes through
-``fit`` as through any function. Needs the distribution ``pytorch-lightning``.
+A step of the run ends with an update of Lightning's (``trainer.global_step``): it is a batch, or as many as
+``accumulate_grad_batches`` says. Gradients are not kept, so a restored run computes all batches of an update again.
+Lightning finds the process group that the generation has, and uses it; Regroup passes through ``fit`` as through any
+function. Needs the distribution ``pytorch-lightning``.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import itertools
 import sys
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.plugins.environments import ClusterEnvironment
@@ -70,15 +73,22 @@ class Ranks(ClusterEnvironment):
         return self._run.rank // self._run.local_world_size
 
 
+_completed: WeakKeyDictionary[Run, int] = WeakKeyDictionary()
+"""Batches that Lightning has completed, where a KeepState says so: Batches, made before the Trainer, goes on there."""
+
+
 class Batches:
-    """The batches of ``run.loader`` from the first step that is still to do, without end: let ``max_steps`` end it."""
+    """The batches of ``run.loader`` from the first that is still to do, without end: let ``max_steps`` end it.
+
+    Batch n is that of the loader's step n, however many of them are accumulated.
+    """
 
     def __init__(self, run: Run, loader: Loader) -> None:
         self._run = run
         self._loader = loader
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self._loader.batch, itertools.count(self._run.finished + 1))
+        return map(self._loader.batch, itertools.count(_completed.get(self._run, self._run.finished) + 1))
 
 
 class _Progress:
@@ -93,9 +103,14 @@ class _Progress:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loop.load_state_dict(state)
 
+    @property
+    def completed(self) -> int:
+        """Batches, over all epochs."""
+        return int(self._loop.epoch_loop.batch_progress.total.completed)
+
 
 class KeepState(Callback):
-    """Tracks model, optimizers, schedulers and progress, and finishes a step of the run for each batch.
+    """Tracks model, optimizers, schedulers, loss scaler and progress, and finishes a step of the run with each update.
 
     ``seed``: of what is drawn at random, as of ``run.steps``. ``also``: what else is to be kept, such as callbacks.
     """
@@ -105,20 +120,34 @@ class KeepState(Callback):
         self._seed = seed
         self._also = also
         self._steps: Iterator[int] = iter(())
+        self._updates = -1  # of Lightning's when the running step began; before the first: none is equal
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """After the strategy has set model and optimizers up, and before loops and data are."""
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        named = {f"scheduler{index}": scheduler for index, scheduler in enumerate(schedulers)}
+        named: dict[str, Any] = {f"scheduler{index}": scheduler for index, scheduler in enumerate(schedulers)}
+        if trainer.precision_plugin.state_dict():
+            named["precision"] = trainer.precision_plugin
         model = trainer.strategy.model if isinstance(trainer.strategy, DDPStrategy) else pl_module
-        self._run.track(
-            model=model, optimizer=[*trainer.optimizers], progress=_Progress(trainer), **named, **self._also
-        )
+        progress = _Progress(trainer)
+        self._run.track(model=model, optimizer=[*trainer.optimizers], progress=progress, **named, **self._also)
+        _completed[self._run] = progress.completed
+        self._updates = -1
         self._steps = self._run.steps(until=sys.maxsize, seed=self._seed)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Only now Lightning counts the batch before this one as completed."""
-        next(self._steps)
+        self._finish_step(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What was fetched ahead for the epoch is fetched again for the next."""
+        _completed[self._run] = _Progress(trainer).completed
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        next(self._steps)
+        self._finish_step(trainer)
+
+    def _finish_step(self, trainer: Trainer) -> None:
+        """Where there was an update: gradients that only wait for one are in no version."""
+        if trainer.global_step != self._updates:
+            self._updates = trainer.global_step
+            next(self._steps)
