@@ -12,7 +12,7 @@ from trainer_hooks.snapshot.blob import dtype_of
 def is_complete(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it has state for every parameter that it trains, as it has after a step or a restore."""
     trained = (p for g in optimizer.param_groups for p in g["params"] if p.requires_grad)
-    return bool(optimizer.state) and all(p in optimizer.state for p in trained)
+    return bool(optimizer.state) and all(optimizer.state.get(p) for p in trained)  # to look makes an empty one
 
 
 def lies_of(parameter: torch.Tensor, moment: torch.Tensor) -> Lies:

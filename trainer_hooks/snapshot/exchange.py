@@ -25,6 +25,9 @@ ASK_S = 3.0
 """A rank that has planned asks for a newer round so often at most. A longer time spares the store of a job of many
 ranks some requests while the controller is away; after a shorter one snapshots go on sooner where ranks change apart.
 """
+FIRST_ASK_S = 0.1
+"""The same after ranks have planned anew, and from there on twice as long each time: where one has changed others do,
+and one that was late may have told what it had before."""
 
 
 class Superseded(Unavailable):
@@ -83,6 +86,7 @@ class Exchange:
         self._stop = stop
         self._round = -1
         self._mine: Layout | None = None
+        self._ask_s = ASK_S
         self._ask_at = float("-inf")
 
     def layouts(self, mine: Layout, since: int, timeout_s: float) -> Round:
@@ -94,7 +98,6 @@ class Exchange:
         if self._world == 1:
             self._round, self._mine = self._round + (mine is not self._mine), mine
             return Round(self._round, [mine], since)
-        self._ask_at = self._clock.monotonic() + ASK_S
         body = encode(mine)
         digest = content_digest(body)
         known = {digest: mine}
@@ -103,6 +106,8 @@ class Exchange:
             self._round, self._mine = number, mine
             self._put_body(number, digest, body)
             self._store.set(_rank_key(number, self._rank), f"{digest} {since}")
+            self._ask_s = FIRST_ASK_S if number else ASK_S
+        self._ask_at = self._clock.monotonic() + self._ask_s
         get = partial(self.get, timeout_s=timeout_s)
         told = [said.decode().split() for said in get([_rank_key(number, rank) for rank in range(self._world)])]
         missing = sorted({each for each, _ in told} - known.keys())
@@ -115,7 +120,8 @@ class Exchange:
         now = self._clock.monotonic()
         if self._world == 1 or self._round < 0 or now < self._ask_at:
             return False
-        self._ask_at = now + ASK_S
+        self._ask_s = min(ASK_S, 2 * self._ask_s)
+        self._ask_at = now + self._ask_s
         return self._is_over(self._round)
 
     def committed(self) -> None:

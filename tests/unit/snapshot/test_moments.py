@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from everstep.manifests import Lies, Manifest, Tensor, decode_manifest, encode_manifest
-from trainer_hooks.moments import lies_of, moment_like
+from trainer_hooks.moments import is_complete, lies_of, moment_like
 from trainer_hooks.python_state import Merged, decode
 from trainer_hooks.snapshot.plan import divide, manifest_for
 from trainer_hooks.state import TrackedState
@@ -213,3 +213,13 @@ def test_optimizer_state_under_a_key_that_is_no_string_is_refused_by_name() -> N
     TrackedState({"model": model, "optimizer": optimizer}, exclude=["optimizer.model.weight.7"]).tensors()
     optimizer.state[model.weight] = {7: 3}
     TrackedState({"model": model, "optimizer": optimizer}).tensors()
+
+
+def test_to_look_for_state_is_not_to_have_it():
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([parameter])
+    assert optimizer.state[parameter] == {}
+    assert not is_complete(optimizer)
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    assert is_complete(optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from everstep.clock import ManualClock
 from everstep.errors import Unavailable
 from everstep.ids import Version
 from everstep.system_clock import SYSTEM_CLOCK
@@ -268,6 +270,24 @@ def test_the_store_is_asked_now_and_then_and_never_while_versions_are_committed(
 
 
 # --- what is told of it
+
+
+def test_after_a_new_round_the_store_is_asked_sooner_and_then_less_and_less() -> None:
+    ranks, clock = Ranks(2), ManualClock()
+    began_at = clock.monotonic()
+    first = Exchange(ranks, 0, 2, clock, ranks.stop)  # type: ignore[arg-type]
+    ranks.each[0] = first
+    ranks.tell((layout(1), 1), (layout(1), 1))
+    ranks.tell((layout(2), 2), (layout(2), 2))
+    asked_at = []
+    for _ in range(1000):
+        clock.advance(0.01)
+        before = ranks.asked
+        assert not first.superseded()
+        if ranks.asked > before:
+            asked_at.append(clock.monotonic())
+    pauses = [later - sooner for sooner, later in itertools.pairwise([began_at, *asked_at])]
+    assert pauses[:7] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.0, 3.0], abs=0.015)
 
 
 def test_that_nothing_can_be_planned_is_told_once_by_the_first_rank_that_is_there(
