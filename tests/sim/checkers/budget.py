@@ -99,7 +99,7 @@ class Budget:
             if self._store_away:
                 raise Violation(self.name, f"{names} are evicted while the database is away: it could be forgotten")
             self._spared(fact, names)
-        before = {verdict.id: self._counted(verdict.node, _without(fact, verdict)) for verdict in evicted}
+        before = {verdict.id: self._counted(verdict.node, self._without(fact, verdict)) for verdict in evicted}
         self._follow(fact)
         for verdict in evicted:  # nodes that come and go in the same event: whichever allows more
             after = {count.scope: count.of for count in self._counted(verdict.node)}
@@ -109,7 +109,7 @@ class Budget:
 
     def _unseated(self, fact: facts.Decided, verdict: Verdict) -> None:
         """To quarantine a node costs no budget, since it does not serve: no job computes there."""
-        for name in self._computing(verdict.node, _without(fact, verdict)):
+        for name in self._computing(verdict.node, self._without(fact, verdict)):
             words = f"{verdict.node} is quarantined out of its seat in job {name}, and no budget was asked"
             raise Violation(self.name, f"{words}: {verdict.sentence}")
 
@@ -154,6 +154,25 @@ class Budget:
             and name not in without
             and any(spec is not None and node in spec.seats for spec in (job.generation, job.leaving))
         }
+
+    def _without(self, fact: facts.Decided, verdict: Verdict) -> set[str]:
+        """Jobs that did without the node already when it was evicted, in the same event: paused, at their end, in a
+        generation that interrupts and has no seat for it, or past the boundary at which they left it."""
+        anew = {effect.spec.job for effect in fact.effects if isinstance(effect, PutGeneration)}
+        found: set[str] = set()
+        for effect in fact.effects:
+            if isinstance(effect, PutJob) and effect.job not in anew and effect.doc.leaving is None:
+                before, spec = self._jobs.get(effect.job), effect.doc.generation
+                if before is not None and before.leaving is not None and spec and verdict.node not in spec.seats:
+                    found.add(effect.job)
+        for effect in fact.effects:
+            if isinstance(effect, PutVerdict) and effect.verdict is verdict:
+                break
+            if isinstance(effect, Audit) and effect.entry.kind in ENDS and effect.entry.job is not None:
+                found.add(effect.entry.job)
+            elif isinstance(effect, PutGeneration) and effect.spec.after_step is None:
+                (found.discard if verdict.node in effect.spec.seats else found.add)(effect.spec.job)
+        return found
 
     # --- what is written ---------------------------------------------------------------------------------------------
 
@@ -219,17 +238,3 @@ class Budget:
             "job": (policy.eviction_job_count, policy.eviction_job_share),
         }[scope.partition(" ")[0]]
         return max(1, min(count, int(share * of)))
-
-
-def _without(fact: facts.Handled, verdict: Verdict) -> set[str]:
-    """Jobs that did without the node already when it was evicted, in the same event: paused, at their end, or in a
-    generation that interrupts and has no seat for it."""
-    found: set[str] = set()
-    for effect in fact.effects:
-        if isinstance(effect, PutVerdict) and effect.verdict is verdict:
-            break
-        if isinstance(effect, Audit) and effect.entry.kind in ENDS and effect.entry.job is not None:
-            found.add(effect.entry.job)
-        elif isinstance(effect, PutGeneration) and effect.spec.after_step is None:
-            (found.discard if verdict.node in effect.spec.seats else found.add)(effect.spec.job)
-    return found
