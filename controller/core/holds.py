@@ -192,16 +192,18 @@ def check_begin(turn: Turn) -> None:
     for window in begun:
         subject = window.node or f"rack {window.rack}"
         turn.audit("maintenance.begun", f"maintenance of {subject} begins, as planned", node=window.node or None)
-        _begin(turn, window)
+    _begin(turn, *begun)
 
 
-def _begin(turn: Turn, window: Window) -> None:
-    """Nodes leave their jobs at boundaries; until the end nothing that they say or do not say is held against them."""
-    nodes = [node for node, record in turn.state.nodes.items() if _covers(window, record)]
-    jobs = {job.job: job for node in nodes for job in jobs_seated_on(turn.state, node)}
-    for node in nodes:
+def _begin(turn: Turn, *windows: Window) -> None:
+    """Nodes leave their jobs at boundaries, those of all windows at once: none takes another's place. Until the end
+    nothing that they say or do not say is held against them."""
+    entering = [(node, one) for one in windows for node, record in turn.state.nodes.items() if _covers(one, record)]
+    nodes = {node for node, _ in entering}
+    jobs = {job.job: (job, window) for node, window in entering for job in jobs_seated_on(turn.state, node)}
+    for node, window in entering:
         enter_maintenance(turn, node, window)
-    for job in jobs.values():
+    for job, window in jobs.values():
         if job.generation is not None and not job.generation.seated.isdisjoint(nodes):
             _leave(turn, job, window.sentence)
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from controller.core.effects import Effect, PutVerdict, RemedyKind, RequestRemedy
+from controller.core.effects import Effect, PutGeneration, PutVerdict, RemedyKind, RequestRemedy
 from controller.core.events import NodeObserved, OperatorAction, StoreChanged
 from controller.core.policy import CorePolicy
 from everstep.errors import Conflict, NotFound
@@ -392,6 +392,18 @@ def test_a_job_that_needs_its_nodes_pauses_when_a_planned_window_begins() -> Non
     _planned(fleet, 10.0, 20.0, node="n2")
     _everybody(fleet, 11.0)
     assert fleet.job_state() is JobState.PAUSED
+
+
+def test_of_windows_that_begin_at_once_none_takes_the_others_nodes_in() -> None:
+    fleet = CoreFleet()
+    fleet.start(3, spares=2)
+    (spare, other) = sorted(fleet.state.nodes.keys() - set(fleet.seats()))
+    _planned(fleet, 10.0, 60.0, node="n2")
+    _planned(fleet, 10.0, 60.0, node=spare)
+    before = len(fleet.effects)
+    _everybody(fleet, 11.0)
+    rosters = [set(one.spec.seats) for one in fleet.effects[before:] if isinstance(one, PutGeneration)]
+    assert rosters == [{"n1", "n3", other}]
 
 
 @pytest.mark.parametrize("again", ["restarts", "wakes"])
