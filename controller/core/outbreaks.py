@@ -84,7 +84,9 @@ def _joined(turn: Turn, rule: Rule, name: str, seen: Collection[str], node: str,
         )
     waiting = state.outbreaks.setdefault(name, {})
     asked = list(seen) if began or len(seen) <= rule.correlated_nodes else [node]
-    new = [other for other in asked if other not in waiting and common_cause(state, rule, seen, other)]
+    new = [
+        other for other in asked if other in seen and other not in waiting and common_cause(state, rule, seen, other)
+    ]
     waiting.update(dict.fromkeys([*new, node], True))
     return new
 
