@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+_INSIDE = ".module"
+"""Where DistributedDataParallel has what it replicates."""
 _WRAPPERS = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)(?=\.|$)")
 
 
@@ -28,8 +30,9 @@ def named_modules(
     for name, module in root.named_modules(prefix=top, remove_duplicate=remove_duplicate):
         bare = name
         for replica in reversed(replicas):
-            if name.startswith(f"{replica}.module") and name[len(replica) + 7 :][:1] in ("", "."):
-                bare = bare[: len(replica)] + bare[len(replica) + 7 :]
+            inside = replica + _INSIDE
+            if name == inside or name.startswith(f"{inside}."):
+                bare = replica + bare[len(inside) :]
         if isinstance(module, DistributedDataParallel):
             replicas.append(name)
         yield unwrapped(bare), module

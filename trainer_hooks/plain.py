@@ -19,6 +19,7 @@ from everstep.errors import NotRestorable
 from trainer_hooks.module_names import named_modules, unwrapped
 from trainer_hooks.plain_files import Checkpoint, Path, open_checkpoint
 from trainer_hooks.python_state import Merged, PythonState, decode, difference
+from trainer_hooks.restore.before import Before
 from trainer_hooks.snapshot.blob import as_bytes, dtype_name
 from trainer_hooks.snapshot.copy import part_of
 from trainer_hooks.snapshot.layout import Part, Sharing, Tensor
@@ -76,9 +77,7 @@ class Start:
             self._within[name.rpartition(".")[0]].append(key)
             if (own := _OWN.fullmatch(key)) is not None:
                 self._rows[own[2]].append(int(own[1]))
-        self._held = [
-            (o, {parameter: dict(held) for parameter, held in o.state.items()}) for _, o in tracked.optimizers
-        ]
+        self._before = Before(state, values=False)
 
     def read(self, world: int) -> None:
         """All that this rank needs."""
@@ -100,9 +99,7 @@ class Start:
     def undo(self) -> None:
         """Takes away the optimizers' state that was made for this checkpoint: another one may have none of it."""
         self._checkpoint.close()
-        for optimizer, held in self._held:
-            optimizer.state.clear()
-            optimizer.state.update(held)
+        self._before.undo()
 
     # --- tensors
 

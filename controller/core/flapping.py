@@ -9,13 +9,12 @@ from __future__ import annotations
 from controller.core.outbreaks import common_cause
 from controller.core.own_findings import clear_own, raise_own
 from controller.core.records import NodeRecord
-from controller.core.standing import kept_out
+from controller.core.standing import IN_SERVICE, kept_out
 from controller.core.turn import Turn
-from everstep.vocabulary import Finding, FindingKind, NodeState, Severity
+from everstep.vocabulary import Finding, FindingKind, Severity
 
 SUBJECT = "node"
 KEY = f"{FindingKind.NODE_FLAPPING}/{SUBJECT}"
-IN_SERVICE = (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION)
 
 
 def note_loss(turn: Turn, node: str, sentence: str) -> None:

@@ -13,7 +13,7 @@ from controller.core.generations import Cause, regroup
 from controller.core.membership import computes, jobs_seated_on, least_nodes
 from controller.core.quarantine import begin_probation
 from controller.core.records import JobRecord, NodeRecord, Window
-from controller.core.standing import kept_out, set_state
+from controller.core.standing import IN_SERVICE, kept_out, set_state
 from controller.core.state import FleetState
 from controller.core.staying import roster_at
 from controller.core.turn import Turn
@@ -25,7 +25,6 @@ MOST_WINDOWS = 1000
 """Windows that are planned, or not over, at once."""
 AGAIN_S = 1.0
 """Seconds between looks whether a window that is due may begin."""
-IN_SERVICE = (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION)
 SICK = (NodeState.QUARANTINED, NodeState.REPAIR)
 
 

@@ -14,17 +14,16 @@ from itertools import chain
 
 from controller.core.records import NodeRecord
 from controller.core.rules import CORRELATED_LEAST, CORRELATED_PAIR_SHARE, Rule, SecondPass
+from controller.core.standing import IN_SERVICE
 from controller.core.state import FleetState
 from controller.core.turn import Turn
-from everstep.vocabulary import Finding, NodeState
+from everstep.vocabulary import Finding
 
 UNDECIDED = "correlated"
 """What a finding of an outbreak is looked at again for (``NodeRecord.undecided``)."""
 GATHER_S = 1.0
 """Seconds after an eviction in which nothing is done to the machine: a fault of software often shows everywhere in
 less. It is out of its jobs meanwhile, so nobody waits."""
-IN_SERVICE = (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION)
-"""Nodes on which an outbreak stands. One that is out, or dead, tells nothing of what is so now."""
 MOST_KINDS = 512
 """Kinds, with their XIDs, that are followed at once; an agent may invent numbers."""
 
@@ -119,6 +118,7 @@ def _standing(state: FleetState, rule: Rule, name: str, seen: Collection[str]) -
 
 
 def _keeps_alive(record: NodeRecord, name: str) -> bool:
+    """Whether an outbreak stands on the node. One that is out, or dead, tells nothing of what is so now."""
     return record.reachable and record.state in IN_SERVICE and bool(shown(record, name))
 
 

@@ -9,6 +9,8 @@ from everstep.vocabulary import NodeState
 
 OUT = (NodeState.QUARANTINED, NodeState.HELD, NodeState.REPAIR)
 """States in which nobody else should give the node work either."""
+IN_SERVICE = (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION)
+"""Those in which a node serves, or is about to."""
 
 
 def set_state(turn: Turn, node: str, state: NodeState, sentence: str) -> None:
