@@ -57,9 +57,8 @@ class Fleet:
 
     def __enter__(self) -> Fleet:
         self.world.start_controller()
+        self.world.boot_nodes()
         node = self.world.nodes["n1"]
-        node.boot()
-        wait_for(lambda: node.booted, "the agent is up")
         command = ["-m", "trainer_hooks.launch", "--nproc-per-node", str(WORLD), "--job", JOB, "--die-with-parent"]
         command += ["--local-addr", "127.0.0.1", "--agent-socket", str(node.agent_socket)]
         command += ["--standbys", "1", "--standby-delay-s", "0.3", "--max-restarts", "1000"]
@@ -167,9 +166,8 @@ def agent_footprint(seconds: float) -> tuple[float, float]:
         world = World(Path(name), ["n1"])
         with world:
             world.start_controller()
+            world.boot_nodes()
             node = world.nodes["n1"]
-            node.boot()
-            wait_for(lambda: node.booted, "the agent is up")
             ready = json.loads((node.folder / "agent.json").read_text())
             pids = [ready["pid"], ready["sensor_pid"]]
             _sleep(3)  # beyond its start

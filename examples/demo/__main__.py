@@ -112,10 +112,7 @@ def assemble(stage: Stage) -> None:
     """Boots all nodes, forms the job on four of them, and lets the fifth wait as a spare."""
     world = stage.world
     stage.view.title = "the fleet assembles"
-    for node in world.nodes.values():
-        node.boot()
-    for node in world.nodes.values():
-        wait_for(lambda node=node: node.booted, f"the agent of {node.name} is up (see {world.logs})")  # type: ignore[misc]
+    world.boot_nodes()
     *members, spare = world.nodes.values()
     for node in members:
         node.join(stage.command(node))

@@ -234,6 +234,13 @@ class World:
             + ["--settings", str(file), "--die-with-parent"],
         )
 
+    def boot_nodes(self, *, vaults_outlive: bool = False, deadline_s: float = START_DEADLINE_S) -> None:
+        """Boots every machine, and waits until all their agents are up."""
+        for node in self.nodes.values():
+            node.boot(vault_outlives=vaults_outlive)
+        for node in self.nodes.values():
+            wait_for(lambda node=node: node.booted, f"the agent of {node.name} is up (see {self.logs})", deadline_s)  # type: ignore[misc]
+
     def __enter__(self) -> World:
         return self
 

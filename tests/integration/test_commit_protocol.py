@@ -57,10 +57,8 @@ class Run:
         self.progress = Progress(folder, len(NODES))
         self._allow(0)
         world.start_controller()
+        world.boot_nodes(vaults_outlive=True)
         for node in world.nodes.values():
-            node.boot(vault_outlives=True)
-        for node in world.nodes.values():
-            wait_for(lambda node=node: node.booted, f"the agent of {node.name} is up")
             node.join(self._launch(node))
 
     def _launch(self, node: Node) -> list[str]:

@@ -82,9 +82,8 @@ def prometheus(tmp_path: Path) -> Iterator[str]:
     """The address of a Prometheus that has scraped both, and then sees a fleet live through something."""
     with World(tmp_path / "out", ["n1"]) as world:
         world.start_controller()
+        world.boot_nodes()
         node = world.nodes["n1"]
-        node.boot()
-        wait_for(lambda: node.booted, "the agent is up")
         viewer = tmp_path / "viewer"
         viewer.write_text(mint(world.secret, TokenRole.VIEWER, "prometheus"))
         agent = json.loads((node.folder / "agent.json").read_text())["metrics"]

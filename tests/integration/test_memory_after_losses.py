@@ -5,26 +5,18 @@ Real controller, agents, vaults, launchers and ranks, whose state is sharded, wi
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from everstep.cli.client import Client
-from everstep.errors import NotFound
 from everstep.ids import Version
-from everstep.wire.v1 import operator as op
-from everstep.wire.v1.kept import JobCheckpoints
 from examples.demo.world import World, wait_for
+from tests.support.sharded_job import DEADLINE_S, NODES, ShardedJob
 
 pytestmark = pytest.mark.slow
 
-NODES = ["n1", "n2", "n3", "n4"]
-DEADLINE_S = 120.0
 WIDTH = 1024
 SHARE = 3 * 4 * WIDTH * WIDTH // len(NODES)
 """Of the weights and both moments, bytes a node: in two slots, its own and a copy, four of them. Those of three nodes
@@ -32,55 +24,13 @@ are 4/3 of it: 5.3 in two slots, beside what two nodes hold of the version to go
 are twice as large: 8, beside two of the 4/3."""
 LIMIT = int(7.7 * SHARE)
 
-TRAIN = """
-import hashlib, json, os, pathlib, time, torch
-from torch.distributed.fsdp import fully_shard
-import trainer_hooks as everstep
 
-FOLDER = pathlib.Path(os.environ["DEMO_STEPS"])
-
-def digest(model):
-    whole = b"".join(p.full_tensor().detach().numpy().tobytes() for p in model.parameters())
-    return hashlib.sha256(whole).hexdigest()
-
-def train(run):
-    torch.manual_seed(1)
-    torch.set_num_threads(1)
-    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH, bias=False))
-    fully_shard(model, mesh=run.mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    run.track(model=model, optimizer=optimizer)
-    began = digest(model)
-    log = (FOLDER / f"{os.environ['DEMO_NODE']}-{os.getpid()}.jsonl").open("a")
-    for step in run.steps(until=100000):
-        if began:
-            print(json.dumps([run.generation, step - 1, began, "restored"]), file=log, flush=True)
-            began = ""
-        optimizer.zero_grad()
-        model(torch.ones(4, WIDTH)).pow(2).mean().backward()
-        optimizer.step()
-        print(json.dumps([run.generation, step, digest(model), "stepped"]), file=log, flush=True)
-        time.sleep(0.02)
-
-everstep.main(train)
-""".replace("WIDTH", str(WIDTH))
-
-
-class Job:
+class Job(ShardedJob):
     """The job on those nodes of the world that still live."""
 
-    def __init__(self, world: World, script: Path) -> None:
-        self.world = world
+    def __init__(self, world: World) -> None:
+        super().__init__(world, WIDTH, WIDTH)
         self.alive = list(NODES)
-        world.start_controller()
-        self.client = Client(world.url, world.operator_token)
-        for node in world.nodes.values():
-            node.boot()
-        for node in world.nodes.values():
-            wait_for(lambda node=node: node.booted, f"{node.name} is up", DEADLINE_S)
-            command = ["-m", "trainer_hooks.launch", "--job", "j", "--nnodes", f"2:{len(NODES)}", "--replicas", "2"]
-            command += ["--agent-socket", str(node.agent_socket), "--join-wait-s", "60", str(script)]
-            node.join(command, {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
 
     def lose(self, name: str) -> None:
         self.world.nodes[name].kill()
@@ -102,32 +52,7 @@ class Job:
 
     def committed(self) -> Version:
         """The newest that the job could go back to."""
-        try:
-            versions = self.client.get("/v1/jobs/j/checkpoints", JobCheckpoints).versions
-        except NotFound:  # its launchers are not there yet
-            versions = ()
-        return max((one.version for one in versions if one.restorable), default=Version(0, 0))
-
-    def generation(self) -> int:
-        return self.client.get("/v1/generations", op.GenerationList, job="j").generations[-1].number
-
-    def newest(self, generation: int) -> int:
-        """The last step of a generation that any rank made; 0 before it has one."""
-        return max((step for g, step, _, what in self.lines() if (g, what) == (generation, "stepped")), default=0)
-
-    def digests(self, what: str, generation: int, step: int) -> set[str]:
-        return {digest for g, at, digest, did in self.lines() if (g, at, did) == (generation, step, what)}
-
-    def restored(self, generation: int) -> int:
-        """The step that all ranks of a generation began from."""
-        (step,) = {at for g, at, _, did in self.lines() if (g, did) == (generation, "restored")}
-        return step
-
-    def lines(self) -> Iterator[tuple[int, int, str, str]]:
-        for path in self.world.steps.glob("*.jsonl"):
-            for line in path.read_text().splitlines():
-                if line.endswith("]"):
-                    yield tuple(json.loads(line))
+        return max((one.version for one in self.versions() if one.restorable), default=Version(0, 0))
 
     def said(self) -> str:
         """What the launchers' processes wrote, each line with whose it is."""
@@ -158,10 +83,8 @@ def _files(folder: Path) -> dict[int, int]:
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     monkeypatch.setenv("EVERSTEP_AGENT_VAULT_MEMORY_LIMIT_BYTES", str(LIMIT))
-    script = tmp_path / "train.py"
-    script.write_text(TRAIN)
     with World(tmp_path / "out", NODES) as world:
-        yield Job(world, script)
+        yield Job(world)
 
 
 @pytest.mark.timeout(600)

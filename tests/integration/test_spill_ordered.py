@@ -159,9 +159,8 @@ def test_a_job_that_was_stopped_goes_on_from_storage_by_itself(short_path: Path)
     script = _script(short_path, 64)
     with World(short_path / "out", ["n1"]) as world:
         world.start_controller()
+        world.boot_nodes()
         node = world.nodes["n1"]
-        node.boot()
-        wait_for(lambda: node.booted, "the agent is up")
         client = Client(world.url, world.operator_token)
 
         def launch() -> None:
@@ -215,10 +214,8 @@ def test_several_nodes_write_one_checkpoint_and_people_see_it(short_path: Path, 
     stored = Stored(short_path / "stored", "sharded")
     with World(short_path / "out", ["n1", "n2"]) as world:
         world.start_controller()
+        world.boot_nodes()
         for node in world.nodes.values():
-            node.boot()
-        for node in world.nodes.values():
-            wait_for(lambda node=node: node.booted, f"{node.name} is up")  # type: ignore[misc]
             command = ["-m", "trainer_hooks.launch", "--job", "sharded", "--nnodes", "2"]
             command += ["--agent-socket", str(node.agent_socket), "--spill-to", str(short_path / "stored")]
             command += ["--spill-every", "20", "--spill-keep", "0", str(script)]

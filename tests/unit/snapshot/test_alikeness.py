@@ -15,25 +15,13 @@ from torch import nn
 
 from tests.support.forked import ForkPool
 from tests.support.generations import generation
+from tests.support.given_state import GivenState
 from tests.support.vaults import until, vaults
 from trainer_hooks.one_rank import apart
 from trainer_hooks.snapshot.alikeness import MOST_FIELDS, WINDOW, Alikeness
 from trainer_hooks.snapshot.snapshotter import Snapshotter
 from trainer_hooks.state import TrackedState
 from trainer_hooks.vault_client import VaultClient
-
-
-class Said:
-    """An object with this state."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
 
 
 class Ranks:
@@ -61,7 +49,8 @@ def test_what_differs_is_named_once_with_the_rank_and_what_to_do(warnings: Any) 
     ranks = Ranks(3)
     for step in (1, 2, 3):
         ranks.store_version(
-            step, *({"cursor": Said({"file": "a", "at": 5 * rank}), "other": Said([1])} for rank in range(3))
+            step,
+            *({"cursor": GivenState({"file": "a", "at": 5 * rank}), "other": GivenState([1])} for rank in range(3)),
         )
     (said,) = warnings.said()
     assert "cursor.at of rank 1 at step 1 is another" in said
@@ -72,21 +61,23 @@ def test_what_differs_is_named_once_with_the_rank_and_what_to_do(warnings: Any) 
 def test_nothing_is_said_of_what_is_alike_in_whatever_order_its_fields_come(warnings: Any) -> None:
     ranks = Ranks(2)
     for step in (1, 2, WINDOW, WINDOW + 1):
-        ranks.store_version(step, {"a": Said({"x": 1, "y": (2, {3})})}, {"a": Said({"y": (2, {3}), "x": 1})})
+        ranks.store_version(
+            step, {"a": GivenState({"x": 1, "y": (2, {3})})}, {"a": GivenState({"y": (2, {3}), "x": 1})}
+        )
     assert warnings.said() == []
 
 
 def test_nothing_is_said_of_what_is_named_as_one_ranks(warnings: Any) -> None:
     ranks = Ranks(2)
     for step in (1, 2):
-        ranks.store_version(step, *(apart({"cursor": Said({"at": at})}, ["cursor"], at, 2) for at in range(2)))
+        ranks.store_version(step, *(apart({"cursor": GivenState({"at": at})}, ["cursor"], at, 2) for at in range(2)))
     assert warnings.said() == []
 
 
 def test_ranks_of_other_stages_are_not_compared(warnings: Any) -> None:
     ranks, stages = Ranks(2), [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))]
     for step in (1, 2):
-        ranks.store_version(step, {"scale": Said({"at": 1})}, {"scale": Said({"at": 2})}, modules=stages)
+        ranks.store_version(step, {"scale": GivenState({"at": 1})}, {"scale": GivenState({"at": 2})}, modules=stages)
     assert warnings.said() == []
 
 
@@ -97,11 +88,11 @@ def test_what_begins_to_differ_later_is_found_in_the_window_after_whatever_form_
     make: Any, warnings: Any
 ) -> None:
     ranks = Ranks(2)
-    ranks.store_version(1, {"a": Said(make(1))}, {"a": Said(make(1))})
-    ranks.store_version(2, {"a": Said(make(1))}, {"a": Said(make(2))})
+    ranks.store_version(1, {"a": GivenState(make(1))}, {"a": GivenState(make(1))})
+    ranks.store_version(2, {"a": GivenState(make(1))}, {"a": GivenState(make(2))})
     assert warnings.said() == []
     for step in (WINDOW, WINDOW + 1):
-        ranks.store_version(step, {"a": Said(make(1))}, {"a": Said(make(2))})
+        ranks.store_version(step, {"a": GivenState(make(1))}, {"a": GivenState(make(2))})
     (said,) = warnings.said()
     assert f": a of rank 1 at step {WINDOW} is another" in said
 
@@ -115,7 +106,7 @@ def test_ranks_that_train_are_told_while_they_train(program_forks: ForkPool, war
         for member in spec.roster:
             client = VaultClient(str(vault.run_dir / "vault.sock"))
             stack.callback(client.close)
-            state = TrackedState({"model": nn.Linear(64, 64), "cursor": Said({"at": member.rank})})
+            state = TrackedState({"model": nn.Linear(64, 64), "cursor": GivenState({"at": member.rank})})
             snapshots = Snapshotter(client, state, spec, member, store, lambda _: None)
             stack.callback(snapshots.close, finish=False)
             snapshotters.append(snapshots)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from everstep.errors import MalformedMessage, NotRestorable
-from tests.unit.snapshot.test_snapshot_state import Odd, load
+from tests.support.given_state import GivenState
+from tests.unit.snapshot.test_snapshot_state import load
 from trainer_hooks.python_state import MAX_NAMES_BYTES, Merged, decode, pack_names, unpack_names
 from trainer_hooks.snapshot.blob import encode_blob
 from trainer_hooks.state import TrackedState
@@ -131,8 +132,8 @@ def test_a_parameter_that_was_not_trained_before_is_named() -> None:
 
 
 def test_an_object_that_was_not_tracked_is_named() -> None:
-    blob = TrackedState({"a": Odd(1)}).blob()
-    state = TrackedState({"a": Odd(1), "b": Odd(2)})
+    blob = TrackedState({"a": GivenState(1)}).blob()
+    state = TrackedState({"a": GivenState(1), "b": GivenState(2)})
     with pytest.raises(NotRestorable, match="b is tracked now, but was not"):
         state.require_python(Merged([decode(blob)], state.python_names()))
 

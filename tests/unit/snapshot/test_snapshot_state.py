@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from everstep.errors import ConfigurationError, MalformedMessage, NotRestorable
+from tests.support.given_state import GivenState
 from trainer_hooks.python_state import Merged, decode
 from trainer_hooks.snapshot.blob import decode_blob, encode_blob
 from trainer_hooks.snapshot.layout import Sharing, Tensor
@@ -181,19 +182,6 @@ def test_what_has_no_state_dict_is_refused_by_name() -> None:
         TrackedState({"sampler": [1]})
 
 
-class Odd:
-    """An object whose state is given."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
-
-
 @pytest.mark.parametrize(
     ("value", "path"),
     [
@@ -206,12 +194,12 @@ class Odd:
 )
 def test_state_that_would_need_pickle_is_refused_with_its_path(value: Any, path: str) -> None:
     with pytest.raises(TypeError, match=path):
-        TrackedState({"odd": Odd(value)}).blob()
+        TrackedState({"odd": GivenState(value)}).blob()
 
 
 def test_a_blob_over_the_limit_is_refused_with_the_mend() -> None:
     with pytest.raises(ConfigurationError, match="keep large tensors in a module"):
-        TrackedState({"odd": Odd(bytes(9 << 20))}).blob()
+        TrackedState({"odd": GivenState(bytes(9 << 20))}).blob()
 
 
 def test_state_that_contains_itself_is_refused() -> None:
