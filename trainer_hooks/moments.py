@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from everstep.manifests import Lies, Tensor
+from trainer_hooks.nested_state import is_of_all, replicated
 from trainer_hooks.snapshot.blob import dtype_of
 
 
@@ -22,6 +26,15 @@ def lies_of(parameter: torch.Tensor, moment: torch.Tensor) -> Lies:
     if parameter.device.type == "cpu" and not isinstance(parameter, DTensor):
         return Lies.UNTOLD
     return Lies.HOST if moment.device.type == "cpu" else Lies.DEVICE
+
+
+def room_for(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, key: str, stored: Tensor
+) -> torch.Tensor:
+    """Room for what was ``stored`` under ``key`` of the state of a parameter in this group of its optimizer."""
+    if is_of_all(optimizer):
+        return replicated(torch.empty(stored.shape, dtype=dtype_of(stored.dtype)), parameter)
+    return moment_like(parameter, key, stored, bool(group.get("capturable") or group.get("fused")))
 
 
 def moment_like(parameter: torch.Tensor, key: str, stored: Tensor, capturable: bool) -> torch.Tensor:

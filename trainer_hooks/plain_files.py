@@ -28,6 +28,7 @@ from everstep.object_storage import filesystem_of
 from everstep.stored_digests import DIGESTS, decode_digests
 from trainer_hooks.archive_checks import Damaged, MappedArchive, check_archive
 from trainer_hooks.fetched_file import fetched
+from trainer_hooks.nested_state import each_tensor
 from trainer_hooks.snapshot.copy import part_of
 
 Path = tuple[str | int, ...]
@@ -78,6 +79,9 @@ class Checkpoint(Protocol):
     def value(self, key: str) -> Any:
         """A tensor in full, or another value. Raises NotRestorable for what would have to be unpickled, Damaged,
         OSError."""
+
+    def origin(self, key: str) -> object:
+        """Where a tensor lies; two that are one tensor, or were when they were stored, lie in one place."""
 
     def close(self) -> None:
         """All ranks of the node have opened it, or this one has no use for it: a file that was fetched goes. What was
@@ -186,6 +190,12 @@ class Folder:
             part_of(value, whole(shape), box).copy_(part)
         return value
 
+    def origin(self, key: str) -> object:
+        entry = self._described[key]
+        assert isinstance(entry, dcp.TensorStorageMetadata)
+        indices = (dcp.MetadataIndex(key, chunk.offsets) for chunk in entry.chunks)
+        return tuple((at.relative_path, at.offset) for at in map(self._stored.get, indices) if at is not None) or key
+
     def close(self) -> None:
         """Nothing was fetched."""
 
@@ -278,10 +288,17 @@ class TorchFile:
         }
 
     def read(self, key: str, box: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-        value = self.value(key)
+        value = self._checked(key)
         yield box, part_of(value, whole(tuple(value.shape)), box)
 
     def value(self, key: str) -> Any:
+        return each_tensor(self._checked(key), torch.clone)  # somebody may write over what is mapped
+
+    def origin(self, key: str) -> object:
+        value = self._values[key]
+        return (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else key
+
+    def _checked(self, key: str) -> Any:
         self._archive.check(self._values[key])
         return self._values[key]
 

@@ -8,6 +8,7 @@ generation of other ones. What belongs to neither (a schedule, a sampler) comes 
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -139,6 +140,7 @@ class Merged:
         ordered = sorted(states, key=lambda state: state.names != names)
         self.extra: dict[str, Any] = {}
         self.objects: dict[str, Any] = {}
+        self._groups: dict[str, list[Group]] = defaultdict(list)
         self._scalars: dict[Name, dict[str, Any]] = {}
         self._group_of: dict[Name, dict[str, Any]] = {}
         self._by_index: dict[tuple[str, int], dict[str, Any]] = {}
@@ -147,12 +149,17 @@ class Merged:
             self.objects.update(state.objects)
             self._scalars |= {(top, fqn): s for top, of in state.scalars.items() for fqn, s in of.items()}
             for top, groups in state.groups.items():
+                self._groups[top] += groups
                 self._by_index |= {(top, index): group.options for index, group in enumerate(groups)}
                 self._group_of |= {(top, fqn): group.options for group in groups for fqn in group.members}
 
     def scalars(self, top: str, fqn: str) -> dict[str, Any]:
         """An optimizer's state of a parameter that is no tensor."""
         return self._scalars.get((top, fqn), {})
+
+    def members(self, top: str) -> list[tuple[str, ...]]:
+        """The parameters of each group that the optimizer had on any of the ranks, in their order."""
+        return [group.members for group in self._groups[top]]
 
     def options(self, top: str, index: int, members: Sequence[str]) -> dict[str, Any]:
         """The hyper-parameters of an optimizer's group ``index``, which has these parameters now.

@@ -20,7 +20,8 @@ from torch.nn.parameter import is_lazy
 
 from everstep.manifests import Lies
 from trainer_hooks.module_names import named_modules
-from trainer_hooks.moments import is_complete, lies_of, moment_like
+from trainer_hooks.moments import is_complete, lies_of, room_for
+from trainer_hooks.nested_state import is_of_all, require_same_vector, to_live, to_store
 from trainer_hooks.python_state import (
     Group,
     Merged,
@@ -67,7 +68,7 @@ class TrackedState:
         self._refuse_long_histories()
         self._identity = Identity()
         self._still: list[Still] = []
-        self._scalars: list[tuple[str, str, dict[str, Any], str]] = []
+        self._scalars: list[tuple[str, torch.optim.Optimizer, str, dict[str, Any], str]] = []
         self._extra: list[tuple[str, torch.nn.Module]] = []
         self._packed: list[bytes] | None = None
         self._lies: dict[str, Lies] = {}
@@ -234,7 +235,7 @@ class TrackedState:
                         self._lies[f"{top}.{fqn}.{key}"] = lies_of(parameter, value)
                         yield f"{top}.{fqn}.{key}", state, key, value
                     elif not self._exclude.covers(f"{top}.{fqn}.{key}"):
-                        self._scalars.append((top, fqn, state, key))
+                        self._scalars.append((top, optimizer, fqn, state, key))
 
     def _trained(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters with their names; one that is in no tracked module is named by its place."""
@@ -305,14 +306,13 @@ class TrackedState:
         one = {name: tensor.detach() for name, _, _, tensor in live if name in tied}
         for top, optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                capturable = bool(group.get("capturable") or group.get("fused"))
                 for parameter in group["params"]:
                     fqn = self._fqns.get(id(parameter)) or self._place_of(optimizer, parameter)
                     for key, tensor in wanted.get(f"{top}.{fqn}", ()):
                         state = optimizer.state[parameter]
                         if key not in state:
                             known = one.get(tensor.name)
-                            state[key] = moment_like(parameter, key, tensor, capturable) if known is None else known
+                            state[key] = room_for(optimizer, group, parameter, key, tensor) if known is None else known
                         if tensor.aliases:
                             one.setdefault(tensor.name, state[key])
 
@@ -333,8 +333,8 @@ class TrackedState:
         if not self._looked:
             self.tensors()
         scalars: dict[str, dict[str, dict[str, Any]]] = {}
-        for top, fqn, state, key in self._scalars:
-            scalars.setdefault(top, {}).setdefault(fqn, {})[key] = state[key]
+        for top, optimizer, fqn, state, key in self._scalars:
+            scalars.setdefault(top, {}).setdefault(fqn, {})[key] = to_store(optimizer, state[key])
         groups: dict[str, list[Group]] = {}
         for packed, (top, _, group) in zip(self._packed_names(), self._all_groups(), strict=True):
             groups.setdefault(top, []).append(Group(packed, group_options(group)))
@@ -353,6 +353,9 @@ class TrackedState:
         """Raises NotRestorable where ``load_python`` would not find what it needs, or would have to mix it."""
         for top, index, group in self._all_groups():
             stored.options(top, index, self._names_in(group, index))
+        for top, optimizer in self._optimizers:
+            if is_of_all(optimizer):
+                require_same_vector(top, stored.members(top), [name for name, _ in self._trained(optimizer)])
         stored.require(self.python_names())
 
     def load_python(self, stored: Merged) -> None:
@@ -362,7 +365,7 @@ class TrackedState:
         for top, optimizer in self._optimizers:
             for fqn, parameter in self._trained(optimizer):
                 if scalars := stored.scalars(top, fqn):
-                    optimizer.state[parameter].update(scalars)
+                    optimizer.state[parameter].update(to_live(optimizer, parameter, scalars))
         stored.require(self.python_names())
         for name, module in self._extra:
             if name in stored.extra:
