@@ -49,8 +49,7 @@ def play(plan: Plan, on_trace: Callable[[float, str, str], None] | None = None) 
         checkers = all_checkers()
         world = World(plan, checkers, on_trace=on_trace, spool_dir=Path(path))
         for checker in checkers:
-            if hasattr(checker, "world"):
-                checker.world = world
+            checker.world = world
         checker_name = sentence = ""
         try:
             with _seeded_secrets(plan.seed):

@@ -6,7 +6,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from controller.core.fleet import check_invariants
 from controller.core.state import FleetState
@@ -15,6 +15,7 @@ from everstep.ids import Version
 from everstep.slots import SLOTS
 from everstep.wire.v1.training import GenerationSpec, Member
 from tests.sim import facts
+from tests.sim.checkers.checker import Checker
 from tests.sim.collective import Collective
 from tests.sim.controller_process import ControllerProcess
 from tests.sim.crew import Crew
@@ -36,18 +37,6 @@ QUIET_FROM_S = FAULTS_END_S + 25.0
 PATIENCE_S = 120.0
 """Within which after that everything must be well."""
 LOOK_EVERY_S = 3.0
-
-
-class Checker(Protocol):
-    """Looks on from outside. ``watches``: the facts it wants, each with the method that takes it."""
-
-    name: str
-
-    def watches(self) -> dict[type, Callable[[Any], None]]: ...
-
-    def complaint(self) -> str:
-        """What is still wrong after all faults; empty when nothing is."""
-        return ""
 
 
 class World:

@@ -4,8 +4,7 @@ failed with a partner that was known to be good."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
 
 from controller.core.effects import Audit, DropNode, PutNode, PutVerdict, Send
 from controller.core.events import AgentRegistered, HeartbeatChanged, OperatorCommand, ReportArrived
@@ -13,24 +12,21 @@ from everstep.vocabulary import Action, Decision, Finding, FindingKind, NodeStat
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import FindingCleared, FindingRaised
 from tests.sim import facts
+from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.facts import Violation
-
-if TYPE_CHECKING:
-    from tests.sim.world import World
 
 SERVING = (NodeState.HEALTHY, NodeState.SUSPECT)
 OUT = (NodeState.QUARANTINED, NodeState.REPAIR)
 OF_TWO = (FindingKind.NETWORK_SLOW_LINK, FindingKind.PROBE_FAILED)
 
 
-class Blame:
+class Blame(Checker):
     """Counts by itself who told of the same XID while it served, or was on its way back, in the life of one controller:
     where those are as many as make an outbreak, none of them may be out for it."""
 
     name = "blame"
 
     def __init__(self) -> None:
-        self.world: World | None = None
         self._states: dict[str, NodeState] = {}
         self._causes: dict[str, list[str]] = {}
         self._shown: dict[str, set[str]] = defaultdict(set)
@@ -39,15 +35,12 @@ class Blame:
         self._members: dict[str, tuple[str, ...]] = {}
         self._failed_with: dict[str, set[str]] = defaultdict(set)
 
-    def watches(self) -> dict[type, Callable[[Any], None]]:
+    def watches(self) -> Watches:
         return {
             facts.Decided: self._handled,
             facts.TookOver: self._took_over,
             facts.ProbeAnswered: self._probe_answered,
         }
-
-    def complaint(self) -> str:
-        return ""
 
     def _took_over(self, _fact: facts.TookOver) -> None:
         """What was not written when the last one died is not known to this one."""
@@ -102,7 +95,6 @@ class Blame:
         return keys
 
     def _look(self, key: str, now: float) -> None:
-        assert self.world is not None
         rule = self.world.plan.policy.rules.of_kind(FindingKind.GPU_XID)
         count = len(self._lately(key, now))
         known = len(self._states)
@@ -118,7 +110,6 @@ class Blame:
 
     def _lately(self, key: str, now: float) -> list[str]:
         """Who told of it within the time that makes an outbreak."""
-        assert self.world is not None
         since = now - self.world.plan.policy.rules.of_kind(FindingKind.GPU_XID).correlated_s
         return [node for node, at in self._told[key].items() if at >= since]
 

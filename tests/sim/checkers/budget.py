@@ -3,9 +3,9 @@ minimum without an operator, never happen where they could be forgotten, and by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -16,10 +16,8 @@ from everstep.vocabulary import Decision, JobState, Verdict
 from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.training import GenerationSpec
 from tests.sim import facts
+from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.facts import Violation
-
-if TYPE_CHECKING:
-    from tests.sim.world import World
 
 ENDS = ("job.paused", "job.failed")
 LATCHED, OVER, RESET = "fleet.breaker", "fleet.breaker_over", "operator.reset_breaker"
@@ -49,14 +47,13 @@ class _Written(NamedTuple):
     counts: tuple[_Count, ...]
 
 
-class Budget:
+class Budget(Checker):
     """Counts automatic evictions as they are written, in the time of whoever decided them; what their shares are taken
     of is known from what was decided before."""
 
     name = "budget"
 
     def __init__(self) -> None:
-        self.world: World | None = None
         self._store_away = False
         self._ordered: set[str] = set()
         self._nodes: set[str] = set()
@@ -69,11 +66,8 @@ class Budget:
         self._evictions: list[_Written] = []
         self._latched = False
 
-    def watches(self) -> dict[type, Callable[[Any], None]]:
+    def watches(self) -> Watches:
         return {facts.Decided: self._handled, facts.Durable: self._durable, facts.TookOver: self._took_over}
-
-    def complaint(self) -> str:
-        return ""
 
     # --- what is decided ---------------------------------------------------------------------------------------------
 
@@ -213,7 +207,6 @@ class Budget:
             self._evictions = [one for one in self._evictions if one is not (mine[-1] if mine else None)]
 
     def _evicted(self, node: str, at: float, counts: tuple[_Count, ...]) -> None:
-        assert self.world is not None
         policy = self.world.plan.policy
         if self._latched:
             raise Violation(self.name, f"{node} is evicted while the breaker is latched")
@@ -230,7 +223,6 @@ class Budget:
 
     def _allowed(self, scope: str, of: int) -> int:
         """A job's share is of the nodes that it has, and of those that it lost to evictions."""
-        assert self.world is not None
         policy = self.world.plan.policy
         count, share = {
             "fleet": (policy.eviction_count, policy.eviction_share),

@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
 
 from controller.core.effects import PutGeneration
 from controller.core.restorability import restorability_of
 from everstep.ids import Version
 from everstep.wire.v1.training import GenerationSpec
 from tests.sim import facts
+from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.checkers.harm import Harm
 from tests.sim.facts import Violation
 from tests.sim.vault_memory import Slot
 
-if TYPE_CHECKING:
-    from tests.sim.world import World
 
-
-class Copies:
+class Copies(Checker):
     """Looks into the vaults when a version is written as committed, and, when a roster was made, for every loss that
     the controller says its version survives."""
 
     name = "copies"
 
     def __init__(self) -> None:
-        self.world: World | None = None
         self._specs: dict[tuple[str, int], GenerationSpec] = {}
         self._finished_at: dict[tuple[str, Version], float] = {}
         self._known: set[tuple[str, Version]] = set()
         self._harm = Harm()
 
-    def watches(self) -> dict[type, Callable[[Any], None]]:
+    def watches(self) -> Watches:
         return {
             facts.Decided: self._handled,
             facts.Durable: self._durable,
@@ -40,11 +36,7 @@ class Copies:
             facts.FaultBegan: self._harmed,
         }
 
-    def complaint(self) -> str:
-        return ""
-
     def _step(self, fact: facts.Stepped) -> None:
-        assert self.world is not None
         self._finished_at.setdefault((fact.job, Version(fact.generation, fact.step)), self.world.timeline.now)
 
     def _harmed(self, fact: facts.MemoryLost | facts.FaultBegan) -> None:
@@ -86,7 +78,6 @@ class Copies:
 
     def _held(self, job: str, version: Version) -> dict[int, set[str]]:
         """By rank, who holds its share."""
-        assert self.world is not None
         held: dict[int, set[str]] = {}
         for name, machine in self.world.machines.items():
             for segment in machine.vault.of_job(job):
@@ -100,7 +91,6 @@ class Copies:
 
     def _compare(self, controller: str, job: str) -> None:
         """Of harm that it cannot know of yet nothing is asked."""
-        assert self.world is not None
         state = self.world.controller(controller).state
         version = state.live_jobs[job].committed
         if version is None or (job, version) not in self._known or (job, version.generation) not in self._specs:

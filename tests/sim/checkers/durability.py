@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
@@ -12,10 +10,11 @@ from controller.core.events import AgentRegistered, Event, HeartbeatChanged, Rep
 from controller.core.generations import EPOCH_SPAN
 from everstep.wire.v1.directives import AnyDirective, KillRank, NewGeneration, RunProbe, StopJob, VersionNotice
 from tests.sim import facts
+from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.facts import Violation
 
 
-class Durability:
+class Durability(Checker):
     """Reports by their numbers, directives by theirs.
 
     While the database is away generations are told that are not written, under numbers that no other controller gives.
@@ -37,7 +36,7 @@ class Durability:
         self._generations: set[tuple[str, int]] = set()
         self._run_again: set[str] = set()
 
-    def watches(self) -> dict[type, Callable[[Any], None]]:
+    def watches(self) -> Watches:
         return {
             facts.Durable: self._durable,
             facts.Acknowledged: self._acknowledged,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from tests.sim.checkers.blame import Blame
 from tests.sim.checkers.budget import Budget
+from tests.sim.checkers.checker import Checker
 from tests.sim.checkers.copies import Copies
 from tests.sim.checkers.durability import Durability
 from tests.sim.checkers.evidence import Evidence
@@ -25,7 +24,7 @@ from tests.sim.checkers.suspicion import Suspicion
 from tests.sim.checkers.windows import Windows
 
 
-def all_checkers() -> list[Any]:
+def all_checkers() -> list[Checker]:
     """A fresh one of each."""
     return [
         Generations(),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
@@ -14,6 +12,7 @@ from everstep.vocabulary import Decision, FindingKind, NodeState, Verdict
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import FindingRaised
 from tests.sim import facts
+from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.facts import Violation
 
 PROBED = (
@@ -29,7 +28,7 @@ class _NodeDoc(msgspec.Struct):
     state: NodeState
 
 
-class Evidence:
+class Evidence(Checker):
     """Follows each node's state as it is decided, and as the next controller finds it."""
 
     name = "evidence"
@@ -45,7 +44,7 @@ class Evidence:
         self._skipped: set[str] = set()
         self._failed: set[str] = set()
 
-    def watches(self) -> dict[type, Callable[[Any], None]]:
+    def watches(self) -> Watches:
         return {
             facts.Decided: self._handled,
             facts.Durable: self._durable,
@@ -53,9 +52,6 @@ class Evidence:
             facts.FaultBegan: self._fault,
             facts.ProbeAnswered: self._probe_answered,
         }
-
-    def complaint(self) -> str:
-        return ""
 
     def _fault(self, fact: facts.FaultBegan) -> None:
         if fact.kind == "compute_wrongly":

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
 
 from controller.core.effects import PutGeneration, PutVersion
 from controller.core.events import ReportArrived
 from everstep.ids import Version
 from everstep.wire.v1.training import GenerationSpec, Sealed
 from tests.sim import facts
+from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.facts import Violation
 
 
-class Fencing:
+class Fencing(Checker):
     """A process goes from generation to generation and never back. A version is committed in its own generation only,
     when every one of its ranks has finished that step there, and has said that it keeps it, and that it is safe."""
 
@@ -29,7 +28,7 @@ class Fencing:
         self._decided: dict[tuple[str, int], GenerationSpec] = {}
         self._stored: dict[str, GenerationSpec] = {}
 
-    def watches(self) -> dict[type, Callable[[Any], None]]:
+    def watches(self) -> Watches:
         return {
             facts.Entered: self._enter,
             facts.Stepped: self._step,
@@ -37,9 +36,6 @@ class Fencing:
             facts.TookOver: self._took_over,
             facts.Durable: self._durable,
         }
-
-    def complaint(self) -> str:
-        return ""
 
     def _enter(self, fact: facts.Entered) -> None:
         before = self._entered.get(fact.life, 0)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from everstep.wire.v1.directives import NewGeneration
 from everstep.wire.v1.training import GenerationSpec
 from tests.sim import facts
+from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.facts import Violation
 
 Roster = tuple[tuple[str, int], ...]
 
 
-class Generations:
+class Generations(Checker):
     """By what is written, by what reaches nodes, and by what processes enter."""
 
     name = "generations"
@@ -22,11 +20,8 @@ class Generations:
         self._newest: dict[str, int] = {}
         self._rosters: dict[tuple[str, int], Roster] = {}
 
-    def watches(self) -> dict[type, Callable[[Any], None]]:
+    def watches(self) -> Watches:
         return {facts.Durable: self._durable, facts.Delivered: self._delivered, facts.Entered: self._entered}
-
-    def complaint(self) -> str:
-        return ""
 
     def _durable(self, fact: facts.Durable) -> None:
         for row in fact.batch.generations:

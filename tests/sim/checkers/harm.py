@@ -16,8 +16,7 @@ class Harm:
     def __init__(self) -> None:
         self._notes: list[tuple[float, str]] = []
 
-    def note(self, world: World | None, fact: facts.MemoryLost | facts.FaultBegan) -> None:
-        assert world is not None
+    def note(self, world: World, fact: facts.MemoryLost | facts.FaultBegan) -> None:
         if isinstance(fact, facts.MemoryLost) or fact.kind == "rot_slots":
             self._notes.append((world.timeline.now, fact.node))
 

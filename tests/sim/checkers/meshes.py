@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
 from controller.core.effects import PutGeneration
 from everstep.vocabulary import GenerationReason
 from everstep.wire.v1.training import GenerationSpec
 from tests.sim import facts
+from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.facts import Violation
 
-if TYPE_CHECKING:
-    from tests.sim.world import World
 
-
-class Meshes:
+class Meshes(Checker):
     """Looks at every roster, whatever it was made for: growth, an eviction, a loss, a window."""
 
     name = "meshes"
 
     def __init__(self) -> None:
-        self.world: World | None = None
         self._before: dict[str, Sequence[str]] = {}
 
-    def watches(self) -> dict[type, Callable[[Any], None]]:
+    def watches(self) -> Watches:
         return {facts.Decided: self._handled, facts.TookOver: self._took_over}
-
-    def complaint(self) -> str:
-        return ""
 
     def _took_over(self, _fact: facts.TookOver) -> None:
         """The last roster that the one before decided may not have been written."""
@@ -55,7 +48,6 @@ class Meshes:
         self._before[spec.job] = spec.seats
 
     def _domain(self, node: str, within: str) -> str:
-        assert self.world is not None
         domain = self.world.machines[node].domain
         return {"rack": domain.rack, "switch": domain.switch, "": ""}[within]
 

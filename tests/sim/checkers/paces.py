@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
 
 from controller.core.effects import NoteCleared, NoteFinding, PutGeneration, PutVerdict
 from everstep.vocabulary import Decision, FindingKind, GenerationReason, Mode
 from everstep.wire.v1.training import GenerationSpec
 from tests.sim import facts
+from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.facts import Violation
-
-if TYPE_CHECKING:
-    from tests.sim.world import World
 
 STALE_S = 20.0
 """For so long a controller may go on with what a node said last, of which it hears nothing."""
@@ -23,14 +20,13 @@ AFTERMATH_S = 12.0
 """In which things are as before after another fault."""
 
 
-class Paces:
+class Paces(Checker):
     """Knows how slow each machine really is. What counts is what its ranks have finished: the first slow step of theirs
     is where a controller can begin to see it."""
 
     name = "paces"
 
     def __init__(self) -> None:
-        self.world: World | None = None
         self._specs: dict[tuple[str, int], GenerationSpec] = {}
         self._newest: dict[str, GenerationSpec] = {}
         self._slow_at: dict[str, list[float]] = defaultdict(list)
@@ -38,14 +34,10 @@ class Paces:
         self._named: set[str] = set()
         self._began_at = 0.0
 
-    def watches(self) -> dict[type, Callable[[Any], None]]:
+    def watches(self) -> Watches:
         return {facts.Decided: self._handled, facts.Stepped: self._stepped, facts.TookOver: self._took_over}
 
-    def complaint(self) -> str:
-        return ""
-
     def _now(self) -> float:
-        assert self.world is not None
         return self.world.timeline.now
 
     def _took_over(self, fact: facts.TookOver) -> None:
@@ -69,7 +61,6 @@ class Paces:
 
     def _slow_ones(self, spec: GenerationSpec) -> set[str]:
         """Nodes that are slow beside their job's others, where somebody can tell."""
-        assert self.world is not None
         policy = self.world.plan.policy
         slowness = {node: self.world.machines[node].slowness for node in spec.seats}
         median = sorted(slowness.values())[(len(slowness) - 1) // 2]
@@ -79,20 +70,17 @@ class Paces:
 
     def _due(self, since: float) -> float:
         """When who has been slow since then is named at the latest, while nothing else happens."""
-        assert self.world is not None
         policy = self.world.plan.policy
         return max(since, self._began_at) + policy.straggler_count * policy.straggler_window_s + UNTOLD_S
 
     def _calm(self, since: float) -> bool:
         """Whether nothing was broken lately but somebody's pace."""
-        assert self.world is not None
         others = [fault for _, fault in self.world.plan.faults if fault.kind != "slow_down"]
         return not any(fault.at <= self._now() and fault.at + fault.seconds + AFTERMATH_S >= since for fault in others)
 
     # --- the controller ----------------------------------------------------------------------------------------------
 
     def _handled(self, fact: facts.Decided) -> None:
-        assert self.world is not None
         judged = {effect.verdict.node: effect.verdict for effect in fact.effects if isinstance(effect, PutVerdict)}
         for effect in fact.effects:
             if isinstance(effect, NoteCleared) and effect.key.startswith(FindingKind.RANK_STRAGGLER):
@@ -114,7 +102,6 @@ class Paces:
 
     def _check_named(self, node: str) -> None:
         """It was slow in as many windows as it takes: so long ago, at least, it finished a step late."""
-        assert self.world is not None
         policy, now = self.world.plan.policy, self._now()
         window_s = policy.straggler_window_s
         first = [at for at in self._slow_at[node] if at >= now - policy.straggler_windows * window_s - STALE_S]
@@ -125,7 +112,6 @@ class Paces:
 
     def _check_verdict(self, node: str, decision: Decision | None) -> None:
         """What follows is what the rule allows: out, or held by a budget, where it is to be enforced."""
-        assert self.world is not None
         mode = self.world.plan.policy.rules.of_kind(FindingKind.RANK_STRAGGLER).mode
         if mode is not Mode.ENFORCE and decision is Decision.EVICT:
             raise Violation(self.name, f"{node} is evicted as slow, which is only recommended")

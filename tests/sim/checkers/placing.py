@@ -3,32 +3,23 @@ power unit where that can be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
 
 from controller.core.effects import PutGeneration
 from everstep.wire.v1.training import GenerationSpec
 from tests.sim import facts
+from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.facts import Violation
 
-if TYPE_CHECKING:
-    from tests.sim.world import World
 
-
-class Placing:
+class Placing(Checker):
     """Works out by trial what the best places are, each chosen beside those before it, for every node of each roster.
     Homes that copies did not get to may be passed over."""
 
     name = "placing"
 
-    def __init__(self) -> None:
-        self.world: World | None = None
-
-    def watches(self) -> dict[type, Callable[[Any], None]]:
+    def watches(self) -> Watches:
         return {facts.Decided: self._handled}
-
-    def complaint(self) -> str:
-        return ""
 
     def _handled(self, fact: facts.Decided) -> None:
         for effect in fact.effects:
@@ -36,7 +27,6 @@ class Placing:
                 self._look(effect.spec, self._passed_over(fact, effect.spec.job))
 
     def _passed_over(self, fact: facts.Decided, job: str) -> set[str]:
-        assert self.world is not None
         live = self.world.controller(fact.controller).state.live_jobs[job]
         return {home for home, until in live.passed_over.items() if until > fact.at}
 
@@ -70,7 +60,6 @@ class Placing:
 
     def _beside(self, one: str, others: Collection[str]) -> int:
         """How many domains fail for it and for one of the others at once."""
-        assert self.world is not None
         mine = self.world.machines[one].domain
         theirs = [self.world.machines[other].domain for other in others]
         return sum(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -15,21 +14,18 @@ from everstep.vocabulary import JobState
 from everstep.wire.v1.directives import ProtectVersion
 from everstep.wire.v1.parity import Protection
 from tests.sim import facts
+from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.checkers.committed import Committed
 from tests.sim.checkers.harm import Harm
 from tests.sim.facts import Violation
 
-if TYPE_CHECKING:
-    from tests.sim.world import World
 
-
-class Parities:
+class Parities(Checker):
     """Knows who made parity of what, which machines were harmed since, and what was committed durably."""
 
     name = "protection"
 
     def __init__(self) -> None:
-        self.world: World | None = None
         self._committed = Committed()
         self._made: dict[tuple[str, Version, int, str], str] = {}
         self._given_up: set[tuple[str, str]] = set()
@@ -37,7 +33,7 @@ class Parities:
         self._counted_at: dict[tuple[str, Version], float] = {}
         self._harm = Harm()
 
-    def watches(self) -> dict[type, Callable[[Any], None]]:
+    def watches(self) -> Watches:
         return {
             facts.Durable: self._durable,
             facts.Delivered: self._delivered,
@@ -68,7 +64,6 @@ class Parities:
                 self._counts(name, job.shielded.protection)
 
     def _counts(self, job: str, protection: Protection) -> None:
-        assert self.world is not None
         version = protection.version
         if self._shielded.get(job) == version:
             return
@@ -93,7 +88,6 @@ class Parities:
 
     def _unrestorable(self, fact: facts.Unrestorable) -> None:
         """Never where each group has lost no more than it bears, and who is in no group has lost nothing."""
-        assert self.world is not None
         spec, protection = fact.spec, fact.spec.restore.protection
         counted_at = self._counted_at.get((spec.job, protection.version)) if protection is not None else None
         if protection is None or counted_at is None:
@@ -111,7 +105,6 @@ class Parities:
             )
 
     def _lost(self, node: str, spec: Any, since: float) -> bool:
-        assert self.world is not None
         machine, chair = self.world.machines[node], spec.roster[0].node
         known = any(holder.node == node for holder in spec.holders)
         answers = known and machine.power and not machine.frozen and self.world.wires.connected(chair, node)
@@ -119,7 +112,6 @@ class Parities:
 
     def complaint(self) -> str:
         """Once nothing breaks any more, whoever asks for parity, and has the nodes for it, has some."""
-        assert self.world is not None
         leader = self.world.leader()
         if leader is None:
             return "nobody leads"

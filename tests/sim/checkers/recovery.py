@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
 
 from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.training import JobSpec
 from tests.sim import facts
-
-if TYPE_CHECKING:
-    from tests.sim.world import World
+from tests.sim.checkers.checker import Checker, Watches
 
 COMMITS_WANTED = 2
 
 
-class Recovery:
+class Recovery(Checker):
     """``complaint`` says what is still missing; jobs that ended count as well."""
 
     name = "recovery"
 
     def __init__(self) -> None:
-        self.world: World | None = None
         self._committed: dict[str, int] = {}
         self._quiet: dict[str, int] | None = None
 
-    def watches(self) -> dict[type, Callable[[Any], None]]:
+    def watches(self) -> Watches:
         return {facts.Durable: self._durable}
 
     def _durable(self, fact: facts.Durable) -> None:
@@ -34,7 +30,6 @@ class Recovery:
             self._committed[job] = self._committed.get(job, 0) + 1
 
     def complaint(self) -> str:
-        assert self.world is not None
         if self._quiet is None:
             self._quiet = dict(self._committed)
         leader = self.world.leader()
@@ -53,7 +48,6 @@ class Recovery:
         return ""
 
     def _job(self, name: str, nodes: tuple[str, ...]) -> str:
-        assert self.world is not None
         leader = self.world.leader()
         assert leader is not None
         assert self._quiet is not None
@@ -79,7 +73,6 @@ class Recovery:
 
     def _whole_blocks(self, spec: JobSpec, nodes: Collection[str]) -> int:
         """How many can be made of these nodes, where their machines stand."""
-        assert self.world is not None
         domains = {node: self.world.machines[node].domain for node in nodes}
         names = {"rack": lambda d: d.rack, "switch": lambda d: d.switch, "": lambda d: "any"}[spec.block_within]
         room = Counter(name for domain in domains.values() if (name := names(domain)))
@@ -87,7 +80,6 @@ class Recovery:
 
     def _seated(self) -> set[str]:
         """Nodes that some job computes on."""
-        assert self.world is not None
         leader = self.world.leader()
         assert leader is not None
         specs = [job.generation for job in leader.state.jobs.values() if job.state is JobState.RUNNING]

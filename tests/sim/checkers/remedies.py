@@ -4,8 +4,6 @@ somebody's word keeps out."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -14,11 +12,9 @@ from controller.core.events import NodeObserved, OperatorAction, OperatorCommand
 from controller.store.records import RemedyRow, RemedyState
 from everstep.vocabulary import Decision, NodeState
 from tests.sim import facts
+from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.checkers.window_book import WindowBook
 from tests.sim.facts import Violation
-
-if TYPE_CHECKING:
-    from tests.sim.world import World
 
 CURES = (RemedyKind.RESET_GPU, RemedyKind.REBOOT)
 ENDED = (RemedyState.CONFIRMED, RemedyState.FAILED, RemedyState.SUPERSEDED)
@@ -40,13 +36,12 @@ class _NodeDoc(msgspec.Struct):
         return {who: for_ever for who, is_said in said.items() if is_said}
 
 
-class Remedies:
+class Remedies(Checker):
     """Follows every remedy from its decision to what was really done."""
 
     name = "remedies"
 
     def __init__(self) -> None:
-        self.world: World | None = None
         self._rows: dict[str, RemedyRow] = {}
         self._begun_in: dict[str, int] = {}
         self._verdicts: dict[str, tuple[str, str]] = {}
@@ -58,7 +53,7 @@ class Remedies:
         self._kept_out: dict[str, dict[str, float]] = defaultdict(dict)
         self._book = WindowBook()
 
-    def watches(self) -> dict[type, Callable[[Any], None]]:
+    def watches(self) -> Watches:
         return {
             facts.Decided: self._handled,
             facts.Durable: self._durable,
@@ -70,7 +65,6 @@ class Remedies:
 
     def complaint(self) -> str:
         """Whatever Everstep took from the scheduler is given back, and nothing is left half done."""
-        assert self.world is not None
         leader = self.world.leader()
         if leader is None:
             return "nobody leads"
@@ -117,7 +111,6 @@ class Remedies:
                 words.pop("a person", None)
 
     def _who_keeps_out(self, node: str, now: float) -> str:
-        assert self.world is not None
         window = self._book.active(self.world, node, now)
         return next((who for who, until in self._kept_out[node].items() if now < until), str(window or ""))
 
@@ -163,7 +156,6 @@ class Remedies:
             self._count(row)
 
     def _count(self, row: RemedyRow) -> None:
-        assert self.world is not None
         policy, at = self.world.plan.policy, row.requested_at
         caps = (
             (row.node, policy.remedies_per_node, policy.remedy_node_window_s),

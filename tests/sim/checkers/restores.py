@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
 from agent.spill.retention import version_of
 from controller.core.effects import PutGeneration
 from everstep.ids import Version
 from everstep.vocabulary import GenerationReason
 from everstep.wire.v1.training import GenerationSpec
 from tests.sim import facts
+from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.checkers.harm import Harm
 from tests.sim.facts import Violation
 
-if TYPE_CHECKING:
-    from tests.sim.world import World
 
-
-class Restores:
+class Restores(Checker):
     """Knows what was committed durably, which machines lost their memory since, and which states are wrong."""
 
     name = "restores"
 
     def __init__(self) -> None:
-        self.world: World | None = None
         self._committed: dict[str, Version] = {}
         self._verified: dict[str, Version] = {}
         self._holders: dict[tuple[str, int], set[str]] = {}
@@ -33,7 +27,7 @@ class Restores:
         self._harm = Harm()
         self._spread: dict[str, frozenset[str]] = {}
 
-    def watches(self) -> dict[type, Callable[[Any], None]]:
+    def watches(self) -> Watches:
         return {
             facts.Durable: self._durable,
             facts.Handled: self._handled,
@@ -43,9 +37,6 @@ class Restores:
             facts.FaultBegan: self._harmed,
             facts.Stepped: self._step,
         }
-
-    def complaint(self) -> str:
-        return ""
 
     def _durable(self, fact: facts.Durable) -> None:
         for row in fact.batch.versions.values():
@@ -87,7 +78,7 @@ class Restores:
         more finds it on storage; only that is forgiven."""
         job = fact.spec.job
         seen = fact.state.liars - self._spread.get(job, frozenset())
-        replicated = self.world is not None and self.world.jobs[job].replicated
+        replicated = self.world.jobs[job].replicated
         if after_corruption and seen and replicated:
             raise Violation(self.name, f"{job} generation {fact.spec.number} starts from what {sorted(seen)} got wrong")
         self._spread[job] = fact.state.liars
@@ -95,7 +86,6 @@ class Restores:
     # --- what cannot be restored -------------------------------------------------------------------------------------
 
     def _step(self, fact: facts.Stepped) -> None:
-        assert self.world is not None
         version = Version(fact.generation, fact.step)
         self._finished_at.setdefault((fact.job, version), self.world.timeline.now)
 
@@ -107,7 +97,6 @@ class Restores:
 
     def _must_be_lost(self, spec: GenerationSpec, sentence: str) -> None:
         """Only when as many machines as there are copies are gone, out of reach, or not to be believed."""
-        assert self.world is not None
         floor = spec.restore.floor
         if floor is None:
             return

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 from controller.core.effects import DropNode, PutNode
 from controller.core.events import OperatorAction, OperatorCommand
@@ -13,32 +11,26 @@ from controller.core.records import NodeRecord
 from controller.core.rules import SecondPass
 from everstep.vocabulary import Action, Finding, Mode, NodeState
 from tests.sim import facts
+from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.facts import Violation
-
-if TYPE_CHECKING:
-    from tests.sim.world import World
 
 SERVING = (NodeState.HEALTHY, NodeState.SUSPECT)
 
 
-class Returns:
+class Returns(Checker):
     """Looks at each record as it becomes healthy: at what its node and the controller say of it then. An operator's
     word is above that, and what others show as well is nobody's own."""
 
     name = "returns"
 
     def __init__(self) -> None:
-        self.world: World | None = None
         self._states: dict[str, NodeState] = {}
         self._shown: dict[str, set[tuple[str, int | None]]] = {}
         self._ended: dict[tuple[str, str, int | None], float] = {}  # by node and what is alike: when it showed it last
         self._vouched: dict[str, set[str]] = defaultdict(set)
 
-    def watches(self) -> dict[type, Callable[[Any], None]]:
+    def watches(self) -> Watches:
         return {facts.Decided: self._handled}
-
-    def complaint(self) -> str:
-        return ""
 
     def _handled(self, fact: facts.Decided) -> None:
         for effect in fact.effects:
@@ -66,7 +58,6 @@ class Returns:
 
     def _others(self, node: str, finding: Finding, now: float) -> list[str]:
         """Who shows it too, or did so within the time for which it counts among those of an outbreak."""
-        assert self.world is not None
         alike, since = _alike(finding), now - self.world.plan.policy.rules.rule(finding).correlated_s
         return [
             other
@@ -75,7 +66,6 @@ class Returns:
         ]
 
     def _evicts(self, record: NodeRecord, finding: Finding, now: float) -> bool:
-        assert self.world is not None
         rule = self.world.plan.policy.rules.rule(finding)
         if rule.n_of[0] > 1 or rule.heals or rule.second_pass is SecondPass.PAIR:
             return False  # not as it is

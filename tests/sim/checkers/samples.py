@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from everstep.ids import Version
 from tests.sim import facts
+from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.facts import Violation
 from tests.sim.training_state import TrainingState, seen_by_all
 
 
-class Samples:
+class Samples(Checker):
     """Follows each committed state back to its beginning: step by step, each with exactly its own samples."""
 
     name = "samples"
@@ -20,11 +18,8 @@ class Samples:
         self._states: dict[tuple[str, Version], dict[int, TrainingState]] = {}
         self._good: set[str] = set()
 
-    def watches(self) -> dict[type, Callable[[Any], None]]:
+    def watches(self) -> Watches:
         return {facts.Stepped: self._step, facts.Durable: self._durable}
-
-    def complaint(self) -> str:
-        return ""
 
     def _step(self, fact: facts.Stepped) -> None:
         key = (fact.job, Version(fact.generation, fact.step))

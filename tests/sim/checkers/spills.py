@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
 import msgspec
 
 from controller.core.records import JobRecord
@@ -12,29 +9,26 @@ from everstep.ids import Version
 from everstep.vocabulary import JobState
 from everstep.wire.v1.directives import SpillVersion
 from tests.sim import facts
+from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.checkers.committed import Committed
 from tests.sim.facts import Violation
-
-if TYPE_CHECKING:
-    from tests.sim.world import World
 
 STEPS_LATE = 60
 """Steps, besides those between two checkpoints, after which one of a quiet world is missed."""
 ENDS = ("spill.stored", "spill.given_up")
 
 
-class Spills:
+class Spills(Checker):
     """Knows what was committed, what vaults made whole, and how orders ended, all as far as it is durable."""
 
     name = "spills"
 
     def __init__(self) -> None:
-        self.world: World | None = None
         self._committed = Committed()
         self._whole: dict[str, set[Version]] = {}
         self._ended: dict[tuple[str, str], str] = {}
 
-    def watches(self) -> dict[type, Callable[[Any], None]]:
+    def watches(self) -> Watches:
         return {
             facts.Durable: self._durable,
             facts.StoredWhole: self._stored,
@@ -83,7 +77,6 @@ class Spills:
 
     def complaint(self) -> str:
         """Once nothing breaks any more checkpoints come to storage, and what the records list is there."""
-        assert self.world is not None
         leader = self.world.leader()
         if leader is None:
             return "nobody leads"

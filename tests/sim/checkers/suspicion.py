@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import msgspec
 
 from controller.core.effects import Audit, PutGeneration, PutNode
@@ -12,6 +9,7 @@ from controller.core.events import ReportArrived
 from everstep.vocabulary import GenerationReason, NodeState
 from everstep.wire.v1.training import CollectiveFailed, GenerationSpec
 from tests.sim import facts
+from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.facts import Violation
 
 
@@ -23,7 +21,7 @@ class _JobDoc(msgspec.Struct):
     generation: GenerationSpec | None = None
 
 
-class Suspicion:
+class Suspicion(Checker):
     """Newcomers to a roster are healthy when it is decided; a failed collective leaves out whom it may be about."""
 
     name = "suspicion"
@@ -36,11 +34,8 @@ class Suspicion:
         self._numbers: dict[str, int] = {}
         self._witnessed: dict[str, int] = {}
 
-    def watches(self) -> dict[type, Callable[[Any], None]]:
+    def watches(self) -> Watches:
         return {facts.Decided: self._handled, facts.Durable: self._durable, facts.TookOver: self._took_over}
-
-    def complaint(self) -> str:
-        return ""
 
     def _durable(self, fact: facts.Durable) -> None:
         self._stored |= fact.batch.nodes

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -12,11 +10,9 @@ from controller.core.effects import Audit, DropNode, PutGeneration, PutNode, Put
 from controller.core.events import OperatorCommand, StoreChanged, Tick
 from everstep.vocabulary import Decision, JobState, NodeState
 from tests.sim import facts
+from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.checkers.window_book import BEGUN, WindowBook
 from tests.sim.facts import Violation
-
-if TYPE_CHECKING:
-    from tests.sim.world import World
 
 LATE_S = 3.0
 """Seconds that a window may begin late, where somebody leads and the database is there."""
@@ -28,25 +24,23 @@ class _NodeDoc(msgspec.Struct):
     state: NodeState
 
 
-class Windows:
+class Windows(Checker):
     """Compares what is decided with the windows that people ordered. An operator's word of a node is above them."""
 
     name = "windows"
 
     def __init__(self) -> None:
-        self.world: World | None = None
         self._book = WindowBook()
         self._able_since = math.inf
         self._store_away = False
         self._states: dict[str, NodeState] = {}
         self._stored: dict[str, _NodeDoc] = {}
 
-    def watches(self) -> dict[type, Callable[[Any], None]]:
+    def watches(self) -> Watches:
         return {facts.Decided: self._handled, facts.Durable: self._durable, facts.TookOver: self._took_over}
 
     def complaint(self) -> str:
         """Nobody is still in a window when all of them are over."""
-        assert self.world is not None
         leader = self.world.leader()
         if leader is None:
             return "nobody leads"
@@ -103,7 +97,6 @@ class Windows:
 
     def _jobs_leave(self, fact: facts.Decided) -> None:
         """A window has begun: no job goes on with whom it means, but to its next boundary."""
-        assert self.world is not None
         for name, job in self.world.controller(fact.controller).state.jobs.items():
             seats = job.generation.seats if job.generation is not None and job.state is JobState.RUNNING else ()
             for node in seats:
@@ -119,21 +112,18 @@ class Windows:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _seats(self, effect: PutGeneration, now: float) -> None:
-        assert self.world is not None
         for node in effect.spec.seats:
             if (window := self._book.active(self.world, node, now)) is not None:
                 what = f"{effect.spec.job} generation {effect.spec.number}"
                 raise Violation(self.name, f"{what} has a seat on {node}, in {window}")
 
     def _judged(self, effect: PutVerdict, now: float) -> None:
-        assert self.world is not None
         verdict = effect.verdict
         window = self._book.active(self.world, verdict.node, now)
         if window is not None and verdict.decision in AGAINST:
             raise Violation(self.name, f"{verdict.decision} of {verdict.node} in {window}: {verdict.sentence}")
 
     def _put(self, fact: facts.Decided, effect: PutNode) -> None:
-        assert self.world is not None
         record, now = effect.doc, fact.at
         before, self._states[effect.node] = self._states.get(effect.node), record.state
         if now < record.maintenance_until:
