@@ -19,7 +19,8 @@ from controller.core.effects import Audit, PutVerdict
 from controller.core.offenders import offender_score
 from controller.core.policy import CorePolicy
 from everstep.vocabulary import Action, Decision, Finding, NodeState
-from tests.support.core_fleet import CoreFleet, xid
+from tests.support.core_fleet import CoreFleet
+from tests.support.findings import xid
 
 NODES = [f"n{number}" for number in range(5)]
 ILLS = [xid(79), xid(119, Action.RESET_GPU), xid(120, Action.DRAIN)]

@@ -24,7 +24,8 @@ from controller.core.events import OperatorAction, StoreChanged
 from controller.core.policy import CorePolicy
 from everstep.vocabulary import Decision, Finding, NodeState
 from everstep.wire.v1.agent import Domain
-from tests.support.core_fleet import CoreFleet, xid
+from tests.support.core_fleet import CoreFleet
+from tests.support.findings import xid
 
 NODES = [f"n{number}" for number in range(10)]
 WINDOW_S = 40.0

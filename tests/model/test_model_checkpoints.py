@@ -20,7 +20,7 @@ from everstep.errors import EverstepError
 from everstep.ids import Version
 from everstep.vocabulary import JobState
 from everstep.wire.v1.directives import VersionNotice
-from everstep.wire.v1.training import RestoreRule, Sealed
+from everstep.wire.v1.training import RestoreRule
 from tests.support.core_fleet import CoreFleet, generations, sent
 
 RANKS = 3
@@ -148,19 +148,7 @@ class Checkpoints(RuleBasedStateMachine):
         return effects
 
     def tell(self, at: int, rank: int, safe: bool, kept: bool) -> None:
-        spec = self.fleet.running()
-        words = Sealed(
-            job="job",
-            at=self.fleet.now,
-            generation=spec.number,
-            rank=rank,
-            version=Version(spec.number, at),
-            bytes=1,
-            safe=safe,
-            kept=kept,
-            digests={"world": f"d{at}"},
-        )
-        self.fleet.report(spec.roster[rank].node, words)
+        self.fleet.seal_one(at, rank, safe=safe, kept=kept, digests={"world": f"d{at}"})
 
     @invariant()
     def what_was_committed_is_known_across_restarts_and_generations(self) -> None:

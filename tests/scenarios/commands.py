@@ -24,7 +24,8 @@ from everstep.ids import Version
 from everstep.vocabulary import Action, Finding, FindingKind, Severity
 from everstep.wire.v1.agent import Domain, Gpu
 from everstep.wire.v1.training import ProbeFinished
-from tests.support.core_fleet import CoreFleet, xid
+from tests.support.core_fleet import CoreFleet
+from tests.support.findings import xid
 
 Words = list[str]
 Options = dict[str, str]

@@ -25,7 +25,7 @@ from controller.core.records import FleetRecord, JobRecord, NodeRecord, VersionR
 from controller.core.state import FleetState
 from controller.rulebook import with_rules
 from everstep.ids import Version
-from everstep.vocabulary import Action, Finding, FindingKind, JobState, NodeState, Severity
+from everstep.vocabulary import Finding, JobState, NodeState
 from everstep.wire.v1.agent import Domain, Gpu, Register
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import (
@@ -51,18 +51,6 @@ from everstep.wire.v1.training import (
 START = 1_700_000_000.0
 ENTROPY = "ab" * 32
 STEP_S = 0.05
-
-
-def xid(number: int = 79, action: Action = Action.REPAIR) -> Finding:
-    """What an agent finds when a GPU falls off the bus."""
-    return Finding(
-        kind=FindingKind.GPU_XID,
-        subject="GPU-0",
-        severity=Severity.CRITICAL,
-        message=f"XID {number}: GPU has fallen off the bus",
-        action=action,
-        xid=number,
-    )
 
 
 class CoreFleet:
@@ -305,25 +293,31 @@ class CoreFleet:
         ``copied``: each says that its share lies where the generation placed its copies.
         """
         spec, before = self.running(job), len(self.effects)
-        number = spec.number if generation is None else generation
         for member in spec.roster:
             if ranks and member.rank not in ranks:
                 continue
             digest = "d0" if digests is None else digests.get(member.rank, "d0")
-            words = Sealed(
-                job=job,
-                at=self.now,
-                generation=number,
-                rank=member.rank,
-                version=Version(number, step),
-                bytes=100,
+            self.seal_one(
+                step,
+                member.rank,
+                job,
+                generation,
                 safe=safe,
                 kept=kept,
                 digests={"world": digest} if digest else {},
                 replicas=tuple(spec.replica_nodes.get(member.node, ())) if copied else (),
             )
-            self.report(member.node, words)
         return self.effects[before:]
+
+    def seal_one(
+        self, step: int, rank: int, job: str = "job", generation: int | None = None, **more: Any
+    ) -> list[Effect]:
+        """One rank seals its share of the version after ``step``. ``more``: other fields, or other values."""
+        spec = self.running(job)
+        number = spec.number if generation is None else generation
+        fields = {"bytes": 100, "safe": True, "kept": True} | more
+        words = Sealed(job=job, at=self.now, generation=number, rank=rank, version=Version(number, step), **fields)
+        return self.report(spec.roster[rank].node, words)
 
     def lose_rank(
         self, rank: int, job: str = "job", replacement: bool = True, generation: int | None = None

@@ -31,7 +31,8 @@ from everstep.vocabulary import Action, Severity
 from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.training import RankProgress
 from everstep.wire.v1.vault_reports import VersionProtected, VersionSpilled
-from tests.support.core_fleet import CoreFleet, xid
+from tests.support.core_fleet import CoreFleet
+from tests.support.findings import xid
 
 FORMAT = MAGIC.split()[1].decode()
 """The format that is written now."""

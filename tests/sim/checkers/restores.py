@@ -20,7 +20,6 @@ class Restores(Checker):
 
     def __init__(self) -> None:
         self._committed: dict[str, Version] = {}
-        self._verified: dict[str, Version] = {}
         self._holders: dict[tuple[str, int], set[str]] = {}
         self._expected: dict[tuple[str, int], Version | None] = {}
         self._finished_at: dict[tuple[str, Version], float] = {}

@@ -19,7 +19,7 @@ from everstep.wire.v1.enrolment import Issued, IssueViewer
 from everstep.wire.v1.evidence import Evidence
 from everstep.wire.v1.training import FindingCleared, FindingRaised
 from tests.support.controllers import OPERATOR, VIEWER, InProcess, Refused, Speaker, get, post
-from tests.support.core_fleet import xid
+from tests.support.findings import xid
 from tests.support.spoken import FELL_OFF, fleet, running_job
 
 H100 = Gpu(

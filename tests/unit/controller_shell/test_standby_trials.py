@@ -23,7 +23,8 @@ from everstep.tokens import TokenRole, mint
 from everstep.wire.v1 import history as past
 from everstep.wire.v1 import operator as op
 from tests.support.controllers import PATIENT, SECRET, VIEWER, bearer, controller_process, registration
-from tests.support.core_fleet import START, xid
+from tests.support.core_fleet import START
+from tests.support.findings import xid
 from tests.support.forked import ForkPool
 from tests.support.journaled import JournaledFleet
 

@@ -12,7 +12,7 @@ from controller.standing import StandingFindings
 from everstep.vocabulary import Finding, Severity
 from everstep.wire.v1.training import FindingCleared, FindingRaised
 from tests.support.controllers import InProcess
-from tests.support.core_fleet import xid
+from tests.support.findings import xid
 from tests.support.sessions import AgentSession, served
 
 Findings = dict[str, Finding]

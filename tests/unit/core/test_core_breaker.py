@@ -7,9 +7,10 @@ import msgspec
 
 from controller.core.events import OperatorAction
 from controller.core.policy import CorePolicy
-from everstep.vocabulary import Action, Finding, FindingKind, JobState, NodeState, Severity
+from everstep.vocabulary import Finding, JobState, NodeState
 from everstep.wire.v1.agent import Domain
-from tests.support.core_fleet import CoreFleet, audits, decisions, xid
+from tests.support.core_fleet import CoreFleet, audits, decisions
+from tests.support.findings import uncorrectable_ecc, xid
 
 
 def _fleet(**policy: object) -> CoreFleet:
@@ -19,16 +20,6 @@ def _fleet(**policy: object) -> CoreFleet:
 def _ill(node: str) -> Finding:
     """Each falls ill in its own way."""
     return xid(100 + int(node[1:]))
-
-
-def _memory() -> Finding:
-    return Finding(
-        kind=FindingKind.GPU_ECC_UNCORRECTABLE,
-        subject="GPU-0",
-        severity=Severity.CRITICAL,
-        message="an error of memory",
-        action=Action.RESET_GPU,
-    )
 
 
 # --- what latches it ---------------------------------------------------------------------------------------------
@@ -73,12 +64,12 @@ def _crowd(**policy: object) -> CoreFleet:
 def test_evictions_that_an_outbreak_takes_back_cover_what_latched_the_breaker() -> None:
     fleet = _crowd()
     for number in range(4):
-        fleet.raise_finding(f"n{number}", _memory())
+        fleet.raise_finding(f"n{number}", uncorrectable_ecc())
     fleet.raise_finding("n50", xid())
     assert (fleet.state.nodes["n50"].held_by, bool(fleet.state.fleet.breaker)) == ("fleet", True)
     before = len(fleet.effects)
     for number in range(4, 9):
-        fleet.raise_finding(f"n{number}", _memory())
+        fleet.raise_finding(f"n{number}", uncorrectable_ecc())
     assert len(audits(fleet.effects[before:], "fleet.breaker_over")) == 1
     assert fleet.state.fleet.breaker == ""
     assert ("n50", "evict") in decisions(fleet.effects[before:])
@@ -118,9 +109,9 @@ def test_a_breaker_stays_where_what_is_taken_back_used_no_budget() -> None:
     assert fleet.state.fleet.breaker
     fleet.now += 3700.0  # the window has passed; a latched breaker does not care
     for number in range(4):
-        fleet.register(f"m{number}", findings=(_memory(),))
+        fleet.register(f"m{number}", findings=(uncorrectable_ecc(),))
     for number in range(4, 9):
-        fleet.register(f"m{number}", findings=(_memory(),))
+        fleet.register(f"m{number}", findings=(uncorrectable_ecc(),))
     assert audits(fleet.effects, "node.acquitted")
     assert fleet.state.fleet.breaker
 

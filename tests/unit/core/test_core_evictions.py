@@ -14,7 +14,8 @@ from everstep.errors import Conflict, NotFound
 from everstep.vocabulary import Action, Finding, FindingKind, JobState, Mode, NodeState, ProbeKind, Severity
 from everstep.wire.v1.agent import Gpu
 from everstep.wire.v1.directives import KillRank, RunProbe
-from tests.support.core_fleet import CoreFleet, decisions, generations, sent, xid
+from tests.support.core_fleet import CoreFleet, decisions, generations, sent
+from tests.support.findings import xid
 
 
 def _running(nodes: int = 3, spares: int = 1, **more: int) -> CoreFleet:

@@ -12,7 +12,8 @@ from controller.core.policy import CorePolicy
 from everstep.errors import ConfigurationError, Unavailable
 from everstep.vocabulary import Finding, NodeState
 from everstep.wire.v1.agent import Domain
-from tests.support.core_fleet import CoreFleet, audits, decisions, xid
+from tests.support.core_fleet import CoreFleet, audits, decisions
+from tests.support.findings import xid
 
 NODES = [f"n{number}" for number in range(1, 9)]
 

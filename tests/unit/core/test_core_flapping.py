@@ -11,7 +11,8 @@ from controller.core.flapping import KEY
 from controller.core.policy import CorePolicy
 from controller.core.rules import Rulebook
 from everstep.vocabulary import Action, FindingKind, Mode, NodeState
-from tests.support.core_fleet import CoreFleet, audits, decisions, with_rules, xid
+from tests.support.core_fleet import CoreFleet, audits, decisions, with_rules
+from tests.support.findings import xid
 
 LAB = msgspec.structs.replace(CorePolicy.lab(), probe_required=False)
 COUNT, WINDOW_S = LAB.node_flap_count, LAB.node_flap_window_s

@@ -12,7 +12,8 @@ from controller.core.policy import CorePolicy
 from everstep.errors import Conflict, NotFound
 from everstep.vocabulary import JobState, NodeState, ProbeKind
 from everstep.wire.v1.agent import Gpu
-from tests.support.core_fleet import CoreFleet, audits, generations, xid
+from tests.support.core_fleet import CoreFleet, audits, generations
+from tests.support.findings import xid
 
 DAY = 86400.0
 LAB = CorePolicy.lab()

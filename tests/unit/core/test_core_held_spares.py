@@ -7,7 +7,8 @@ import msgspec
 from controller.core.membership import why_not
 from controller.core.policy import CorePolicy
 from everstep.vocabulary import JobState
-from tests.support.core_fleet import CoreFleet, xid
+from tests.support.core_fleet import CoreFleet
+from tests.support.findings import xid
 
 
 def _fleet(nodes: int, spares: int, held: str = "n5", **shape: int) -> CoreFleet:

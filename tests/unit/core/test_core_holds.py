@@ -13,7 +13,8 @@ from controller.core.policy import CorePolicy
 from everstep.errors import Conflict, NotFound
 from everstep.vocabulary import Action, JobState, Mode, NodeState
 from everstep.wire.v1.agent import Domain
-from tests.support.core_fleet import CoreFleet, audits, decisions, generations, xid
+from tests.support.core_fleet import CoreFleet, audits, decisions, generations
+from tests.support.findings import xid
 
 EVERYONE = [f"n{i}" for i in range(1, 6)]
 

@@ -16,7 +16,8 @@ from controller.core.turn import Turn
 from everstep.errors import Conflict
 from everstep.vocabulary import Action, Finding, Mode, NodeState
 from everstep.wire.v1.directives import RunProbe
-from tests.support.core_fleet import CoreFleet, audits, sent, xid
+from tests.support.core_fleet import CoreFleet, audits, sent
+from tests.support.findings import xid
 
 EVERYONE = [f"n{i}" for i in range(1, 6)]
 HUNG = xid(119, Action.RESET_GPU)

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from controller.core.effects import PutVersion
 from controller.core.placement import Site, place_replicas
 from controller.core.policy import CorePolicy
-from everstep.ids import Version
 from everstep.vocabulary import FindingKind, GenerationReason
-from everstep.wire.v1.training import Sealed
 from tests.support.core_fleet import CoreFleet, audits, decisions, generations
 
 POLICY = msgspec.structs.replace(CorePolicy.lab(), copy_misses=3, passed_over_s=60.0)
@@ -32,18 +30,7 @@ def _next_version(fleet: CoreFleet, *broken: str) -> bool:
     for member in spec.roster:
         homes = spec.replica_nodes[member.node]
         arrived = tuple(home for home in homes if home not in broken)
-        words = Sealed(
-            job="job",
-            at=fleet.now,
-            generation=spec.number,
-            rank=member.rank,
-            version=Version(spec.number, step),
-            bytes=100,
-            safe=arrived == homes,
-            kept=True,
-            replicas=arrived,
-        )
-        fleet.report(member.node, words)
+        fleet.seal_one(step, member.rank, safe=arrived == homes, replicas=arrived)
     for _ in range(8):
         fleet.advance(0.5, *fleet.state.nodes)
         step += 4

@@ -15,7 +15,8 @@ from everstep.vocabulary import NodeState
 from everstep.wire.v1.agent import Domain, Gpu
 from everstep.wire.v1.evidence import Evidence
 from everstep.wire.v1.training import ProbeFinished
-from tests.support.core_fleet import CoreFleet, xid
+from tests.support.core_fleet import CoreFleet
+from tests.support.findings import xid
 
 EVERYONE = [f"n{i}" for i in range(1, 6)]
 

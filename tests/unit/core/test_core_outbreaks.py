@@ -12,8 +12,9 @@ from controller.core.effects import RemedyKind, RequestRemedy
 from controller.core.events import OperatorAction
 from controller.core.policy import CorePolicy
 from controller.rulebook import with_rules
-from everstep.vocabulary import Action, Finding, FindingKind, Mode, NodeState, Severity
-from tests.support.core_fleet import CoreFleet, audits, decisions, xid
+from everstep.vocabulary import Action, Finding, Mode, NodeState
+from tests.support.core_fleet import CoreFleet, audits, decisions
+from tests.support.findings import slow_link, uncorrectable_ecc, xid
 
 WINDOW_S = 120.0
 IN_SERVICE = (NodeState.HEALTHY, NodeState.PROBATION)
@@ -27,16 +28,6 @@ def _fleet(nodes: int, **knobs: object) -> CoreFleet:
 
 def _names(nodes: int) -> list[str]:
     return [f"n{number}" for number in range(1, nodes + 1)]
-
-
-def _ecc() -> Finding:
-    return Finding(
-        kind=FindingKind.GPU_ECC_UNCORRECTABLE,
-        subject="GPU-0",
-        severity=Severity.CRITICAL,
-        action=Action.RESET_GPU,
-        message="an uncorrectable error",
-    )
 
 
 def _hand_out(fleet: CoreFleet, nodes: list[str], finding: Finding, over_s: float = 0.0) -> None:
@@ -80,7 +71,7 @@ def test_the_same_where_they_show_it_one_after_the_other_within_the_window(nodes
 @pytest.mark.parametrize("nodes", [2, 8, 9, 40, 200])
 def test_so_many_errors_of_memory_that_it_takes_more_to_tell_leave_nobody_out_either(nodes: int) -> None:
     fleet = _fleet(nodes)
-    _hand_out(fleet, _names(nodes), _ecc())
+    _hand_out(fleet, _names(nodes), uncorrectable_ecc())
     assert (_out(fleet), _used(fleet), fleet.state.fleet.breaker) == ([], 0, "")
 
 
@@ -88,7 +79,7 @@ def test_so_many_errors_of_memory_that_it_takes_more_to_tell_leave_nobody_out_ei
 def test_a_driver_that_shows_in_several_findings_leaves_nobody_out(nodes: int) -> None:
     fleet = _fleet(nodes)
     for node in _names(nodes):
-        for finding in (xid(119), xid(154), _ecc()):
+        for finding in (xid(119), xid(154), uncorrectable_ecc()):
             fleet.raise_finding(node, finding)
     assert (_out(fleet), _used(fleet), fleet.state.fleet.breaker) == ([], 0, "")
 
@@ -163,16 +154,9 @@ def test_another_fault_beyond_the_budget_latches_the_breaker_while_a_pair_is_hel
 def test_both_ends_of_one_pair_are_no_outbreak() -> None:
     fleet = _fleet(4)
     fleet.advance(301.0, *_names(4))
-    slow = Finding(
-        kind=FindingKind.NETWORK_SLOW_LINK,
-        subject="n2",
-        severity=Severity.WARNING,
-        message="slow",
-        evidence={"peer": "n2"},
-    )
-    fleet.raise_finding("n1", slow)
+    fleet.raise_finding("n1", slow_link("n2"))
     assert "second_pass.begun" in [e.entry.kind for e in fleet.effects if hasattr(e, "entry")]
-    fleet.raise_finding("n2", msgspec.structs.replace(slow, subject="n1", evidence={"peer": "n1"}))
+    fleet.raise_finding("n2", slow_link("n1"))
     assert audits(fleet.effects, "fleet.correlated_finding") == []
 
 
@@ -193,10 +177,10 @@ def test_an_acquitted_node_has_no_offence_no_step_and_no_eviction_to_its_name() 
 def test_what_else_a_node_is_out_for_keeps_it_out() -> None:
     fleet = _fleet(12)
     _hand_out(fleet, ["n1"], xid(119))
-    _hand_out(fleet, ["n1"], _ecc())
+    _hand_out(fleet, ["n1"], uncorrectable_ecc())
     _hand_out(fleet, ["n2", "n3"], xid(119))
     assert _out(fleet) == ["n1"]
-    assert fleet.state.nodes["n1"].causes == [_ecc().key]
+    assert fleet.state.nodes["n1"].causes == [uncorrectable_ecc().key]
     assert _used(fleet) == 1
 
 
@@ -271,8 +255,8 @@ def test_an_outbreak_of_one_driver_is_not_over_because_a_node_of_another_shows_t
     fleet = _fleet(0)
     fleet.register(*[f"old{number}" for number in range(40)], driver_version="550")
     fleet.register(*[f"new{number}" for number in range(4)], driver_version="570")
-    _hand_out(fleet, ["new0", "new1", "new2"], _ecc())
+    _hand_out(fleet, ["new0", "new1", "new2"], uncorrectable_ecc())
     assert _out(fleet) == []
-    assert ("old0", "evict") in decisions(fleet.raise_finding("old0", _ecc()))
-    assert ("new3", "correlated") in decisions(fleet.raise_finding("new3", _ecc()))
+    assert ("old0", "evict") in decisions(fleet.raise_finding("old0", uncorrectable_ecc()))
+    assert ("new3", "correlated") in decisions(fleet.raise_finding("new3", uncorrectable_ecc()))
     assert audits(fleet.effects, "fleet.correlated_finding_over") == []

@@ -18,7 +18,8 @@ from controller.core.rules import Rule, SecondPass
 from controller.core.state import FleetState
 from controller.core.turn import Turn
 from everstep.vocabulary import Finding, FindingKind
-from tests.support.core_fleet import START, CoreFleet, audits, xid
+from tests.support.core_fleet import START, CoreFleet, audits
+from tests.support.findings import xid
 
 WINDOW_S = 20.0
 KINDS = 2

@@ -9,7 +9,8 @@ import pytest
 from controller.core.events import NodeObserved, OperatorAction
 from controller.core.policy import CorePolicy
 from everstep.vocabulary import Action, JobState, NodeState
-from tests.support.core_fleet import CoreFleet, audits, decisions, xid
+from tests.support.core_fleet import CoreFleet, audits, decisions
+from tests.support.findings import xid
 
 DRIVERS = xid(119, Action.RESET_GPU)
 

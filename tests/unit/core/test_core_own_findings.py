@@ -15,7 +15,8 @@ from controller.core.stragglers import KEY as SLOW
 from controller.rulebook import with_rules
 from everstep.vocabulary import Action, FindingKind, Mode, NodeState
 from everstep.wire.v1.training import ProbeFinished
-from tests.support.core_fleet import CoreFleet, audits, decisions, generations, xid
+from tests.support.core_fleet import CoreFleet, audits, decisions, generations
+from tests.support.findings import xid
 
 FLAPS = f"{FindingKind.RANK_FLAPPING}/ranks"
 

@@ -14,7 +14,8 @@ from controller.core.policy import CorePolicy
 from controller.core.records import Course
 from everstep.vocabulary import FindingKind, JobState, NodeState, ProbeKind
 from everstep.wire.v1.training import ProbeFinished
-from tests.support.core_fleet import CoreFleet, decisions, generations, xid
+from tests.support.core_fleet import CoreFleet, decisions, generations
+from tests.support.findings import xid
 
 FIVE = [f"n{i}" for i in range(1, 6)]
 

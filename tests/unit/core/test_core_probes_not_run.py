@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from controller.core.policy import CorePolicy
-from everstep.vocabulary import Finding, FindingKind, NodeState, Severity
+from everstep.vocabulary import NodeState
 from everstep.wire.v1.training import ProbeFinished
-from tests.support.core_fleet import CoreFleet, audits, decisions, xid
+from tests.support.core_fleet import CoreFleet, audits, decisions
+from tests.support.findings import slow_link, xid
 
 NO_TORCH = "the probe process ended (exit status 1) at: loading torch"
 
@@ -20,16 +21,6 @@ def _fleet(nodes: int = 6, spares: int = 0) -> CoreFleet:
     fleet.start(nodes, spares)
     fleet.advance(301.0, *fleet.state.nodes)
     return fleet
-
-
-def _slow() -> Finding:
-    return Finding(
-        kind=FindingKind.NETWORK_SLOW_LINK,
-        subject="n2",
-        severity=Severity.WARNING,
-        message="0.4 GB/s to n2",
-        evidence={"peer": "n2"},
-    )
 
 
 def _probe_of(fleet: CoreFleet, suspect: str) -> tuple[str, str]:
@@ -64,7 +55,7 @@ def _return(fleet: CoreFleet, node: str) -> None:
 
 def test_a_partner_that_cannot_probe_convicts_nobody_and_another_is_taken() -> None:
     fleet = _fleet()
-    fleet.raise_finding("n1", _slow())
+    fleet.raise_finding("n1", slow_link())
     unable = []
     for _ in range(2):
         name, partner = _probe_of(fleet, "n1")
@@ -78,7 +69,7 @@ def test_a_partner_that_cannot_probe_convicts_nobody_and_another_is_taken() -> N
 
 def test_where_none_of_three_partners_can_probe_a_person_is_told() -> None:
     fleet = _fleet(8)
-    fleet.raise_finding("n1", _slow())
+    fleet.raise_finding("n1", slow_link())
     for _ in range(3):
         name, partner = _probe_of(fleet, "n1")
         _tell(fleet, partner, name, ok=False, detail=NO_TORCH)
@@ -88,7 +79,7 @@ def test_where_none_of_three_partners_can_probe_a_person_is_told() -> None:
 
 def test_a_suspect_that_cannot_probe_is_not_convicted() -> None:
     fleet = _fleet()
-    fleet.raise_finding("n1", _slow())
+    fleet.raise_finding("n1", slow_link())
     name, _ = _probe_of(fleet, "n1")
     _tell(fleet, "n1", name, ok=False, detail=NO_TORCH)
     assert _pass(fleet, "n2") == [("n1", "recommend")]
@@ -97,7 +88,7 @@ def test_a_suspect_that_cannot_probe_is_not_convicted() -> None:
 
 def test_who_waited_for_one_that_cannot_probe_is_not_convicted_whoever_tells_first() -> None:
     fleet = _fleet()
-    fleet.raise_finding("n1", _slow())
+    fleet.raise_finding("n1", slow_link())
     name, partner = _probe_of(fleet, "n1")
     assert _tell(fleet, "n1", name, ok=False, began=True, detail="no result within 30 s at: meeting the others") == []
     assert _tell(fleet, partner, name, ok=False, detail="no result within 30 s at: loading torch") == []
@@ -106,7 +97,7 @@ def test_who_waited_for_one_that_cannot_probe_is_not_convicted_whoever_tells_fir
 
 def test_who_fails_with_one_that_could_take_part_is_convicted_as_ever() -> None:
     fleet = _fleet()
-    fleet.raise_finding("n1", _slow())
+    fleet.raise_finding("n1", slow_link())
     name, partner = _probe_of(fleet, "n1")
     _tell(fleet, partner, name, ok=False, began=True, detail="timed out")
     _tell(fleet, "n1", name, ok=False, began=True, detail="timed out")
@@ -115,7 +106,7 @@ def test_who_fails_with_one_that_could_take_part_is_convicted_as_ever() -> None:
 
 def test_a_wrong_sum_convicts_whatever_else_its_agent_tells() -> None:
     fleet = _fleet()
-    fleet.raise_finding("n1", _slow())
+    fleet.raise_finding("n1", slow_link())
     name, _ = _probe_of(fleet, "n1")
     _tell(fleet, "n1", name, ok=False, wrong=True, detail="the sum is wrong")
     assert ("n1", "evict") in _pass(fleet, "n2")

@@ -17,19 +17,14 @@ from controller.core.state import FleetState
 from controller.core.turn import Read
 from controller.rulebook import with_rules
 from everstep.errors import EverstepError
-from everstep.vocabulary import Action, Finding, FindingKind, JobState, Mode, Severity
-from tests.support.core_fleet import CoreFleet, generations, xid
+from everstep.vocabulary import Action, JobState, Mode, Severity
+from tests.support.core_fleet import CoreFleet, generations
+from tests.support.findings import slow_link, xid
 
 NODES = [f"n{i + 1}" for i in range(6)]
 JOBS = ["a", "b"]
 HUNG = xid(119, Action.RESET_GPU)
-SLOW = Finding(
-    kind=FindingKind.NETWORK_SLOW_LINK,
-    subject="n2",
-    severity=Severity.CRITICAL,
-    message="0.4 GB/s to n2",
-    evidence={"peer": "n2"},
-)
+SLOW = slow_link(severity=Severity.CRITICAL)
 Act = Callable[[CoreFleet], object]
 
 node = st.sampled_from(NODES)

@@ -12,7 +12,8 @@ from everstep.errors import ConfigurationError
 from everstep.vocabulary import Action, Finding, GenerationReason, NodeState
 from everstep.wire.v1.agent import Gpu
 from everstep.wire.v1.directives import KillRank, NewGeneration
-from tests.support.core_fleet import CoreFleet, audits, decisions, generations, sent, xid
+from tests.support.core_fleet import CoreFleet, audits, decisions, generations, sent
+from tests.support.findings import xid
 
 NODES = ("n1", "n2", "n3")
 OTHERS = ("n4", "n5", "n6")

@@ -8,23 +8,14 @@ import pytest
 from controller.core.effects import Remedy, RemedyKind, RequestRemedy
 from controller.core.events import ActionReported, OperatorAction
 from controller.core.policy import CorePolicy
-from everstep.vocabulary import Action, Finding, FindingKind, Mode, NodeState, ProbeKind, Severity
+from everstep.vocabulary import Action, Mode, NodeState, ProbeKind
 from everstep.wire.v1.training import ProbeFinished
-from tests.support.core_fleet import CoreFleet, xid
+from tests.support.core_fleet import CoreFleet
+from tests.support.findings import port_down, xid
 
 EVERYONE = [f"n{i}" for i in range(1, 6)]
 HUNG = xid(119, Action.RESET_GPU)
 OF_GPUS = (ProbeKind.MEMORY, ProbeKind.COMPUTE, ProbeKind.ALL_REDUCE)
-
-
-def _port_down() -> Finding:
-    return Finding(
-        kind=FindingKind.NETWORK_PORT_DOWN,
-        subject="ib0",
-        severity=Severity.CRITICAL,
-        message="port ib0 is down",
-        action=Action.DRAIN,
-    )
 
 
 def _fleet() -> CoreFleet:
@@ -65,7 +56,7 @@ def _fall_ill(fleet: CoreFleet) -> None:
 
 def _show_something_else(fleet: CoreFleet) -> None:
     fleet.advance(180.0, *EVERYONE)  # ports have a while after the boot
-    fleet.raise_finding("n2", _port_down())
+    fleet.raise_finding("n2", port_down())
 
 
 def _be_evicted_by_a_person(fleet: CoreFleet) -> None:

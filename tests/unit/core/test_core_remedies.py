@@ -13,7 +13,8 @@ from everstep.vocabulary import Action, Finding, FindingKind, Mode, NodeState, P
 from everstep.wire.v1.agent import Gpu
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import ProbeFinished
-from tests.support.core_fleet import CoreFleet, audits, decisions, sent, xid
+from tests.support.core_fleet import CoreFleet, audits, decisions, sent
+from tests.support.findings import port_down, xid
 
 EVERYONE = [f"n{i}" for i in range(1, 6)]
 HEALTHY = {"n1", "n3", "n4", "n5"}
@@ -375,13 +376,7 @@ def test_a_diagnostic_that_could_not_be_run_is_tried_again_later() -> None:
 def test_a_cause_must_be_clear_for_as_long_as_its_rule_says() -> None:
     fleet = _fleet(remediate=Mode.RECOMMEND)
     fleet.advance(301.0, *EVERYONE)
-    port = Finding(
-        kind=FindingKind.NETWORK_PORT_DOWN,
-        subject="mlx5_0",
-        severity=Severity.CRITICAL,
-        action=Action.DRAIN,
-        message="port down",
-    )
+    port = port_down()
     fleet.raise_finding("n2", port)
     fleet.clear_finding("n2", port.key)
     fleet.advance(30.0, *EVERYONE)

@@ -13,7 +13,6 @@ from everstep.ids import Version
 from everstep.vocabulary import Finding, FindingKind, Severity
 from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.operator import Exposure, Restorability
-from everstep.wire.v1.training import Sealed
 from tests.support.core_fleet import CoreFleet
 
 Kept = dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
@@ -35,19 +34,7 @@ def _commit(fleet: CoreFleet, kept: Kept, step: int = 5) -> None:
     """Every rank seals the version, and says where else its share lies."""
     for member in fleet.spec().roster:
         copies, alike = kept.get(member.node, ((), ()))
-        words = Sealed(
-            job="job",
-            at=fleet.now,
-            generation=fleet.spec().number,
-            rank=member.rank,
-            version=Version(fleet.spec().number, step),
-            bytes=100,
-            safe=True,
-            kept=True,
-            replicas=copies,
-            alike=alike,
-        )
-        fleet.report(member.node, words)
+        fleet.seal_one(step, member.rank, replicas=copies, alike=alike)
 
 
 def _ask(fleet: CoreFleet) -> Restorability:

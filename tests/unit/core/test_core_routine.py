@@ -10,7 +10,8 @@ import pytest
 from controller.core.fleet import picture_can_wait, reports_can_wait
 from everstep.vocabulary import Severity
 from everstep.wire.v1.training import FindingCleared, FindingRaised, RankLost
-from tests.support.core_fleet import CoreFleet, xid
+from tests.support.core_fleet import CoreFleet
+from tests.support.findings import xid
 
 CRITICAL = FindingRaised(finding=xid(79))
 MILD = FindingRaised(finding=msgspec.structs.replace(xid(31), severity=Severity.WARNING))

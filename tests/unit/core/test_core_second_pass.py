@@ -7,11 +7,12 @@ import pytest
 
 from controller.core.events import ProbeRequested
 from controller.core.policy import CorePolicy
-from everstep.vocabulary import Finding, FindingKind, JobState, NodeState, ProbeKind, Severity
+from everstep.vocabulary import FindingKind, JobState, NodeState, ProbeKind
 from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import ProbeFinished
-from tests.support.core_fleet import CoreFleet, audits, decisions, generations, sent, xid
+from tests.support.core_fleet import CoreFleet, audits, decisions, generations, sent
+from tests.support.findings import slow_link, xid
 
 
 def _fleet(nodes: int = 4, **more: int) -> CoreFleet:
@@ -19,16 +20,6 @@ def _fleet(nodes: int = 4, **more: int) -> CoreFleet:
     fleet.start(nodes, **more)
     fleet.advance(301.0, *[f"n{i + 1}" for i in range(nodes)])
     return fleet
-
-
-def _slow(peer: str = "n2") -> Finding:
-    return Finding(
-        kind=FindingKind.NETWORK_SLOW_LINK,
-        subject=peer,
-        severity=Severity.WARNING,
-        message=f"0.4 GB/s to {peer}",
-        evidence={"peer": peer},
-    )
 
 
 def _pairs(fleet: CoreFleet) -> dict[str, str]:
@@ -48,7 +39,7 @@ def _answer(fleet: CoreFleet, suspect: str, *, ok: bool) -> list[tuple[str, str]
 
 def test_both_suspects_of_a_slow_link_are_tried_and_never_with_one_another() -> None:
     fleet = _fleet()
-    assert decisions(fleet.raise_finding("n1", _slow())) == []
+    assert decisions(fleet.raise_finding("n1", slow_link())) == []
     pairs = _pairs(fleet)
     assert set(pairs) == {"n1", "n2"}
     assert set(pairs.values()) == {"n3", "n4"}
@@ -60,7 +51,7 @@ def test_both_suspects_of_a_slow_link_are_tried_and_never_with_one_another() -> 
 )
 def test_who_fails_with_a_good_partner_too_is_convicted_and_nobody_else(bad: set[str], evicted: set[str]) -> None:
     fleet = _fleet()
-    fleet.raise_finding("n1", _slow())
+    fleet.raise_finding("n1", slow_link())
     said = [verdict for suspect in ("n1", "n2") for verdict in _answer(fleet, suspect, ok=suspect not in bad)]
     assert {node for node, decision in said if decision == "evict"} == evicted
     assert fleet.state.cases == {}
@@ -71,7 +62,7 @@ def test_who_fails_with_a_good_partner_too_is_convicted_and_nobody_else(bad: set
 
 def test_without_a_good_partner_nobody_is_convicted_and_a_person_is_told() -> None:
     fleet = _fleet(2)
-    fleet.raise_finding("n1", _slow())
+    fleet.raise_finding("n1", slow_link())
     said = decisions(fleet.advance(0.1, "n1", "n2"))
     assert said == [("n1", "recommend"), ("n2", "recommend")]
     assert fleet.node_state("n1") is NodeState.HEALTHY
@@ -79,7 +70,7 @@ def test_without_a_good_partner_nobody_is_convicted_and_a_person_is_told() -> No
 
 def test_a_probe_that_nobody_answers_convicts_nobody() -> None:
     fleet = _fleet()
-    fleet.raise_finding("n1", _slow())
+    fleet.raise_finding("n1", slow_link())
     said = decisions(fleet.advance(100.0, "n1", "n2", "n3", "n4"))
     assert ("n1", "recommend") in said
     assert not [node for node, decision in said if decision == "evict"]
@@ -88,7 +79,7 @@ def test_a_probe_that_nobody_answers_convicts_nobody() -> None:
 
 def test_a_partner_that_falls_ill_during_the_probe_proves_nothing_and_another_is_taken() -> None:
     fleet = _fleet(6)
-    fleet.raise_finding("n1", _slow())
+    fleet.raise_finding("n1", slow_link())
     partner = _pairs(fleet)["n1"]
     fleet.raise_finding(partner, xid())
     assert _answer(fleet, "n1", ok=False) == []
@@ -101,20 +92,20 @@ def test_a_partner_comes_from_another_rack_where_there_is_one() -> None:
         fleet.register(node, domain=Domain(rack=rack))
         fleet.beat(node)
     fleet.advance(301.0, "a1", "a2", "a3", "b1", "b2")
-    fleet.raise_finding("a1", _slow("a2"))
+    fleet.raise_finding("a1", slow_link("a2"))
     assert set(_pairs(fleet).values()) == {"b1", "b2"}
 
 
 def test_a_sick_node_is_no_measure_for_others() -> None:
     fleet = _fleet(4)
     fleet.raise_finding("n3", msgspec.structs.replace(xid(), kind=FindingKind.SENSOR_HUNG))
-    fleet.raise_finding("n1", _slow())
+    fleet.raise_finding("n1", slow_link())
     assert "n3" not in _pairs(fleet).values()
 
 
 def test_a_suspect_waits_for_a_partner_that_takes_part_in_another_probe() -> None:
     fleet = _fleet(3)
-    fleet.raise_finding("n1", _slow())
+    fleet.raise_finding("n1", slow_link())
     assert list(_pairs(fleet).values()) == ["n3"]
     first = next(iter(_pairs(fleet)))
     other = "n2" if first == "n1" else "n1"
@@ -141,15 +132,15 @@ def test_a_node_on_its_way_back_is_cleared_by_a_second_partner_and_the_first_is_
 
 def test_a_case_is_begun_once_however_often_the_link_is_reported() -> None:
     fleet = _fleet()
-    fleet.raise_finding("n1", _slow())
-    fleet.raise_finding("n2", _slow("n1"))
+    fleet.raise_finding("n1", slow_link())
+    fleet.raise_finding("n2", slow_link("n1"))
     assert len(fleet.state.cases) == 1
     assert len(fleet.state.probes) == 2
 
 
 def test_a_controllers_restart_begins_the_case_anew() -> None:
     fleet = _fleet()
-    fleet.raise_finding("n1", _slow())
+    fleet.raise_finding("n1", slow_link())
     fleet.restart()
     fleet.advance(0.1, "n1", "n2", "n3", "n4")
     assert set(_pairs(fleet)) == {"n1", "n2"}
@@ -253,8 +244,8 @@ def test_two_pairs_that_fail_while_all_partners_are_busy_are_both_tried() -> Non
     fleet = _fleet(6)
     everybody = [f"n{i}" for i in range(1, 7)]
     fleet.feed(ProbeRequested(nodes=tuple(everybody), actor="olga", trace=fleet.trace()))
-    fleet.raise_finding("n1", _slow("n2"))
-    fleet.raise_finding("n3", _slow("n4"))
+    fleet.raise_finding("n1", slow_link("n2"))
+    fleet.raise_finding("n3", slow_link("n4"))
     assert sorted(case.suspects for case in fleet.state.cases.values()) == [("n1", "n2"), ("n3", "n4")]
     for node in everybody:
         fleet.report(node, ProbeFinished(probe=next(iter(fleet.state.probes)), ok=True))

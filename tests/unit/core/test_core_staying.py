@@ -8,7 +8,8 @@ from controller.core.events import NodeObserved, OperatorAction
 from controller.core.policy import CorePolicy
 from everstep.errors import Conflict
 from everstep.vocabulary import JobState, NodeState
-from tests.support.core_fleet import CoreFleet, xid
+from tests.support.core_fleet import CoreFleet
+from tests.support.findings import xid
 
 FOUR = ["n1", "n2", "n3", "n4"]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from controller.core.events import NodeObserved, StoreChanged
 from everstep.vocabulary import NodeState
 from everstep.wire.v1.directives import NewGeneration
-from tests.support.core_fleet import CoreFleet, sent, xid
+from tests.support.core_fleet import CoreFleet, sent
+from tests.support.findings import xid
 
 
 def test_a_generation_whose_acknowledgements_an_earlier_controller_took_is_seen_to_step() -> None:

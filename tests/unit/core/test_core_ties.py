@@ -6,9 +6,8 @@ import msgspec
 
 from controller.core.fleet import restore
 from controller.core.records import NodeRecord
-from everstep.ids import Version
 from everstep.vocabulary import FindingKind, NodeState, Severity
-from everstep.wire.v1.training import ProbeFinished, Sealed
+from everstep.wire.v1.training import ProbeFinished
 from tests.support.core_fleet import CoreFleet, decisions
 
 DAY_S = 86400.0
@@ -29,19 +28,7 @@ def _tie(fleet: CoreFleet, one: str, other: str, step: int) -> list[tuple[str, s
     spec, before = fleet.running(), len(fleet.effects)
     for member in spec.roster:
         tied = member.node in (one, other)
-        words = Sealed(
-            job="job",
-            at=fleet.now,
-            generation=spec.number,
-            rank=member.rank,
-            version=Version(spec.number, step),
-            bytes=100,
-            safe=True,
-            kept=True,
-            digests={"shard 0": member.node} if tied else {"shard 1": "alike"},
-            replicas=(),
-        )
-        fleet.report(member.node, words)
+        fleet.seal_one(step, member.rank, digests={"shard 0": member.node} if tied else {"shard 1": "alike"})
     return decisions(fleet.effects[before:])
 
 

@@ -12,7 +12,8 @@ from controller.core.policy import CorePolicy
 from controller.core.rules import Rule, Rulebook, Scope
 from controller.rulebook import with_rules
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, NodeState, Severity
-from tests.support.core_fleet import CoreFleet, audits, decisions, xid
+from tests.support.core_fleet import CoreFleet, audits, decisions
+from tests.support.findings import port_down, xid
 
 SIX = [f"n{i}" for i in range(1, 7)]
 
@@ -30,11 +31,6 @@ def _fleet(policy: CorePolicy | None = None, nodes: int = 6, **more: Any) -> Cor
     fleet.start(nodes, **more)
     fleet.seal(10)
     return fleet
-
-
-def _port(subject: str = "mlx5_0", **more: Any) -> Finding:
-    fields = {"severity": Severity.CRITICAL, "action": Action.DRAIN, "message": f"port {subject} was up and is down"}
-    return Finding(kind=FindingKind.NETWORK_PORT_DOWN, subject=subject, **(fields | more))
 
 
 def _sentences(fleet: CoreFleet, node: str) -> list[str]:
@@ -78,30 +74,30 @@ def _flap(fleet: CoreFleet, node: str, finding: Finding) -> list[tuple[str, str]
 def test_a_rule_that_counts_decides_at_the_nth_bad_report_of_the_last_m() -> None:
     fleet = _fleet(_counting())
     for _ in range(2):
-        assert ("n2", "evict") not in _flap(fleet, "n2", _port())
+        assert ("n2", "evict") not in _flap(fleet, "n2", port_down())
         fleet.advance(10.0, *SIX)
-    assert ("n2", "evict") in decisions(fleet.raise_finding("n2", _port()))
+    assert ("n2", "evict") in decisions(fleet.raise_finding("n2", port_down()))
     assert "report 3 of 3 within 100 s" in _sentences(fleet, "n2")[-1]
 
 
 def test_a_cycle_of_raise_and_clear_counts_once_however_often_it_is_reported() -> None:
     fleet = _fleet(_counting())
     for _ in range(5):
-        fleet.raise_finding("n2", _port())
-        fleet.beat("n2", _port())
+        fleet.raise_finding("n2", port_down())
+        fleet.beat("n2", port_down())
     assert fleet.node_state("n2") is NodeState.HEALTHY
 
 
 def test_reports_older_than_the_window_do_not_count() -> None:
     fleet = _fleet(_counting())
     for _ in range(4):
-        _flap(fleet, "n2", _port())
+        _flap(fleet, "n2", port_down())
         fleet.advance(60.0, *SIX)
     assert fleet.node_state("n2") is NodeState.HEALTHY
 
 
 def test_parts_of_a_node_are_counted_apart_unless_the_rule_says_the_node() -> None:
-    ports = [_port(f"mlx5_{i}") for i in range(3)]
+    ports = [port_down(f"mlx5_{i}") for i in range(3)]
     apart = _fleet(_counting())
     together = _fleet(_counting(scope=Scope.NODE))
     for fleet in (apart, together):
@@ -114,9 +110,9 @@ def test_parts_of_a_node_are_counted_apart_unless_the_rule_says_the_node() -> No
 def test_a_standing_finding_that_began_anew_counts_again() -> None:
     fleet = _fleet(_counting())
     for since in (1.0, 2.0):
-        fleet.beat("n2", _port(since=since))
+        fleet.beat("n2", port_down(since=since))
     assert fleet.node_state("n2") is NodeState.HEALTHY
-    fleet.beat("n2", _port(since=3.0))
+    fleet.beat("n2", port_down(since=3.0))
     assert fleet.node_state("n2") is NodeState.QUARANTINED
 
 
@@ -166,7 +162,7 @@ def test_a_storm_of_mild_findings_hides_no_grave_one() -> None:
 def test_what_is_counted_of_a_node_is_bounded() -> None:
     fleet = _fleet(_counting())
     for number in range(200):
-        fleet.raise_finding("n2", _port(f"port-{number}"))
+        fleet.raise_finding("n2", port_down(f"port-{number}"))
     assert len(fleet.state.nodes["n2"].reports) <= 64
     assert len(fleet.state.nodes["n2"].notes) <= 48
 
@@ -223,9 +219,9 @@ def test_a_storm_during_an_outbreak_queues_one_look_a_second() -> None:
 def test_links_that_are_down_at_boot_judge_nobody_and_those_that_stay_down_do() -> None:
     fleet = _fleet()
     for node in SIX:
-        assert decisions(fleet.raise_finding(node, _port())) == []
+        assert decisions(fleet.raise_finding(node, port_down())) == []
     for node in SIX[1:]:
-        fleet.clear_finding(node, _port().key)
+        fleet.clear_finding(node, port_down().key)
     fleet.advance(299.0, *SIX)
     assert fleet.node_state("n1") is NodeState.HEALTHY
     said = decisions(fleet.advance(2.0, *SIX))
@@ -237,16 +233,16 @@ def test_links_that_stay_down_after_the_reboot_of_a_quarantined_node_keep_it_out
     fleet = _fleet()
     fleet.advance(301.0, *SIX)
     fleet.raise_finding("n2", xid())
-    fleet.register("n2", boot_id="boot-2", findings=(xid(), _port()))
+    fleet.register("n2", boot_id="boot-2", findings=(xid(), port_down()))
     if first:  # what cleared in the grace had it out, and it is on probation when that ends
         fleet.clear_finding("n2", xid().key)
     fleet.advance(310.0, *SIX)
     if not first:
-        assert fleet.state.nodes["n2"].causes == [xid().key, _port().key]
+        assert fleet.state.nodes["n2"].causes == [xid().key, port_down().key]
         fleet.clear_finding("n2", xid().key)
     fleet.advance(100.0, *SIX)
     assert fleet.node_state("n2") is NodeState.QUARANTINED
-    fleet.clear_finding("n2", _port().key)
+    fleet.clear_finding("n2", port_down().key)
     fleet.advance(100.0, *SIX)
     assert fleet.node_state("n2") is not NodeState.QUARANTINED
 
@@ -255,12 +251,12 @@ def test_an_agents_restart_is_no_boot_and_gives_no_new_grace() -> None:
     fleet = _fleet()
     fleet.advance(301.0, *SIX)
     fleet.register("n2")
-    assert decisions(fleet.raise_finding("n2", _port())) == [("n2", "evict")]
+    assert decisions(fleet.raise_finding("n2", port_down())) == [("n2", "evict")]
 
 
 def test_a_newcomer_whose_links_are_still_coming_up_is_not_turned_away() -> None:
     fleet = CoreFleet()
-    fleet.register("n1", findings=(_port(),))
+    fleet.register("n1", findings=(port_down(),))
     assert fleet.node_state("n1") is NodeState.HEALTHY
 
 
@@ -319,7 +315,7 @@ def test_while_an_outbreak_stands_nobody_is_evicted_for_it_however_long() -> Non
 
 def test_what_was_undecided_survives_a_restart_of_the_controller() -> None:
     fleet = _fleet()
-    fleet.raise_finding("n1", _port())
+    fleet.raise_finding("n1", port_down())
     fleet.advance(200.0, *SIX)
     fleet.restart()
     assert ("n1", "evict") in decisions(fleet.advance(120.0, *SIX))

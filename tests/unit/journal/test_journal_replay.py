@@ -21,7 +21,8 @@ from controller.journal import MAGIC, RETRY_S, Journal, read_segment, segments
 from controller.replay import HIDDEN, Step, replay
 from everstep.errors import ConfigurationError, MalformedMessage
 from everstep.vocabulary import NodeState
-from tests.support.core_fleet import ENTROPY, START, CoreFleet, xid
+from tests.support.core_fleet import ENTROPY, START, CoreFleet
+from tests.support.findings import xid
 from tests.support.journaled import JournaledFleet
 
 

@@ -15,7 +15,8 @@ from everstep.errors import Conflict, EverstepError, NotFound, Unavailable
 from everstep.trials import FAILOVER_S, gaps, together
 from everstep.vocabulary import Action, Decision, Verdict
 from everstep.wire.v1.history import Stretch, Tried
-from tests.support.core_fleet import START, xid
+from tests.support.core_fleet import START
+from tests.support.findings import xid
 from tests.support.journaled import JournaledFleet
 
 A, B, C = "https://a:7700", "https://b:7700", "https://c:7700"

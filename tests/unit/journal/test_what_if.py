@@ -13,7 +13,8 @@ from controller.core.policy import CorePolicy
 from controller.journal import Journal, segments
 from controller.what_if import WhatIf, what_if
 from everstep.errors import NotFound
-from tests.support.core_fleet import START, xid
+from tests.support.core_fleet import START
+from tests.support.findings import xid
 from tests.support.journaled import JournaledFleet
 
 

@@ -28,7 +28,8 @@ from everstep.errors import ConfigurationError, Unavailable
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.training import FindingCleared, FindingRaised
 from tests.support.controllers import InProcess, Speaker, post
-from tests.support.core_fleet import CoreFleet, xid
+from tests.support.core_fleet import CoreFleet
+from tests.support.findings import xid
 
 
 class Inbox:

@@ -20,7 +20,7 @@ from everstep.wire.v1.history import RemedyList
 from everstep.wire.v1.training import FindingRaised
 from tests.support import kube
 from tests.support.controllers import VIEWER, ControllerProcess, bearer, controller_process, registration
-from tests.support.core_fleet import xid
+from tests.support.findings import xid
 from tests.support.forked import ForkPool
 from tests.support.hook import Receiver
 

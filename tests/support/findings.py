@@ -1,0 +1,47 @@
+"""What agents find, for tests of what is made of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from everstep.vocabulary import Action, Finding, FindingKind, Severity
+
+
+def xid(number: int = 79, action: Action = Action.REPAIR) -> Finding:
+    """A GPU falls off the bus."""
+    return Finding(
+        kind=FindingKind.GPU_XID,
+        subject="GPU-0",
+        severity=Severity.CRITICAL,
+        message=f"XID {number}: GPU has fallen off the bus",
+        action=action,
+        xid=number,
+    )
+
+
+def uncorrectable_ecc() -> Finding:
+    """A GPU's memory has an error that its code cannot correct."""
+    return Finding(
+        kind=FindingKind.GPU_ECC_UNCORRECTABLE,
+        subject="GPU-0",
+        severity=Severity.CRITICAL,
+        message="an uncorrectable error",
+        action=Action.RESET_GPU,
+    )
+
+
+def port_down(subject: str = "mlx5_0", **more: Any) -> Finding:
+    """A port that was up is down. ``more``: other fields, or other values."""
+    fields = {"severity": Severity.CRITICAL, "action": Action.DRAIN, "message": f"port {subject} was up and is down"}
+    return Finding(kind=FindingKind.NETWORK_PORT_DOWN, subject=subject, **(fields | more))
+
+
+def slow_link(peer: str = "n2", severity: Severity = Severity.WARNING) -> Finding:
+    """A pair is slow, and either of the two may be at fault."""
+    return Finding(
+        kind=FindingKind.NETWORK_SLOW_LINK,
+        subject=peer,
+        severity=severity,
+        message=f"0.4 GB/s to {peer}",
+        evidence={"peer": peer},
+    )
