@@ -1,15 +1,13 @@
-"""A change of policy, checked as the settings are, and tried on the recorded past."""
+"""A change of policy, checked as the settings are."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from controller.core.policy import CorePolicy
 from controller.rulebook import changed_rules
-from controller.what_if import WhatIf, what_if
 from everstep.errors import ConfigurationError
 from everstep.wire.v1.history import PolicyChange, PolicyChecked, PolicyDocument
 
@@ -64,11 +62,3 @@ def _name(rule: dict[str, Any]) -> str:
 
 def _text(value: Any) -> str:
     return "default" if value is None else msgspec.json.encode(value).decode()
-
-
-def dry_run(journal: str, policy: CorePolicy, change: PolicyChange, since: float) -> WhatIf:
-    """What the change would have done since then. Blocks: a week of a large fleet takes minutes.
-
-    Raises ConfigurationError for a change that cannot be, NotFound where nothing is recorded, MalformedMessage.
-    """
-    return what_if(Path(journal), apply(policy, change), since)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import msgspec
 
 from controller import policy_change
 from controller.core.policy import CorePolicy
+from controller.trial_process import Trial, tried
 from controller.what_if import WhatIf
 from everstep.errors import Conflict
 from everstep.trials import in_words
@@ -45,23 +44,15 @@ class Trials:
         Raises what ``flush`` raises, ConfigurationError for a change that cannot be, Conflict where no journal is kept
         or another change is being tried, NotFound where nothing is recorded.
         """
-        policy_change.apply(policy, wanted.change)
+        changed = policy_change.apply(policy, wanted.change)
         if not self._journal:
             raise Conflict("nothing is recorded here: set journal_dir, and try the change on what comes from then on")
         if self._trying.locked():
             raise Conflict("another change is being tried: wait for its outcome")
         async with self._trying:
             await self._flush()
-            return _told(await self._apart(policy, wanted, now - wanted.hours * 3600.0))
-
-    async def _apart(self, policy: CorePolicy, wanted: TryPolicy, since: float) -> WhatIf:
-        pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-        try:
-            return await asyncio.get_running_loop().run_in_executor(
-                pool, policy_change.dry_run, self._journal, policy, wanted.change, since
-            )
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            since = now - wanted.hours * 3600.0
+            return _told(await tried(Trial(journal=self._journal, policy=changed, since=since)))
 
 
 def _told(found: WhatIf) -> Tried:
