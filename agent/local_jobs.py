@@ -308,8 +308,9 @@ class LocalJobs:
             return
         job.told_of(spec)
         self._outside.configure_vault(job)  # before the ranks hear of it: they will ask the vault at once
+        self.losses.tell_unplaced(job)
         for seat in job.ranks.values():
-            if not seat.condemned:
+            if not seat.condemned and seat.came_in <= spec.number:
                 self._offer(seat, spec)
         if job.launcher is not None:
             job.launcher.peer.send(NewGeneration(spec=spec))

@@ -8,6 +8,9 @@ Three rules settle the races between a death, its replacement and the next gener
   generation waits for a rank that nobody will play. Should a yet newer one still count on it, it is told again.
 * A process that takes the place of a rank lost in the newest generation is not offered that generation
   (``LocalJob.lost_in``): it could only join what is broken. It hears of the next.
+
+An agent that begins anew knows of no generation, and of no rank that ended while there was no agent. The launcher's
+word on such an end waits for the first generation, and counts as a loss of it unless that was made since.
 """
 
 from __future__ import annotations
@@ -83,7 +86,14 @@ class Losses:
         elif not exited.replacement:
             job.vacate(exited.local_rank)
             self.tell_vacancies(job, how(exited))
-        elif not known and present is None:
+        elif not known:
+            job.remember_end(exited.pid, None)
+            self._died_unheard(job, exited)
+
+    def tell_unplaced(self, job: LocalJob) -> None:
+        """Reports what ended before a generation was known, now that one is."""
+        unplaced, job.unplaced = job.unplaced, {}
+        for exited in unplaced.values():
             self._died_unheard(job, exited)
 
     def tell_vacancies(self, job: LocalJob, detail: str) -> None:
@@ -115,6 +125,8 @@ class Losses:
         """Reports a loss, with the launcher's word on it where that came in time."""
         if loss.told:
             return
+        if exited is None and loss.seat.generation is None and loss.seat.job.spec is None:
+            return  # the launcher's word, when it comes, says what it was lost in
         loss.told = True
         if loss.timer is not None:
             loss.timer.cancel()
@@ -124,6 +136,8 @@ class Losses:
         if not replacement:
             job.vacate(seat.local_rank)
             generation, rank = job.newest_place(self._node, seat)
+        if generation is None and job.spec is None and exited is not None:
+            self._died_unheard(job, exited)
         if generation is None or rank is None or job.stopped is not None:
             return  # a spare is in nobody's way
         if not replacement:
@@ -144,12 +158,18 @@ class Losses:
         )
 
     def _died_unheard(self, job: LocalJob, exited: RankExited) -> None:
-        """A rank ended before it ever said Hello; another takes its place."""
-        job.remember_end(exited.pid, None)
-        member = job.spec.member(self._node, exited.local_rank) if job.spec is not None else None
-        if member is None or job.spec is None or job.stopped is not None:
+        """A rank ended before it ever said Hello, or before it said it to this agent; another takes its place."""
+        if job.stopped is not None:
             return
+        if job.spec is None:
+            job.unplaced[exited.local_rank] = exited
+            return
+        member = job.spec.member(self._node, exited.local_rank)
+        if member is None or (exited.generation is not None and exited.generation < job.oldest):
+            return  # the other one may play: it was not in there
         job.lost_in[exited.local_rank] = job.spec.number
+        if exited.local_rank in job.ranks:
+            job.ranks[exited.local_rank].came_in = job.spec.number + 1
         self._report(
             RankLost(
                 job=job.name,
@@ -158,7 +178,7 @@ class Losses:
                 generation=job.spec.number,
                 rank=member.rank,
                 local_rank=exited.local_rank,
-                detail=f"{how(exited)} before it was ready",
+                detail=f"{how(exited)} before this agent heard of it",
                 exit_code=exited.exit_code,
                 signal=exited.signal,
             )

@@ -119,6 +119,7 @@ class LocalJob:
     local rank, the generation its last process was lost in. ``vacant``: local ranks that nobody will play.
     ``vacancy_told``: the generation in which a vacancy was last reported. ``exits``: words on processes whose
     connection has not ended yet. ``ends``: processes that are gone, with the loss each was (None where it was none).
+    ``unplaced``: words on processes that ended before this agent knew any generation.
     """
 
     def __init__(self, name: str) -> None:
@@ -136,6 +137,7 @@ class LocalJob:
         self.vacancy_told: dict[int, int] = {}
         self.exits: dict[int, RankExited] = {}
         self.ends: OrderedDict[int, Loss | None] = OrderedDict()
+        self.unplaced: dict[int, RankExited] = {}
 
     def heard_of(self, generation: int) -> bool:
         """A rank is in ``generation``; returns whether those before it count no longer because of that."""

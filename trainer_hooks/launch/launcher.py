@@ -346,6 +346,7 @@ class Work:
                 exit_code=action.code,
                 signal=action.signal,
                 replacement=action.replacement,
+                generation=self._crew.generation,
             )
         )
         then = "; another takes its place" if action.replacement else ""

@@ -101,13 +101,17 @@ class LauncherLost(Message, frozen=True, kw_only=True, tag=True):
 
 
 class RankExited(Message, frozen=True, kw_only=True, tag=True):
-    """From a launcher: how a rank's process ended, and whether another stands ready for its place."""
+    """From a launcher: how a rank's process ended, and whether another stands ready for its place.
+
+    ``generation``: the newest one that the launcher had heard of by then (0: none).
+    """
 
     local_rank: int
     pid: int
     exit_code: int | None
     signal: int | None
     replacement: bool
+    generation: GenerationNumber | None = None
 
 
 ToAgent = (
