@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from controller.api import problems
 
 MOST_HEAD_BYTES = 16 << 10
 """Of a request's line and headers: ours have under one KiB. Neither uvicorn nor its parser has a bound of its own."""
@@ -15,6 +19,11 @@ HEAD_DEADLINE_S = 30.0
 """Seconds for a request's head once it has begun, and for the first byte of a connection."""
 
 
+_log = logging.getLogger("controller.http")
+_log.setLevel(logging.ERROR)
+"""What a stranger sends is answered, not logged: uvicorn has a line, or two, for each thing that is no request."""
+
+
 class BoundedHttp(HttpToolsProtocol):
     """Answers 400 to a head or message that is too large, and closes a connection whose head does not come."""
 
@@ -22,6 +31,22 @@ class BoundedHttp(HttpToolsProtocol):
     _head_begun = True
     _head_bytes = 0
     _message_bytes = 0
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.logger = _log
+
+    def send_400_response(self, msg: str) -> None:
+        """A problem detail, as every other refusal."""
+        body = problems.problem(400, "http", msg)
+        lines = (
+            b"HTTP/1.1 400 Bad Request",
+            b"content-type: " + problems.MEDIA_TYPE.encode(),
+            b"content-length: %d" % len(body),
+            b"connection: close",
+        )
+        self.transport.write(b"\r\n".join((*lines, b"", body)))
+        self.transport.close()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

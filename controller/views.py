@@ -71,23 +71,29 @@ class Desk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which nodes are asked for; an empty field asks for all. ``label``: NAME, or NAME=VALUE. ``model``: a part of the
-    GPUs' name."""
+    """Which nodes are asked for; an empty field asks for all. ``state``: one, or several with commas between.
+    ``label``: NAME, or NAME=VALUE. ``model``: a part of the GPUs' name. ``gpu``: one's UUID or serial number."""
 
     state: str = ""
     rack: str = ""
     switch: str = ""
     job: str = ""
     model: str = ""
+    driver: str = ""
+    gpu: str = ""
     label: str = ""
 
     def lets(self, record: NodeRecord) -> bool:
         """Whether the node is one of them, its job apart."""
-        if self.state and record.state != self.state:
+        if self.state and record.state not in self.state.split(","):
             return False
         if (self.rack and record.domain.rack != self.rack) or (self.switch and record.domain.switch != self.switch):
             return False
         if self.model and not any(self.model.lower() in gpu.name.lower() for gpu in record.gpus):
+            return False
+        if self.driver and record.driver_version != self.driver:
+            return False
+        if self.gpu and not any(self.gpu in (gpu.uuid, gpu.serial) for gpu in record.gpus):
             return False
         name, _, value = self.label.partition("=")
         return not name or (name in record.labels and (not value or record.labels[name] == value))
@@ -115,6 +121,7 @@ def node_summary(desk: Desk, record: NodeRecord, job: str | None) -> op.NodeSumm
         model=record.gpus[0].name if record.gpus else "",
         labels=record.labels,
         hold=record.hold,
+        driver=record.driver_version,
     )
 
 

@@ -77,9 +77,14 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 
 def query(scope: Scope) -> dict[str, str]:
-    """The query string, the last value of each name; a NUL is replaced, as in bodies."""
+    """The query string; a NUL is replaced, as in bodies. Raises MalformedMessage for a name that comes twice: which of
+    the two was meant, nobody knows."""
     text = scope["query_string"].replace(b"%00", b"%EF%BF%BD").decode("latin-1")
-    return {name: values[-1] for name, values in parse_qs(text, keep_blank_values=True).items()}
+    values = parse_qs(text, keep_blank_values=True)
+    for name, given in values.items():
+        if len(given) > 1:
+            raise MalformedMessage(f"query parameter {name[:100]} is given {len(given)} times: give it once")
+    return {name: given[0] for name, given in values.items()}
 
 
 def integer(values: dict[str, str], name: str, default: int | None = None) -> int:

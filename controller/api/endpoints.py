@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request, Response
 from controller.api import asgi
 from controller.api.auth import Gate
 from controller.api.peers import SCOPE_KEY
-from controller.api.routes import PATH, QUERY, Access, Route
+from controller.api.routes import PATH, QUERY, WORDS, Access, Route
 from everstep.errors import MalformedMessage, NotFound, Outdated
 from everstep.tokens import Identity
 from everstep.wire.v1.agent import MAX_BODY_BYTES
@@ -61,10 +61,15 @@ def install(app: FastAPI, gate: Gate, routes: Mapping[str, Route], handlers: obj
         app.add_api_route(
             route.path,
             _endpoint(gate, route, getattr(handlers, name)),
-            methods=[route.method],
+            methods=methods(route.method),
             name=name,
             include_in_schema=False,
         )
+
+
+def methods(method: str) -> list[str]:
+    """Whoever may GET may ask for the HEAD of it, as health checks and caches do."""
+    return ["GET", "HEAD"] if method == "GET" else [method]
 
 
 def install_elsewhere(app: FastAPI, routes: Mapping[str, Route]) -> None:
@@ -83,21 +88,34 @@ def misfit(path_params: Mapping[str, str]) -> str | None:
         try:
             msgspec.convert(value, PATH[name])
         except msgspec.ValidationError as error:
-            return f"there is no {name} {value[:100]!r}: {error}"
+            why = f"it is one of {', '.join(WORDS[name])}" if name in WORDS else str(error)
+            return f"there is no {name} {value[:100]!r}: {why}"
     return None
 
 
-def _check_parameters(route: Route, request: Request) -> None:
-    """Raises NotFound for a path that names nothing there can be, MalformedMessage for a query that does not fit."""
+def check_parameters(route: Route, request: Request) -> None:
+    """Raises NotFound for a path that names nothing there can be, MalformedMessage for a query that does not fit.
+
+    A parameter that the route does not have is refused: an answer without the filter that was meant looks right, and
+    orders may follow from it.
+    """
     if (why := misfit(request.path_params)) is not None:
         raise NotFound(why)
-    asked = asgi.query(request.scope)
-    for name in route.query:
+    for name, value in asgi.query(request.scope).items():
+        if name not in route.query:
+            known = f"there are {', '.join(route.query)}" if route.query else "there are none"
+            raise MalformedMessage(f"{route.path} has no query parameter {name[:100]!r}: {known}")
         try:
-            if name in asked:
-                msgspec.convert(asked[name], QUERY[name], strict=False)
+            msgspec.convert(value, QUERY[name], strict=False)
         except msgspec.ValidationError as error:
-            raise MalformedMessage(f"query parameter {name} is wrong: {error}") from error
+            raise MalformedMessage(_misfit_query(name, value, error)) from error
+
+
+def _misfit_query(name: str, value: str, error: msgspec.ValidationError) -> str:
+    if name not in WORDS:
+        return f"query parameter {name} is wrong: {error}"
+    several = ", or several with commas between" if name == "state" else ""
+    return f"query parameter {name} is one of {', '.join(WORDS[name])}{several}, not {value[:100]!r}"
 
 
 def admit(gate: Gate, access: Access, request: Request) -> Identity:
@@ -121,7 +139,7 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 def _endpoint(gate: Gate, route: Route, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         identity = admit(gate, route.access, request)
-        _check_parameters(route, request)
+        check_parameters(route, request)
         return _response(request, await answer(request, identity))
 
     return endpoint

@@ -15,7 +15,7 @@ from everstep.errors import EverstepError
 
 log = logging.getLogger(__name__)
 
-_SAID = {404: ("not_found", "no such path: /openapi.json lists them"), 405: ("method", "this path has another method")}
+_SAID = {404: ("not_found", "no such path: /openapi.json lists them")}
 
 
 def _route(request: Request) -> str:
@@ -46,10 +46,11 @@ def install(app: FastAPI, metrics: Metrics) -> None:
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         code, message = _SAID.get(error.status_code, ("http", str(error.detail)))
-        metrics.refused(_route(request), code)
         headers = dict(error.headers or {})
         if error.status_code == 405:
             headers["Allow"] = ", ".join(sorted(_methods(request)))
+            code, message = "method", f"this path takes {headers['Allow']}, not {request.method}"
+        metrics.refused(_route(request), code)
         return _answer(error.status_code, code, message, headers)
 
     async def gone(request: Request, _error: Exception) -> Response:

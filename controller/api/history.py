@@ -18,7 +18,7 @@ from controller.core.evidence import evidence_of
 from controller.store import history
 from controller.store.reader import Reader
 from controller.store.threads import Store
-from everstep.errors import NotFound
+from everstep.errors import MalformedMessage, NotFound
 from everstep.ids import Version
 from everstep.tokens import Identity
 from everstep.vocabulary import Finding, Verdict
@@ -41,6 +41,11 @@ def page_size(asked: dict[str, str], default: int = PAGE) -> int:
 def flag(asked: dict[str, str], name: str) -> bool | None:
     """A yes or no in the query, as ``endpoints`` has checked it; None where nothing is said."""
     return msgspec.convert(asked[name], bool, strict=False) if name in asked else None
+
+
+def _time(asked: dict[str, str], name: str) -> float | None:
+    """Wall seconds in the query, as ``endpoints`` has checked them; None where nothing is said."""
+    return float(asked[name]) if name in asked else None
 
 
 class HistoryRoutes:
@@ -82,6 +87,8 @@ class HistoryRoutes:
                 job=asked.get("job", ""),
                 kinds=kinds,
                 newest=bool(flag(asked, "newest")),
+                since=_time(asked, "since"),
+                until=_time(asked, "until"),
             )
             return [event_of(row) for row in rows]
 
@@ -91,10 +98,11 @@ class HistoryRoutes:
     async def stream(self, request: Request) -> Response:
         """Server-sent events from ``Last-Event-ID`` (or ``?after=``) on; without either, from now on."""
         who = endpoints.admit(self._gate, PLAIN["stream"].access, request)
+        endpoints.check_parameters(PLAIN["stream"], request)
         asked = asgi.query(request.scope)
-        if "last-event-id" in request.headers:
-            asked["after"] = request.headers["last-event-id"]
         after = asgi.integer(asked, "after", self._feed.newest)
+        if "last-event-id" in request.headers:
+            after = _last_seen(request.headers["last-event-id"])
         frames = server_sent(
             self._feed,
             after,
@@ -135,7 +143,7 @@ class HistoryRoutes:
         verdict = request.path_params["verdict"]
         doc = await self._store.read(lambda reader: reader.verdict(verdict))
         if doc is None:
-            raise NotFound(f"no verdict {verdict!r}: `everstep events` names them")
+            raise NotFound(f"no verdict {verdict!r}: `everstep verdicts` names them")
         return _verdict(doc)
 
     async def checkpoints(self, request: Request, _who: Identity) -> past.CheckpointList:
@@ -179,6 +187,13 @@ class HistoryRoutes:
         self._desk.node(node)
         docs = await self._store.read(lambda reader: reader.verdicts(node, limit=VERDICTS_IN_EVIDENCE))
         return evidence_of(self._desk.state, node, self._desk.now(), [_verdict(doc) for doc in docs])
+
+
+def _last_seen(header: str) -> int:
+    try:
+        return asgi.integer({"after": header}, "after")
+    except MalformedMessage:
+        raise MalformedMessage(f"Last-Event-ID is the number of an event, not {header[:100]!r}") from None
 
 
 def _verdict(doc: str) -> Verdict:

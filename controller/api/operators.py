@@ -27,6 +27,8 @@ from everstep.wire.v1.kept import JobCheckpoints
 
 RECOVERIES_SHOWN = 200
 VERDICTS_SHOWN = 20
+LONGEST_WINDOW_S = 366 * 86400.0
+"""From now to the end of a maintenance window. Times in milliseconds are beyond it."""
 
 
 class OperatorRoutes:
@@ -100,6 +102,11 @@ class OperatorRoutes:
         window = await endpoints.body(request, past.Maintenance)
         if (window.node is None) == (window.rack is None):
             raise MalformedMessage("maintenance is of a node or of a rack: name one of them")
+        if window.until > self._desk.now() + LONGEST_WINDOW_S:
+            raise MalformedMessage(
+                "`until` is more than a year from now: give seconds since the epoch, not milliseconds; `hold` keeps a "
+                "node out for as long as it takes"
+            )
         kind = ev.OperatorAction.MAINTENANCE
         order = _order(kind, who, window.reason, node=window.node, rack=window.rack, until=window.until)
         return await self._command(request, msgspec.structs.replace(order, starts_at=window.starts_at))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -33,7 +33,14 @@ def _one_of(words: type[StrEnum]) -> Any:
     return Literal[tuple(word.value for word in words)]
 
 
+def _some_of(words: type[StrEnum]) -> Any:
+    """One of the words of an enumeration, or several with commas between."""
+    one = "|".join(word.value for word in words)
+    return Annotated[str, msgspec.Meta(pattern=f"^({one})(,({one}))*$")]
+
+
 Text = Annotated[str, msgspec.Meta(max_length=64)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 PATH: dict[str, Any] = {
     "node": NodeId,
@@ -54,7 +61,7 @@ QUERY: dict[str, Any] = {
     "newest": bool,
     "kind": Text,
     "cursor": Annotated[str, msgspec.Meta(max_length=256)],
-    "state": _one_of(NodeState),
+    "state": _some_of(NodeState),
     "job_state": _one_of(JobState),
     "remedy_state": Literal["wanted", "begun", "confirmed", "failed", "superseded"],
     "decision": _one_of(Decision),
@@ -65,10 +72,20 @@ QUERY: dict[str, Any] = {
     "rack": Text,
     "switch": Text,
     "model": Text,
-    "label": Annotated[str, msgspec.Meta(max_length=128)],
+    "label": Annotated[str, msgspec.Meta(pattern=r"^[^=]+(=|$)", max_length=128)],
+    "driver": Text,
+    "gpu": Annotated[str, msgspec.Meta(max_length=128)],
+    "since": Seconds,
+    "until": Seconds,
     "here": bool,
 }
-"""Query parameters, by name; a value that does not fit is refused."""
+"""Query parameters, by name; a value that does not fit is refused, and so is a name that the route does not have."""
+
+WORDS: dict[str, tuple[str, ...]] = {
+    "state": tuple(NodeState),
+    **{name: get_args(kind) for name, kind in {**QUERY, **PATH}.items() if get_origin(kind) is Literal},
+}
+"""What may be said where only certain words may, for whoever said another."""
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,7 +136,7 @@ OPERATOR: dict[str, Route] = {
         "/v1/nodes",
         op.NodeList,
         "Nodes, in pages.",
-        *("state", "rack", "switch", "job", "model", "label", "limit", "cursor"),
+        *("state", "rack", "switch", "job", "model", "driver", "gpu", "label", "limit", "cursor"),
     ),
     "node": _tagged("/v1/nodes/{node}", op.NodeDetail, "One node, with findings and newest verdicts."),
     "jobs": _read("/v1/jobs", op.JobList, "Jobs, in pages.", "job_state", "limit", "cursor"),
@@ -172,10 +189,15 @@ HISTORY: dict[str, Route] = {
         "/v1/events",
         op.EventList,
         "The audit log.",
-        *("after", "limit", "trace", "node", "job", "kind", "newest"),
+        *("after", "limit", "trace", "node", "job", "kind", "since", "until", "newest"),
         access=Access.JOB,
     ),
-    "audit": _read("/v1/audit", op.EventList, "What people ordered, and why.", "after", "limit", "node", "newest"),
+    "audit": _read(
+        "/v1/audit",
+        op.EventList,
+        "What people ordered, and why.",
+        *("after", "limit", "node", "job", "since", "until", "newest"),
+    ),
     "findings": _read(
         "/v1/findings", past.FindingList, "Findings, in pages.", "node", "kind", "standing", "limit", "cursor"
     ),

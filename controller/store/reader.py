@@ -68,6 +68,25 @@ def _ids_of_kinds(
     return list(connection.execute(select(every.c.id).order_by(order(every.c.id)).limit(limit)).scalars())
 
 
+def _first_at(connection: Connection, at: float) -> int:
+    """A number that all events from ``at`` on have or exceed, and none before: their times rise as their numbers do
+    (``SteadyTime``), so it is found by halving, some twenty looks at the primary key."""
+    audit = tables.audit.c
+    low, newest = connection.execute(select(func.min(audit.id), func.max(audit.id))).one()
+    if newest is None:
+        return 0
+    high = newest + 1
+    while low < high:
+        middle = (low + high) // 2
+        found = select(audit.id, audit.at).where(audit.id >= middle).order_by(audit.id).limit(1)
+        id, when = connection.execute(found).one()
+        if when < at:
+            low = id + 1
+        else:
+            high = middle
+    return int(low)
+
+
 class Reader:
     """What operators ask of history. A connection of its own, so that a long read delays no decision. Used from one
     thread only, but for ``abort``."""
@@ -101,10 +120,13 @@ class Reader:
         job: str = "",
         kinds: Sequence[str] = (),
         newest: bool = False,
+        since: float | None = None,
+        until: float | None = None,
     ) -> list[AuditRow]:
         """Rows with an id over ``after``, oldest first: of all that match, the first (or ``newest``) ``limit``.
 
-        ``kinds``: those whose kind begins with one of them; all where there is none.
+        ``kinds``: those whose kind begins with one of them; all where there is none. ``since``, ``until``: wall
+        seconds, the end not included.
         """
         audit = tables.audit.c
         wanted = [audit.id > after]
@@ -113,6 +135,10 @@ class Reader:
                 wanted.append(column == value)
         order = desc(audit.id) if newest else audit.id
         with self._connected() as connection:
+            if since is not None:
+                wanted.append(audit.id >= _first_at(connection, since))
+            if until is not None:
+                wanted.append(audit.id < _first_at(connection, until))
             if kinds:
                 wanted = [audit.id.in_(_ids_of_kinds(connection, kinds, wanted, newest=newest, limit=limit))]
             rows = connection.execute(select(tables.audit).where(*wanted).order_by(order).limit(limit)).mappings()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
 
@@ -214,8 +214,8 @@ class _Away(Unavailable):
 def _away(url: str, error: Exception) -> _Away:
     if isinstance(error, ssl.SSLCertVerificationError):
         return _Away(
-            f"the certificate of {url} is not trusted ({error.verify_message}): give the authority that signed it, "
-            "SSL_CERT_FILE=ca.pem"
+            f"the certificate of {url} is not trusted ({error.verify_message}): give the authority that signed it "
+            "(--ca-file or EVERSTEP_CA_FILE)"
         )
     return _Away(
         f"no controller answers at {url} ({error}): is it running, and is the address right "
@@ -241,6 +241,14 @@ def _refusal(status: int, body: bytes, url: str) -> EverstepError:
     if code == "unauthenticated":
         message += "; give the right token file (--token-file or EVERSTEP_TOKEN_FILE)"
     return _BY_CODE.get(code, EverstepError)(message)
+
+
+def path(*parts: str) -> str:
+    """The path of a thing under ``/v1``. Names are as a person typed them: ``node-1/evict?`` would be
+    another order than the one that was given. Raises ConfigurationError for an empty one."""
+    if not all(parts):
+        raise ConfigurationError("a name is empty: is a variable of your script unset?")
+    return "/v1/" + "/".join(quote(part, safe="") for part in parts)
 
 
 def read_token(path: str) -> str:

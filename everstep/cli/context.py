@@ -2,25 +2,58 @@
 
 from __future__ import annotations
 
+import os
+import re
 import ssl
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
 
-from everstep.cli.client import Client, read_token
+from everstep.cli.client import Client, path, read_token
 from everstep.errors import AuthenticationError, ConfigurationError, EverstepError, Unavailable
+from everstep.wire.v1 import operator as op
 
-console = Console()
-complaints = Console(stderr=True)
+WIDE = 10_000
+
+
+class _Printer(Console):
+    """A terminal's width where there is one; a pipe's lines are not broken, so that they can be searched.
+
+    Control characters in what others said (a finding's message, a label) are shown as such: they could steer the
+    terminal of whoever reads them.
+    """
+
+    def __init__(self, **named: Any) -> None:
+        super().__init__(**named)
+        if not self.is_terminal and "COLUMNS" not in os.environ:
+            self.width = WIDE
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(_CONTROL.sub("\ufffd", segment.text), segment.style)
+
+
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+console = _Printer()
+complaints = _Printer(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
-Reason = Annotated[str, typer.Option("--reason", "-r", help="Why; it stands in the log for ever.")]
+Reason = Annotated[
+    str, typer.Option("--reason", "-r", help="Why; it stands in the log for ever.", callback=lambda text: _said(text))
+]
+
+
+def _said(reason: str) -> str:
+    if not reason.strip():
+        raise typer.BadParameter("say why: it stands in the log for ever")
+    return reason
 
 
 class Access(msgspec.Struct, frozen=True):
@@ -63,11 +96,23 @@ def complaining() -> Iterator[None]:
     try:
         yield
     except (ConfigurationError, AuthenticationError, Unavailable) as error:
-        complaints.print(Text.assemble(("everstep: ", "bold red"), str(error)), soft_wrap=True)
+        complain("everstep: ", error)
         raise typer.Exit(2) from None
     except EverstepError as error:
-        complaints.print(Text.assemble(("refused: ", "bold red"), str(error)), soft_wrap=True)
+        complain("refused: ", error)
         raise typer.Exit(1) from None
+
+
+def complain(who: str, error: Exception) -> None:
+    """What is wrong, on a line of its own."""
+    complaints.print(Text.assemble((who, "bold red"), str(error)), soft_wrap=True)
+
+
+def order(context: typer.Context, body: Any, *place: str) -> None:
+    """Gives an order at a path of these parts, and says what follows from it."""
+    with controller(context) as client:
+        changed = client.post(path(*place), body, op.Changed)
+        print_changed(changed.sentence, changed.trace)
 
 
 def show(message: Any, as_json: bool, view: RenderableType) -> None:

@@ -13,7 +13,7 @@ import typer
 from rich.text import Text
 
 from everstep.cli import tables
-from everstep.cli.client import Client
+from everstep.cli.client import Client, path
 from everstep.cli.context import Json, console, controller, show
 from everstep.cli.words import age, size
 from everstep.errors import ConfigurationError
@@ -30,11 +30,11 @@ Node = Annotated[str, typer.Option(help="Only of this node.")]
 Most = Annotated[int, typer.Option("--limit", min=1, help="At most so many, newest first.")]
 
 
-def pages(client: Client, path: str, kind: type[T], most: int, /, **query: str) -> Iterator[T]:
+def pages(client: Client, place: str, kind: type[T], most: int, /, **query: str) -> Iterator[T]:
     """The pages of a list, as many as it takes for ``most`` entries."""
     cursor = ""
     while most > 0:
-        page: Any = client.get(path, kind, **query, limit=min(most, PAGE), cursor=cursor)
+        page: Any = client.get(place, kind, **query, limit=min(most, PAGE), cursor=cursor)
         yield page
         most -= PAGE
         cursor = page.next
@@ -104,7 +104,7 @@ def checkpoints(
 
 
 def _kept(client: Client, job: str, as_json: bool) -> None:
-    told, now = client.get(f"/v1/jobs/{job}/checkpoints", JobCheckpoints), SYSTEM_CLOCK.wall()
+    told, now = client.get(path("jobs", job, "checkpoints"), JobCheckpoints), SYSTEM_CLOCK.wall()
     view = tables.table("version", "where", "since", "size", "restorable", "why, or where", right=("size",))
     for one in told.versions:
         where = one.place if one.state == "whole" else f"to {one.place}"
@@ -136,11 +136,18 @@ def _committed(client: Client, job: str, limit: int, as_json: bool) -> None:
     show(past.CheckpointList(checkpoints=kept), as_json, view)
 
 
-def remedies(context: typer.Context, node: Node = "", limit: Most = 50, as_json: Json = False) -> None:
+def remedies(
+    context: typer.Context,
+    node: Node = "",
+    state: Annotated[str, typer.Option(help="Only these: wanted, begun, confirmed, failed or superseded.")] = "",
+    limit: Most = 50,
+    as_json: Json = False,
+) -> None:
     """What was asked of Slurm, Kubernetes or the webhook, and what came of it."""
     with controller(context) as client:
+        wanted = {"node": node, "remedy_state": state}
         asked = tuple(
-            one for page in pages(client, "/v1/remedies", past.RemedyList, limit, node=node) for one in page.remedies
+            one for page in pages(client, "/v1/remedies", past.RemedyList, limit, **wanted) for one in page.remedies
         )
         now, view = SYSTEM_CLOCK.wall(), tables.table("node", "action", "state", "asked", "why")
         for one in asked:
@@ -170,7 +177,7 @@ def budget(context: typer.Context, as_json: Json = False) -> None:
             "of", "left", "limit", "used", "nodes", "frees in", right=("left", "limit", "used", "nodes")
         )
         for one in left.scopes:
-            frees = age(now - 2 * now - one.frees_at) if one.frees_at > now else "-"
+            frees = age(one.frees_at - now) if one.frees_at > now else "-"
             numbers = (one.left, one.limit, one.used, one.nodes)
             view.add_row(" ".join(filter(None, (one.kind, one.name))), *map(str, numbers), frees)
         show(left, as_json, view)
@@ -190,7 +197,7 @@ def evidence(
 ) -> None:
     """Everything known against a node in one JSON document, for its vendor."""
     with controller(context) as client:
-        bundle = client.get(f"/v1/nodes/{node}/evidence", Evidence)
+        bundle = client.get(path("nodes", node, "evidence"), Evidence)
         text = msgspec.json.format(msgspec.json.encode(bundle), indent=2) + b"\n"
         if output is None:
             sys.stdout.buffer.write(text)
@@ -208,7 +215,7 @@ def exposures(
 ) -> None:
     """What the job would go back to now, and which loss it could not bear."""
     with controller(context) as client:
-        told = client.get(f"/v1/jobs/{job}/restorability", op.Restorability)
+        told = client.get(path("jobs", job, "restorability"), op.Restorability)
         view = tables.table("loss", "checkpoint", "nodes left", "what follows", right=("nodes left",))
         for one in told.exposures:
             name = one.name or "+".join(one.nodes)

@@ -33,23 +33,21 @@ def table(*columns: str, title: str | None = None, right: Iterable[str] = ()) ->
 
 
 class Overview:
-    """One line a thing, with all its columns where the terminal has ``wide`` of them, else with ``narrow``'s only."""
+    """One line a thing. ``columns``: by the width of terminal that they need, the widest first."""
 
     def __init__(
         self,
         rows: Iterable[Mapping[str, RenderableType]],
         *,
-        columns: Sequence[str],
-        narrow: Sequence[str],
-        wide: int,
+        columns: Mapping[int, Sequence[str]],
         right: Iterable[str] = (),
     ) -> None:
         self._rows = list(rows)
-        self._columns, self._narrow, self._wide = columns, narrow, wide
+        self._columns = columns
         self._right = tuple(right)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        columns = self._columns if options.max_width >= self._wide else self._narrow
+        columns = next(named for width, named in self._columns.items() if options.max_width >= width)
         made = table(*columns, right=self._right)
         for row in self._rows:
             made.add_row(*(row[column] for column in columns))
@@ -97,9 +95,11 @@ def nodes(found: Iterable[op.NodeSummary], now: float) -> RenderableType:
     """One line a node."""
     return Overview(
         (_node_row(one, now) for one in found),
-        columns=("node", "state", "for", "job", "gpus", "findings", "heard", "rack", "why"),
-        narrow=("node", "state", "for", "job", "why"),
-        wide=120,
+        columns={
+            160: ("node", "state", "for", "job", "gpus", "findings", "heard", "rack", "switch", "driver", "why"),
+            120: ("node", "state", "for", "job", "gpus", "findings", "heard", "rack", "why"),
+            0: ("node", "state", "for", "job", "why"),
+        },
         right=("gpus", "findings"),
     )
 
@@ -121,6 +121,8 @@ def _node_row(one: op.NodeSummary, now: float) -> dict[str, RenderableType]:
         "findings": Text(str(one.findings), style="yellow" if one.findings else "dim"),
         "heard": heard if one.connected else Text(heard, style="yellow"),
         "rack": one.domain.rack or "-",
+        "switch": one.domain.switch or "-",
+        "driver": one.driver or "-",
         "why": one.reason if one.hold in ("", one.reason) else f"{one.reason}; {one.hold}",
     }
 
@@ -140,19 +142,22 @@ def node(detail: op.NodeDetail, now: float) -> RenderableType:
             ("driver", detail.driver_version or "-"),
             ("vault", detail.vault or "-"),
             ("domain", " ".join(filter(None, (one.domain.rack, one.domain.switch, one.domain.power))) or "-"),
+            ("labels", " ".join(f"{name}={value}" for name, value in one.labels.items()) or "-"),
             ("evictions", str(detail.evictions)),
+            ("offences", f"{detail.offences:.2f}"),
             ("maintenance", _maintenance(detail, now)),
             ("hold", detail.hold or "-"),
             ("cordoned by", detail.cordoned_by or "-"),
+            *((("eviction held by", detail.held_by),) if detail.held_by else ()),
         )
     )
     parts: list[RenderableType] = [head]
     if detail.findings:
         parts.append(findings(detail.findings, now))
     if detail.gpus:
-        made = table("gpu", "name", "memory", "bus", "uuid", right=("gpu", "memory"))
+        made = table("gpu", "name", "memory", "bus", "uuid", "serial", right=("gpu", "memory"))
         for gpu in detail.gpus:
-            made.add_row(str(gpu.index), gpu.name, size(gpu.memory_bytes), gpu.pci_bus_id, gpu.uuid)
+            made.add_row(str(gpu.index), gpu.name, size(gpu.memory_bytes), gpu.pci_bus_id, gpu.uuid, gpu.serial or "-")
         parts.append(made)
     if detail.verdicts:
         made = table("verdict", "decision", "ago", "why")
@@ -192,21 +197,22 @@ def jobs(found: Iterable[op.JobSummary]) -> RenderableType:
     """One line a job."""
     return Overview(
         (_job_row(one) for one in found),
-        columns=(
-            "job",
-            "state",
-            "gen",
-            "ranks",
-            "nodes",
-            "spares",
-            "step",
-            "step time",
-            "loss",
-            "committed",
-            "verified",
-        ),
-        narrow=("job", "state", "gen", "ranks", "spares", "step", "loss", "commit"),
-        wide=128,
+        columns={
+            128: (
+                "job",
+                "state",
+                "gen",
+                "ranks",
+                "nodes",
+                "spares",
+                "step",
+                "step time",
+                "loss",
+                "committed",
+                "verified",
+            ),
+            0: ("job", "state", "gen", "ranks", "spares", "step", "loss", "commit"),
+        },
         right=("gen", "ranks", "nodes", "spares", "step", "step time", "loss", "commit"),
     )
 
@@ -273,7 +279,7 @@ def recoveries(found: Iterable[op.Recovery], now: float) -> RenderableType:
 
 def event_line(event: op.Event) -> Text:
     """One event on one line."""
-    at = datetime.datetime.fromtimestamp(event.at).astimezone().strftime("%H:%M:%S.%f")[:-3]
+    at = datetime.datetime.fromtimestamp(event.at).astimezone().strftime("%m-%d %H:%M:%S.%f")[:-3]
     about = " ".join(filter(None, (event.node, event.job, f"g{event.generation}" if event.generation else "")))
     return Text.assemble(
         (f"{event.id:>6} ", "dim"),
@@ -281,7 +287,7 @@ def event_line(event: op.Event) -> Text:
         " ",
         (f"{event.kind:<22}", _kind_style(event.kind)),
         (f" {about:<16} " if about else " ", "bold"),
-        event.sentence,
+        " ".join(event.sentence.split()),
         (f"  {event.trace}", "dim"),
     )
 

@@ -15,6 +15,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from everstep.cli import past, tables
+from everstep.cli.client import path
 from everstep.cli.context import Json, Reason, console, controller, print_changed, show
 from everstep.cli.words import age
 from everstep.errors import ConfigurationError, EverstepError
@@ -54,7 +55,7 @@ def list_(
 def show_(context: typer.Context, id: CredentialId, as_json: Json = False) -> None:
     """One credential, dead or alive."""
     with controller(context) as client:
-        found = client.get(f"/v1/credentials/{id}", wire.Credential)
+        found = client.get(path("credentials", id), wire.Credential)
         show(found, as_json, _table([found], SYSTEM_CLOCK.wall()))
 
 
@@ -95,7 +96,7 @@ def issue(
 def revoke(context: typer.Context, id: CredentialId, reason: Reason) -> None:
     """End a credential at once."""
     with controller(context) as client:
-        changed = client.post(f"/v1/credentials/{id}/revoke", op.Because(reason=reason), op.Changed)
+        changed = client.post(path("credentials", id, "revoke"), op.Because(reason=reason), op.Changed)
         print_changed(changed.sentence, changed.trace)
 
 
@@ -105,7 +106,7 @@ def rotate(context: typer.Context, id: CredentialId, reason: Reason, grace: Dura
     with controller(context) as client:
         body = wire.Rotate(reason=reason, grace_s=seconds(grace))
         with _handed_out(out) as hand_out:
-            hand_out(client.post(f"/v1/credentials/{id}/rotate", body, wire.Issued))
+            hand_out(client.post(path("credentials", id, "rotate"), body, wire.Issued))
 
 
 _KINDS: dict[str, type[wire.IssueAgent | wire.IssueTrainer | wire.IssueOperator | wire.IssueViewer]] = {

@@ -22,7 +22,7 @@ import msgspec
 
 from everstep.ids import JobId, NodeId, TraceId
 from everstep.tokens import TokenRole
-from everstep.wire.v1.base import Message, Request
+from everstep.wire.v1.base import Message, Reasoned
 
 CredentialId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}$")]
 SecretHash = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
@@ -31,7 +31,6 @@ PersonName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@+-]{
 """A person or a program, as the audit log shows it."""
 NodePattern = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9.*?_-]{1,128}$")]
 """Node names, with ``*`` for any letters and ``?`` for one."""
-Why = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Note = Annotated[str, msgspec.Meta(max_length=256)]
 
 _YEAR_S = 365 * 86400.0
@@ -58,10 +57,9 @@ class Enrolled(Message, frozen=True, kw_only=True):
     node: NodeId
 
 
-class _Issue(Request, frozen=True, kw_only=True, tag_field="role"):
+class _Issue(Reasoned, frozen=True, kw_only=True, tag_field="role"):
     """``expires_in_s``: seconds that the credential lives; None: until it is revoked. ``note`` is for people."""
 
-    reason: Why
     expires_in_s: Annotated[float, msgspec.Meta(gt=0, le=LONGEST_LIFE_S)] | None = None
     note: Note = ""
 
@@ -140,8 +138,7 @@ class CredentialList(Message, frozen=True, kw_only=True):
     next: str = ""
 
 
-class Rotate(Request, frozen=True, kw_only=True):
+class Rotate(Reasoned, frozen=True, kw_only=True):
     """A second credential for the same subject; the first lives for ``grace_s`` seconds more."""
 
-    reason: Why
     grace_s: Annotated[float, msgspec.Meta(ge=0, le=LONGEST_GRACE_S)] = 3600.0

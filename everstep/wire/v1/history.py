@@ -11,9 +11,7 @@ import msgspec
 
 from everstep.ids import JobId, NodeId, TraceId, Version
 from everstep.vocabulary import Finding, Verdict
-from everstep.wire.v1.base import Message, Request, ShortText
-
-Reason = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+from everstep.wire.v1.base import Message, Reasoned, Request, ShortText
 
 
 class SeenFinding(Message, frozen=True, kw_only=True):
@@ -159,15 +157,14 @@ class Tried(Message, frozen=True, kw_only=True):
     sentence: ShortText = ""
 
 
-class CancelMaintenance(Request, frozen=True, kw_only=True):
+class CancelMaintenance(Reasoned, frozen=True, kw_only=True):
     """What is planned for a node, or for a rack, is not to begin."""
 
-    reason: Reason
     node: NodeId | None = None
     rack: Annotated[str, msgspec.Meta(min_length=1, max_length=64)] | None = None
 
 
-class Maintenance(Request, frozen=True, kw_only=True):
+class Maintenance(Reasoned, frozen=True, kw_only=True):
     """A window for people to work on a node, or on all nodes of a rack.
 
     They leave their jobs at a boundary at ``starts_at`` (wall seconds; None: now), and come back by probation at
@@ -175,6 +172,5 @@ class Maintenance(Request, frozen=True, kw_only=True):
 
     starts_at: Annotated[float, msgspec.Meta(gt=0)] | None = None
     until: Annotated[float, msgspec.Meta(gt=0)]
-    reason: Reason
     node: NodeId | None = None
     rack: Annotated[str, msgspec.Meta(min_length=1, max_length=64)] | None = None

@@ -13,21 +13,18 @@ import msgspec
 from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, TraceId, Version
 from everstep.vocabulary import Finding, GenerationReason, JobState, NodeState, Verdict
 from everstep.wire.v1.agent import NO_HOST, Domain, Gpu, Host
-from everstep.wire.v1.base import Message, Request, ShortText
+from everstep.wire.v1.base import Message, Reasoned, ShortText
 from everstep.wire.v1.training import GenerationSpec, JobSpec, Member
 
 
-class Because(Request, frozen=True, kw_only=True):
+class Because(Reasoned, frozen=True, kw_only=True):
     """Why an operator changes something; it stands in the audit log beside the operator's name."""
 
-    reason: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
-
-class Resize(Request, frozen=True, kw_only=True):
+class Resize(Reasoned, frozen=True, kw_only=True):
     """A bound on a job's nodes, from its next boundary on."""
 
     size: Annotated[int, msgspec.Meta(ge=1)]
-    reason: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
 
 class Changed(Message, frozen=True, kw_only=True):
@@ -42,6 +39,7 @@ class NodeSummary(Message, frozen=True, kw_only=True):
 
     ``connected``: it can be told something at once. ``findings`` counts what is raised and not cleared. ``model``: of
     its GPUs; ``labels``: the site's own words for it. ``hold``: a person's order that keeps it out, whatever its state.
+    ``driver``: its version.
     """
 
     node: NodeId
@@ -57,6 +55,7 @@ class NodeSummary(Message, frozen=True, kw_only=True):
     model: str = ""
     labels: dict[str, str] = {}
     hold: str = ""
+    driver: str = ""
 
 
 class PlannedWindow(Message, frozen=True, kw_only=True):
@@ -253,12 +252,11 @@ class EventList(Message, frozen=True, kw_only=True):
     next_after: int
 
 
-class StartProbe(Request, frozen=True, kw_only=True):
+class StartProbe(Reasoned, frozen=True, kw_only=True):
     """Ask nodes to run an all-reduce among them: latency and bus bandwidth by size."""
 
     nodes: Annotated[tuple[NodeId, ...], msgspec.Meta(min_length=1, max_length=64)]
     backend: Literal["gloo", "nccl"] = "gloo"
-    reason: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
 
 class ProbeRow(Message, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from controller.store.database import open_database
 from controller.store.retention import Keep, prune_events
 from controller.store.writer import Writer
 from everstep.cli.client import Client
-from everstep.cli.main import _follow
+from everstep.cli.events import _follow
 from everstep.tokens import TokenRole
 from everstep.wire.v1 import operator as op
 from tests.support.controllers import VIEWER, ControllerProcess, bearer, controller_process, registration

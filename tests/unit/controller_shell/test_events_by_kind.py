@@ -117,3 +117,22 @@ def test_a_read_that_takes_too_long_is_broken_off_and_holds_up_no_other(
         return one
 
     assert asyncio.run(story()) == 1
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(since=st.none() | st.integers(-1, 62), until=st.none() | st.integers(-1, 62), newest=st.booleans())
+def test_events_of_a_time_are_found_by_their_numbers(
+    engine: Engine, since: int | None, until: int | None, newest: bool
+) -> None:
+    found = Reader(engine).events(after=0, limit=7, since=since, until=until, newest=newest)
+    fit = [row.id for row in rows(60) if (since is None or row.at >= since) and (until is None or row.at < until)]
+    assert [row.id for row in found] == (fit[-7:] if newest else fit[:7])
+
+
+def test_an_empty_log_has_no_events_of_any_time(database: str) -> None:
+    engine = open_database(database)
+    writer = Writer(engine)
+    writer.take_over()
+    assert Reader(engine).events(after=0, limit=7, since=1.0, until=2.0) == []
+    writer.close()
+    engine.dispose()

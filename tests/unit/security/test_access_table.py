@@ -92,8 +92,10 @@ def test_a_trainer_reads_its_own_job_and_no_other(
 ) -> None:
     route, own = EVERY_ROUTE[name], headers["j's trainer"]
     others = [route.path.replace("{job}", "k")] if "{job}" in route.path else [route.path, route.path + "?job=k"]
-    for path in [*others, *(f"{path}?job=j&job=k" for path in others)]:
-        assert client.get(path.replace("?job=k?", "?"), headers=own).status_code == 403
+    for path in others:
+        assert client.get(path, headers=own).status_code == 403
+        twice = path.partition("?")[0] + "?job=j&job=k"
+        assert client.get(twice, headers=own).status_code in (403, 422)
 
 
 def test_every_route_that_changes_something_for_an_operator_needs_a_reason() -> None:

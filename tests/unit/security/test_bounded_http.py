@@ -5,12 +5,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
 from controller import http_protocol
 from controller.api import asgi
+from controller.api.problems import Problem
 from controller.http_protocol import MOST_HEAD_BYTES, MOST_MESSAGE_BYTES, BoundedHttp
 
 DEADLINE_S = 20.0
@@ -81,6 +83,23 @@ def test_a_head_without_end_is_answered_400_and_hung_up_on(piece: bytes) -> None
             await reader.readexactly(1)
 
     play(talk)
+
+
+@pytest.mark.parametrize(
+    "said", [b"\x16\x03\x01\x00\xa5", b"BREW /pot HTCPCP/1.0\r\n\r\n", b"GET / HTTP/1.1\nHost: x\n\n"]
+)
+def test_what_is_no_request_is_answered_with_a_problem_and_not_logged(
+    said: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(said)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert b"application/problem+json" in head
+        assert msgspec.json.decode(body, type=Problem).code == "http"
+
+    play(talk)
+    assert not caplog.records
 
 
 def test_trailers_without_end_are_hung_up_on() -> None:

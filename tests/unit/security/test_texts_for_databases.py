@@ -31,8 +31,9 @@ def test_a_nul_in_a_text_is_replaced_wherever_it_comes_in(client: TestClient) ->
     speaker.report(joined("j", 1.0))
     lost = RankLost(job="j", at=1.0, generation=1, rank=0, local_rank=0, detail="killed \x00 by hand", trace="\x00")
     speaker.report(lost)
-    post(client, "/v1/nodes/n1/hold", op.Because(reason="a \x00 reason"), op.Changed)
-    post(client, "/v1/credentials", wire.IssueViewer(subject="v", reason="\x00", note="\x00"), wire.Issued)
+    because = b'{"reason":"a \\u0000 reason"}'
+    assert client.post("/v1/nodes/n1/hold", content=because, headers=OPERATOR).status_code == 200
+    post(client, "/v1/credentials", wire.IssueViewer(subject="v", reason="x", note="\x00"), wire.Issued)
     found = get(client, "/v1/events?limit=1000", op.EventList).events
     assert any("a \ufffd reason" in event.sentence for event in found)
     assert "\x00" not in "".join(event.sentence for event in found)

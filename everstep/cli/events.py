@@ -1,0 +1,157 @@
+"""``everstep events`` and ``everstep audit``: what happened, and what people ordered."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import sys
+import time
+from typing import Annotated
+
+import msgspec
+import typer
+
+from everstep.cli import tables
+from everstep.cli.client import Client
+from everstep.cli.context import Json, console, controller
+from everstep.errors import ConfigurationError, Unavailable
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep.wire.v1 import operator as op
+
+AT_ONCE = 1000
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+
+Node = Annotated[str, typer.Option(help="Only about this node.")]
+Job = Annotated[str, typer.Option(help="Only about this job.")]
+Limit = Annotated[int, typer.Option("--limit", "-n", min=1, help="How many, the newest.")]
+Since = Annotated[str, typer.Option(metavar="TIME", help="Not before: 2h (ago), or 2026-11-20T12:00 (here).")]
+Until = Annotated[str, typer.Option(metavar="TIME", help="Before: the same.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands."""
+    for command in (events, audit):
+        app.command()(command)
+
+
+def events(
+    context: typer.Context,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as events come.")] = False,
+    trace: Annotated[str, typer.Option(help="Only what followed from this stimulus, as a story with times.")] = "",
+    node: Node = "",
+    job: Job = "",
+    kind: Annotated[str, typer.Option(help="Only kinds that begin so, such as verdict or node.lost.")] = "",
+    since: Since = "",
+    until: Until = "",
+    limit: Limit = 50,
+    as_json: Json = False,
+) -> None:
+    """What happened and what was decided, newest last."""
+    wanted = {"trace": trace, "node": node, "job": job, "kind": kind}
+    with controller(context) as client:
+        newest = client.get("/v1/status", op.FleetStatus).newest_event if follow else 0
+        if trace:
+            found = _all(client, **wanted, **_times(since, until))
+        else:
+            found = _newest(client, "/v1/events", limit, **wanted, **_times(since, until))
+        if trace and not as_json and not follow:
+            console.print(tables.story(found) if found else f"nothing is known of trace {trace}", markup=False)
+            return
+        for event in found:
+            _print(event, as_json)
+        if follow:
+            _follow(client, max(newest, *(event.id for event in found), 0), as_json, **wanted)
+
+
+def audit(
+    context: typer.Context,
+    node: Node = "",
+    job: Job = "",
+    since: Since = "",
+    until: Until = "",
+    limit: Limit = 50,
+    as_json: Json = False,
+) -> None:
+    """What people ordered and why, newest last."""
+    with controller(context) as client:
+        for event in _newest(client, "/v1/audit", limit, node=node, job=job, **_times(since, until)):
+            _print(event, as_json)
+
+
+def wall(text: str) -> float:
+    """Wall seconds of a time as people give it: so long ago, or ISO 8601, in this machine's zone where it names none.
+    Raises ConfigurationError."""
+    if ago := _AGO.fullmatch(text):
+        return SYSTEM_CLOCK.wall() - float(ago[1]) * _UNITS[ago[2]]
+    try:
+        return datetime.datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError) as error:
+        raise ConfigurationError(
+            f"{text!r} is not a time: use 90s, 30m, 2h or 7d (ago), or 2026-11-20T12:00"
+        ) from error
+
+
+def _times(since: str, until: str) -> dict[str, str]:
+    return {name: repr(wall(text)) for name, text in (("since", since), ("until", until)) if text}
+
+
+def _all(client: Client, **wanted: str) -> list[op.Event]:
+    """Every event that fits, oldest first."""
+    found: list[op.Event] = []
+    while True:
+        after = found[-1].id if found else 0
+        page = client.get("/v1/events", op.EventList, limit=AT_ONCE, after=after, **wanted).events
+        found += page
+        if len(page) < AT_ONCE:
+            return found
+
+
+def _newest(client: Client, path: str, limit: int, **wanted: str) -> list[op.Event]:
+    """The newest events that fit, oldest first. Beyond a page they are read from the first one that fits on."""
+    if limit <= AT_ONCE:
+        return list(client.get(path, op.EventList, limit=limit, newest="true", **wanted).events)
+    found: list[op.Event] = []
+    while True:
+        after = found[-1].id if found else 0
+        page = client.get(path, op.EventList, limit=AT_ONCE, after=after, **wanted).events
+        found = [*found, *page][-limit:]
+        if len(page) < AT_ONCE:
+            return found
+
+
+def _print(event: op.Event, as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(msgspec.json.encode(event).decode() + "\n")
+        sys.stdout.flush()
+    else:
+        console.print(tables.event_line(event), soft_wrap=True)
+
+
+def _fits(event: op.Event, *, trace: str, node: str, job: str, kind: str) -> bool:
+    same = all(
+        not wanted or had == wanted for had, wanted in ((event.trace, trace), (event.node, node), (event.job, job))
+    )
+    return same and event.kind.startswith(kind)
+
+
+def _follow(client: Client, after: int, as_json: bool, **wanted: str) -> None:
+    """Prints what comes, across restarts of the controller, until interrupted."""
+    try:
+        while True:
+            try:
+                for name, data in client.stream(f"/v1/events/stream?after={after}"):
+                    if name == "gap":
+                        gap = msgspec.json.decode(data, type=op.EventGap)
+                        after = gap.through
+                        sys.stderr.write(gap.sentence + "\n")
+                        continue
+                    event = msgspec.json.decode(data, type=op.Event)
+                    after = event.id
+                    if _fits(event, **wanted):
+                        _print(event, as_json)
+            except Unavailable:
+                pass  # it restarts; the next stream begins after the last event seen
+            time.sleep(0.5)
+    except KeyboardInterrupt:
+        return
