@@ -9,17 +9,17 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import msgspec
 import torch
 
 from everstep.errors import NotRestorable
-from trainer_hooks.module_names import named_modules
 from trainer_hooks.nested_state import to_live
 from trainer_hooks.plain_files import Checkpoint, open_checkpoint
 from trainer_hooks.plain_keys import Keys, prefixes
+from trainer_hooks.plain_modules import StoredModules
 from trainer_hooks.plain_optimizers import StoredOptimizers
 from trainer_hooks.python_state import Merged, PythonState, decode
 from trainer_hooks.restore.before import Before
@@ -60,14 +60,16 @@ class Start:
         self._state = state
         self._rank = rank
         tracked = TrackedObjects(objects)
-        self._modules: defaultdict[str, list[torch.nn.Module]] = defaultdict(list)
         self._others = tracked.others
+        modules: defaultdict[str, list[torch.nn.Module]] = defaultdict(list)
         for key, module in tracked.modules:
-            self._modules[key].append(module)
+            modules[key].append(module)
         optimizers: defaultdict[str, list[torch.optim.Optimizer]] = defaultdict(list)
         for key, optimizer in tracked.optimizers:
             optimizers[key].append(optimizer)
         self._keys = Keys(checkpoint)
+        self._tops = frozenset(modules)
+        self._modules = StoredModules(checkpoint, self._keys, modules)
         self._optimizers = StoredOptimizers(checkpoint, self._keys, optimizers)
         self._step = 0
         self._puts: list[Callable[[], object]] = []
@@ -105,8 +107,8 @@ class Start:
         """Parameters, buffers and moments."""
         live = self._state.tensors()
         parts = {p.name: p for p in self._state.layout(live, self._rank, world).parts}
-        mine = [p for p in parts.values() if p.name.partition(".")[0] in self._modules]
-        keys = self._keys_of(mine)
+        mine = [p for p in parts.values() if p.name.partition(".")[0] in self._tops]
+        keys = self._modules.keys_of(mine)
         catalog = [self._as_stored(part, keys[part.name]) for part in mine]
         tied = {self._checkpoint.origin(keys[t.name]): n for n, t in enumerate(catalog) if not t.own}
         for moment in self._optimizers.moments({id(t.place[t.key]): t.name for t in live if t.parameter}):
@@ -125,33 +127,6 @@ class Start:
                 catalog.append(tensor)
         for index, target in self._state.targets(tuple(catalog)):
             self._fill(target, catalog[index], keys[catalog[index].name])
-
-    def _keys_of(self, parts: Iterable[Part]) -> dict[str, str]:
-        """Where each tensor of a module is. Raises NotRestorable naming what is nowhere."""
-        keys: dict[str, str] = {}
-        missing: list[str] = []
-        stored = self._checkpoint.tensors
-        for part in parts:
-            names = (part.name, *part.aliases)
-            key = next((k for name in names for k in self._places(name) if k in stored), None)
-            if key is None:
-                missing.append(part.name)
-            else:
-                keys[part.name] = key
-        if missing:
-            raise NotRestorable(
-                f"{self._checkpoint.url} has not all that is tracked: {len(missing)} of {len(keys) + len(missing)} "
-                f"tensors of modules are not in it ({', '.join(missing[:3])}); it has {len(stored)} tensors "
-                f"({', '.join(sorted(stored)[:3])}). Track the module under the key it was saved under"
-            )
-        return keys
-
-    def _places(self, name: str) -> Iterator[str]:
-        """Keys under which it may be, those of a model that was compiled when it was saved among them."""
-        top, _, rest = name.partition(".")
-        for prefix in prefixes(top, ("model", "state_dict") if len(self._modules) == 1 else None):
-            for place in (f"{prefix}{rest}", f"{prefix}module.{rest}"):
-                yield self._keys.at(place)
 
     def _as_stored(self, part: Part, key: str) -> Tensor:
         """A catalog entry that the live tensor fits; torch converts between dtypes while it copies."""
@@ -194,10 +169,7 @@ class Start:
 
     def _read_objects(self) -> None:
         """Hyper-parameters, modules' extra state, and the state of objects that are neither modules nor optimizers."""
-        for top, roots in self._modules.items():
-            for name, module in (found for root in roots for found in named_modules(top, root)):
-                if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
-                    self._read_extra(f"{name}._extra_state", module)
+        self._puts += [partial(module.set_extra_state, value) for module, value in self._modules.extra()]
         self._puts += [partial(group.update, options) for group, options in self._optimizers.options()]
         for key, tracked in self._others.items():
             found = [f for p in prefixes(key, None) if (f := self._keys.under(p.rstrip("."))) is not None]
@@ -205,11 +177,3 @@ class Start:
                 self._puts.append(partial(tracked.load_state_dict, found[0]))
             else:
                 log.warning("%s has no state of %s: it starts as it was made", self._checkpoint.url, key)
-
-    def _read_extra(self, name: str, module: torch.nn.Module) -> None:
-        for key in self._places(name):
-            found = self._checkpoint.value(key) if key in self._checkpoint.paths else self._keys.under(key)
-            if found is not None:
-                self._puts.append(partial(module.set_extra_state, found))
-                return
-        log.warning("%s has no %s: it starts as it was made", self._checkpoint.url, name)

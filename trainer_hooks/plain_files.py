@@ -1,4 +1,5 @@
-"""Ordinary checkpoints, read a box at a time: a torch.distributed.checkpoint folder, or a torch.save file.
+"""Ordinary checkpoints, read a box at a time: a torch.distributed.checkpoint folder, a torch.save file, or weights as
+safetensors files (``safetensors_files``).
 
 Everything is checked before it is used: what Everstep wrote against its digests, in one pass with reading, archives of
 others against their own checksums (docs/decisions/0043). Nothing is unpickled but tensors and plain values: archives by
@@ -29,6 +30,7 @@ from everstep.stored_digests import DIGESTS, decode_digests
 from trainer_hooks.archive_checks import Damaged, MappedArchive, check_archive
 from trainer_hooks.fetched_file import fetched
 from trainer_hooks.nested_state import each_tensor
+from trainer_hooks.safetensors_files import INDEX, SUFFIX, Safetensors, weights_in
 from trainer_hooks.snapshot.copy import part_of
 
 Path = tuple[str | int, ...]
@@ -98,11 +100,13 @@ def checkpoints_at(url: str) -> list[str]:
     filesystem.invalidate_cache()
     if filesystem.isfile(path) or filesystem.isfile(f"{path}/.metadata"):
         return [url]
+    if weights := weights_in(filesystem, path):
+        return [f"{url.rstrip('/')}/{weights.rpartition('/')[2]}"]
     found = [f"{url.rstrip('/')}/{name}" for name in _newest_first(filesystem, path)]
     if not found:
         raise NotRestorable(
-            f"{url} is no checkpoint to start from: neither a torch.save file, nor a folder with .metadata in it, nor "
-            "one with such folders as Everstep names them (step-00001234-g7)"
+            f"{url} is no checkpoint to start from: neither a torch.save file, nor a folder with .metadata or "
+            "safetensors files in it, nor one with such folders as Everstep names them (step-00001234-g7)"
         )
     return found
 
@@ -110,6 +114,8 @@ def checkpoints_at(url: str) -> list[str]:
 def open_checkpoint(url: str) -> Checkpoint:
     """One of those that ``checkpoints_at`` names. Raises NotRestorable, Damaged, OSError where it cannot be read."""
     filesystem, path = _place(url)
+    if path.endswith((SUFFIX, INDEX)):
+        return Safetensors(url, filesystem, path)
     return TorchFile(url, filesystem, path) if filesystem.isfile(path) else Folder(url, filesystem, path)
 
 

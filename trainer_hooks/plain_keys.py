@@ -52,6 +52,9 @@ class Keys:
         for key in checkpoint.paths:
             name = plain(key)
             self._stored_as[name] = key if name not in checkpoint.paths else name
+        heads = (path[:n] for path in checkpoint.paths.values() for n in range(1, len(path)))
+        self.whole = {"", *(f"{joined(head)}." for head in set(heads))}
+        """What keys begin with, up to where one dictionary lies in another."""
 
     def at(self, place: str) -> str:
         """The key itself."""

@@ -59,7 +59,7 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     exit_wait_s: seconds workers may go on after the job finished (300, as torchrun's exit barrier).
     die_with_parent: take the death of the process that started the launcher for SIGTERM.
     start_from: a checkpoint on storage that the job starts from where nothing is in memory: a torch.save file, a
-        torch.distributed.checkpoint folder, or a folder of Everstep's own; a path or URL.
+        torch.distributed.checkpoint folder, weights as safetensors, or a folder of Everstep's own; a path or URL.
     state_dir: logs and the private services' files; None: $XDG_STATE_HOME/everstep.
     vault_linger_s: without an agent: how long checkpoints stay in memory for a launcher of the same job where this
         one is killed (600 where a name was given). None: not at all, since nobody comes back to a name that was drawn.
