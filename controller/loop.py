@@ -6,7 +6,8 @@ answered and nothing is pushed before its transaction is durable.
 Where the database is away, memory goes ahead of it: the core is told, and decides only what needs no promise; what it
 sends from then on is pushed, and nobody is acknowledged, so that everybody asks again. When the database is back,
 everything is written before anything is acknowledged. What the failed transaction itself would have sent is held back
-until then: its numbers may be given once more by the controller that follows, if this one dies first.
+until then: its numbers may be given once more by the controller that follows, if this one dies first. So is a job's
+end, which cannot be taken back.
 
 For errors of its own the process is crash-only: nobody is answered, it ends, and its supervisor starts it again from
 the last committed state.
@@ -323,6 +324,7 @@ class FleetLoop:
         self._unpublished.add(transaction)
         if not await self._keeper.keep(batch):
             if was_away:
+                self._held_back += transaction.take_final()
                 self.outbox.deliver(transaction.outgoing)
             else:
                 self._begin_absence(transaction, unsent)

@@ -65,7 +65,7 @@ class Outgoing(msgspec.Struct, frozen=True, kw_only=True):
     """A directive for a node.
 
     ``durable``: stored until acknowledged. ``topic``: a newer one of the same topic makes this one pointless, if it
-    ``replaces`` others.
+    ``replaces`` others. ``final``: whoever has heard it does not come back, so it is not said from memory.
     """
 
     node: str
@@ -74,6 +74,7 @@ class Outgoing(msgspec.Struct, frozen=True, kw_only=True):
     durable: bool = True
     topic: str = ""
     replaces: bool = True
+    final: bool = False
 
     def encoded(self) -> Encoded:
         """For an answer that carries it."""

@@ -35,7 +35,7 @@ from controller.store.records import (
 )
 from everstep.errors import EverstepError
 from everstep.vocabulary import GenerationReason, Verdict
-from everstep.wire.v1.directives import NewGeneration, ProtectVersion, RunProbe, SpillVersion, VersionNotice
+from everstep.wire.v1.directives import NewGeneration, ProtectVersion, RunProbe, SpillVersion, StopJob, VersionNotice
 
 _encode = msgspec.json.Encoder().encode
 
@@ -144,6 +144,13 @@ class Transaction:
             if one.durable:
                 self.outgoing.append(msgspec.structs.replace(one, seq=self._outbox.number(one.node)))
 
+    def take_final(self) -> list[Outgoing]:
+        """Takes out the directives that nobody comes back from: these are not pushed before they are durable."""
+        final = [one for one in self.outgoing if one.final]
+        if final:
+            self.outgoing = [one for one in self.outgoing if not one.final]
+        return final
+
     def encode(self, stretch_s: float = math.inf) -> bool:
         """Encodes changed documents for so many seconds; False when none is left. ``batch`` encodes the rest."""
         until = time.perf_counter() + stretch_s
@@ -238,8 +245,9 @@ class Transaction:
         elif isinstance(body, NewGeneration):
             topic, replaces = generation_topic(body.spec.job), body.spec.after_step is None
         seq = self._outbox.number(node)
+        final = isinstance(body, StopJob)
         self.outgoing.append(
-            Outgoing(node=node, seq=seq, body=encoded, durable=durable, topic=topic, replaces=replaces)
+            Outgoing(node=node, seq=seq, body=encoded, durable=durable, topic=topic, replaces=replaces, final=final)
         )
 
 

@@ -326,6 +326,8 @@ class ControllerProcess:
         self._busy = False
         for result in results:
             result.tell("" if durable else self._away or "it does not answer")
+        if not durable:
+            self._held_back += tx.take_final()
         self.outbox.deliver(tx.outgoing)
         if durable:
             told, self._unpublished = self._unpublished, []

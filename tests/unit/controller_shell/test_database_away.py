@@ -17,7 +17,7 @@ from controller.lease import NotLeading
 from controller.store.trouble import StoreAway, Superseded
 from controller.transaction import Decide
 from everstep.errors import Unavailable
-from everstep.wire.v1.directives import StopJob
+from everstep.wire.v1.directives import AnyDirective, KillRank, StopJob
 from tests.support.generations import generation
 from tests.support.running_loop import Running, scenario, settle
 
@@ -30,7 +30,15 @@ def _retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping, "LONGEST_RETRY_S", 0.0)
 
 
-def noting(news: list[ev.StoreChanged], sends: bool = True) -> Decide:
+def kill(node: str) -> KillRank:
+    return KillRank(job="j", generation=1, rank=0, local_rank=0, reason=node)
+
+
+def end(node: str) -> StopJob:
+    return StopJob(job="j", ok=True, reason=node)
+
+
+def noting(news: list[ev.StoreChanged], sends: bool = True, directive: Callable[[str], AnyDirective] = kill) -> Decide:
     """The core, which keeps what it hears of the database; each registration sends the node a directive."""
 
     def decide(state: FleetState, event: ev.Event, now: float) -> list[fx.Effect]:
@@ -40,7 +48,7 @@ def noting(news: list[ev.StoreChanged], sends: bool = True) -> Decide:
         effects = fleet.handle(state, event, now)
         if sends and isinstance(event, ev.AgentRegistered):
             node = event.register.node
-            effects.append(fx.Send(node, StopJob(job="j", ok=True, reason=node)))
+            effects.append(fx.Send(node, directive(node)))
         return effects
 
     return decide
@@ -134,6 +142,22 @@ def test_a_directive_held_back_is_sent_with_a_number_beyond_those_that_overtook_
         assert late.seq > overtook.seq
 
     scenario(body, decide=noting([]))
+
+
+def test_a_jobs_end_is_never_told_from_memory() -> None:
+    """Launchers that have heard it are gone. A controller that follows this one and does not know of the end would have
+    the job wait for them for ever."""
+
+    async def body(running: Running) -> None:
+        await goes_away(running)
+        for node in ("n2", "n3"):
+            await running.register(node, forgettable=True)
+            assert bodies(running, node) == []
+        running.disk.failure = None
+        await until(lambda: bodies(running, "n3"))
+        assert len(bodies(running, "n2")) == 1
+
+    scenario(body, decide=noting([], directive=end))
 
 
 def test_jobs_whose_generation_was_held_back_are_named_to_the_core() -> None:
