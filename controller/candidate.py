@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import NamedTuple
@@ -79,11 +80,12 @@ class Candidate:
             self._threshold.close()
             try:
                 won = await self._take(seen, store, known())
-            except (StoreAway, Hangs, Superseded) as error:
+            except Superseded as error:
                 log.info("the lease was not taken: %s", error)
                 won = None
-            finally:
-                await self._let_go(seen)
+            except (StoreAway, Hangs) as error:
+                self._note_away(str(error))
+                won = None
             if won is not None:
                 return won
             self._threshold.open()
@@ -122,14 +124,16 @@ class Candidate:
                 if reason:
                     log.info("taking the lease: %s", reason)
                     return seen
-                await self._let_go(seen)
                 self._note_leader(seen)
             self.looked.set()
             await asyncio.sleep(ABSENT_S if seen is None else LOOK_S)
 
     async def _look(self) -> Seen | None:
+        """None while the database is away. It is back when it can be written, as its leader has to."""
         try:
             seen = await self._lane.call(self._session.look, self._lease_s)
+            if self._away:
+                await self._lane.call(self._session.try_writing, self._lease_s)
         except (StoreAway, Hangs) as error:
             self._note_away(str(error))
             return None
@@ -142,28 +146,34 @@ class Candidate:
         """The lock of the epoch to come first: who sees that epoch must never find its lock free while we live."""
         epoch = seen.newest + 1
         if not await self._lane.call(lambda: self._session.hold(epoch), self._lease_s):
+            await self._lane.call(lambda: self._session.end_silent_holder(epoch, self._lease_s), self._lease_s)
             return None
         if not seen.free and seen.holder != self._name:
             await self._lane.call(lambda: self._session.end_sessions_of(seen.holder), self._lease_s)
         tenure = Tenure(self._clock, self._lease_s)
         asked_at, first_s = self._clock.monotonic(), self._lease_s + STARTING_S
+        speaking = asyncio.create_task(self._speaking(epoch), name="lease")
         try:
             loaded = await store.take_over(
-                expected=seen.newest, claim=claim(self._name, self._address, first_s), known=known.marks
+                expected=seen.newest,
+                claim=claim(self._name, self._address, first_s, free=seen.free),
+                known=known.marks,
             )
-        except BaseException:
-            await self._lane.call(lambda: self._session.let_go(epoch), self._lease_s)
-            raise
+        finally:
+            speaking.cancel()
         tenure.began(asked_at, STARTING_S)
         return Won(loaded, known, tenure)
 
-    async def _let_go(self, seen: Seen) -> None:
-        if not seen.free:
-            return
-        try:
-            await self._lane.call(lambda: self._session.let_go(seen.epoch), self._lease_s)
-        except (StoreAway, Hangs) as error:  # the session is gone, and its locks with it
-            self._note_away(str(error))
+    async def _speaking(self, epoch: int) -> None:
+        """While the lease is taken: other standbys wait for as long as the lock's holder says something."""
+        while True:
+            await asyncio.sleep(self._renew_s)
+            with contextlib.suppress(StoreAway, Hangs):
+                await self._lane.call(lambda: self._speak(epoch), self._renew_s)
+
+    def _speak(self, epoch: int) -> None:
+        self._session.hold(epoch)  # as in _renew
+        self._session.speak()
 
     def _note_leader(self, seen: Seen) -> None:
         if self.leader is None or self.leader.epoch != seen.epoch:

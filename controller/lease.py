@@ -21,8 +21,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     """One look at the lease.
 
     ``epoch``: of the lease. ``newest``: of the newest life over this database, larger where that had no lease.
-    ``free``: nobody held the lock of ``epoch``; the one who looked has it now. ``expires_in_s``: by the database's
-    clock; negative when it is over.
+    ``free``: nobody held the lock of ``epoch``. ``expires_in_s``: by the database's clock; negative when it is over.
     """
 
     epoch: int

@@ -13,28 +13,28 @@ import msgspec
 from sqlalchemy import Connection
 
 from controller.core.records import NodeRecord
-from controller.store.ahead import changes
+from controller.store.ahead import NONE, Marks, changes
 
 
 class Known(NamedTuple):
     """Records and their marks, by node. Never changed: the next reading makes another one."""
 
-    marks: dict[str, str]
+    marks: Marks
     records: dict[str, NodeRecord]
 
 
-NOTHING = Known({}, {})
+NOTHING = Known(NONE, {})
 
 
 def read(connection: Connection, known: Known) -> Known:
     """``known`` brought up to date. Raises what the database raises. For a thread of its own."""
-    same, rows = changes(connection, known.marks)
-    marks = {node: known.marks[node] for node in same}
-    records = {node: known.records[node] for node in same}
-    for row in rows:
+    found = changes(connection, known.marks)
+    marks = {node: known.marks.nodes[node] for node in found.same}
+    records = {node: known.records[node] for node in found.same}
+    for row in found.rows:
         try:
             records[row.node] = msgspec.json.decode(row.doc, type=NodeRecord)
         except msgspec.DecodeError:  # of another release: who leads says so
             continue
         marks[row.node] = row.mark
-    return Known(marks, records)
+    return Known(Marks(found.server, marks), records)

@@ -29,10 +29,12 @@ _NOW = "extract(epoch from clock_timestamp())"
 _LOOK = text(
     f"SELECT epoch, holder, address, expires_at - {_NOW} AS left_s, "  # noqa: S608 - constants of this file
     "(SELECT value FROM meta WHERE key = 'epoch') AS newest, "
-    f"pg_try_advisory_lock({_LOCKS}, mod(epoch, {_KEYS})::int) AS free FROM lease WHERE id = 1"
+    f"pg_try_advisory_xact_lock({_LOCKS}, mod(epoch, {_KEYS})::int) AS free FROM lease WHERE id = 1"
 )
 _LOCK = text("SELECT pg_try_advisory_lock(:locks, :key)")
-_UNLOCK = text("SELECT pg_advisory_unlock(:locks, :key)")
+_UNLOCK_ALL = text("SELECT pg_advisory_unlock_all()")
+_SPEAK = text("SELECT 1")
+_WRITE = text("UPDATE lease SET address = address WHERE id = 1")
 _RENEW = text(
     f"UPDATE lease SET renewed_at = {_NOW}, expires_at = {_NOW} + :lease_s "  # noqa: S608 - as above
     "WHERE id = 1 AND epoch = :epoch"
@@ -41,17 +43,32 @@ _END = text(
     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = :application "
     "AND datname = current_database() AND usename = current_user AND pid <> pg_backend_pid()"
 )
+_END_SILENT = text(
+    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name IN ("
+    "SELECT holding.application_name FROM pg_locks JOIN pg_stat_activity AS holding USING (pid) "
+    "WHERE locktype = 'advisory' AND granted AND classid::bigint = :locks AND objid::bigint = :key AND objsubid = 2 "
+    "AND datname = current_database() "
+    "AND state = 'idle' AND state_change < clock_timestamp() - make_interval(secs => :silent_s)) "
+    "AND datname = current_database() AND usename = current_user AND pid <> pg_backend_pid()"
+)
 _CLAIM = text(
     f"UPDATE lease SET epoch = :epoch, holder = :holder, address = :address, "  # noqa: S608 - as above
-    f"renewed_at = {_NOW}, expires_at = {_NOW} + :lease_s WHERE id = 1"
+    f"renewed_at = {_NOW}, expires_at = {_NOW} + :lease_s WHERE id = 1 AND (:free OR expires_at <= {_NOW})"
 )
 
 
-def claim(holder: str, address: str, lease_s: float) -> Claim:
-    """What makes a take-over's transaction take the lease as well."""
+def claim(holder: str, address: str, lease_s: float, *, free: bool) -> Claim:
+    """What makes a take-over's transaction take the lease as well.
+
+    Args:
+        free: its holder's session is gone. Otherwise the lease must be over by now: one that was renewed meanwhile
+            makes its holder sure for as long, and raises Superseded.
+    """
 
     def write(connection: Connection, epoch: int) -> None:
-        connection.execute(_CLAIM, {"epoch": epoch, "holder": holder, "address": address, "lease_s": lease_s})
+        values = {"epoch": epoch, "holder": holder, "address": address, "lease_s": lease_s, "free": free}
+        if connection.execute(_CLAIM, values).rowcount == 0:
+            raise Superseded("the lease was renewed meanwhile")
 
     return write
 
@@ -69,10 +86,11 @@ class LeaseSession:
         self._held: set[int] = set()
 
     def look(self) -> Seen:
-        """The lease as it is. A lock that was free is ours now: ``let_go`` of it before the next look."""
+        """The lease as it is. What a take-over that came to nothing had locked is free afterwards."""
+        if self._held:
+            self._asked(lambda connection: connection.execute(_UNLOCK_ALL))
+            self._held.clear()
         row = self._asked(lambda connection: connection.execute(_LOOK).one())
-        if row.free:
-            self._held.add(row.epoch)
         return Seen(
             epoch=row.epoch,
             newest=row.newest,
@@ -91,16 +109,23 @@ class LeaseSession:
             self._held.add(epoch)
         return taken
 
-    def let_go(self, epoch: int) -> None:
-        """Gives the lock of ``epoch`` back, if it is ours."""
-        if epoch in self._held:
-            self._held.discard(epoch)
-            self._asked(lambda connection: connection.execute(_UNLOCK, _key(epoch)).scalar_one())
+    def try_writing(self) -> None:
+        """Changes nothing. Raises StoreAway also where the database only answers: one that is read-only, or full."""
+        self._asked(lambda connection: connection.execute(_WRITE))
+
+    def speak(self) -> None:
+        """Shows that whoever holds a lock in this session is alive; see ``end_silent_holder``."""
+        self._asked(lambda connection: connection.execute(_SPEAK).scalar_one())
 
     def end_sessions_of(self, holder: str) -> None:
         """Ends the database sessions of a controller whose lease is over. One that was stopped inside a transaction
         holds a lock that its successor needs; in the middle of a pipeline no time-out of the server's sees that."""
         self._asked(lambda connection: connection.execute(_END, {"application": application_of(holder)}).all())
+
+    def end_silent_holder(self, epoch: int, silent_s: float) -> None:
+        """Ends the database sessions of whoever holds the lock of ``epoch`` and has said nothing in the session that
+        does for ``silent_s``: a controller that was stopped, or lost its machine, before its lease could begin."""
+        self._asked(lambda connection: connection.execute(_END_SILENT, {**_key(epoch), "silent_s": silent_s}).all())
 
     def renew(self, epoch: int, lease_s: float) -> None:
         """Another ``lease_s`` from now on, by the database's clock. Raises Superseded where another one has it."""

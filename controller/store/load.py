@@ -48,10 +48,10 @@ def load(connection: Connection, epoch: int, batch: int, known: ahead.Marks = ah
 
 
 def _nodes(connection: Connection, known: ahead.Marks) -> tuple[Set[str], dict[str, str]]:
-    if not known:
+    if not known.nodes:
         return frozenset(), _pairs(connection, tables.nodes.c.node, tables.nodes.c.doc)
-    same, rows = ahead.changes(connection, known)
-    return same, {row.node: row.doc for row in rows}
+    found = ahead.changes(connection, known)
+    return found.same, {row.node: row.doc for row in found.rows}
 
 
 def _pairs(connection: Connection, key: Column[Any], doc: Column[Any]) -> dict[str, str]:

@@ -184,3 +184,43 @@ def test_a_full_disk_stops_no_regroup_and_all_is_written_when_there_is_room(
 
         with regrouping_without(controller, fill):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def order(server: Server, *statements: str) -> None:
+    plain = make_url(server.url).set(drivername="postgresql").render_as_string(hide_password=False)
+    with psycopg.connect(plain, autocommit=True) as connection:
+        connection.execute("SET default_transaction_read_only = off")
+        for statement in statements:
+            connection.execute(statement.encode())
+
+
+def test_a_leader_comes_back_first_when_the_database_that_was_read_only_can_be_written_again(
+    program_forks: ForkPool, tmp_path: Path, own_postgres: Server
+) -> None:
+    """What it decided meanwhile nobody else knows."""
+    order(own_postgres, "CREATE DATABASE readonly")
+    database = own_postgres.url.replace("/postgres?", "/readonly?")
+    settings = tmp_path / "settings.toml"
+    settings.write_text("commit_timeout_s = 0.5\nlease_s = 1.5\nlease_renew_s = 0.3\n")
+    (tmp_path / "standby").mkdir()
+    given: Any = {"database": database, "arguments": ("--settings", str(settings))}
+    with (
+        controller_process(tmp_path, program_forks, **given) as leader,
+        controller_process(tmp_path / "standby", program_forks, **given) as standby,
+    ):
+        agent = Agent(leader, "n1")
+        assert agent.report(joined("job", 1.0)) == 200
+        running = agent.generation()
+        order(own_postgres, "ALTER SYSTEM SET default_transaction_read_only = on", "SELECT pg_reload_conf()")
+        try:
+            wait_for(lambda: status_of(leader).store_away, "the leader to see it")
+            assert agent.report(lost(running)) == 503
+            regrouped = agent.generation(running.number)
+            wait_for(lambda: "cannot be asked for" in standby.log(), "the standby to have tried")
+        finally:
+            order(own_postgres, "ALTER SYSTEM RESET default_transaction_read_only", "SELECT pg_reload_conf()")
+        wait_for(lambda: leader.log().count("all is written"), "everything to be written")
+        assert [event.generation for event in events(leader, "generation")] == [running.number, regrouped.number]
+        assert "taking the lease" in standby.log()
+        assert "leading:" not in standby.log()
+        assert standby.log().count("taking the lease") == 1

@@ -186,6 +186,30 @@ def test_a_write_that_was_under_way_when_its_leader_was_stopped_comes_to_nothing
     stream.check(leader)
 
 
+def taking(controller: ControllerProcess) -> int:
+    return controller.log().count("taking the lease")
+
+
+def test_a_standby_that_is_stopped_while_it_takes_over_is_followed_too(
+    controllers: list[ControllerProcess], postgres: str
+) -> None:
+    leader = leader_of(controllers)
+    others = [one for one in controllers if one is not leader]
+    with no_write_goes_on(postgres) as waits:
+        leader.kill()
+        wait_for(lambda: waits() and any(map(taking, others)), "a standby to take over")
+        stopped = next(one for one in others if taking(one))
+        assert stopped.process is not None
+        stopped.process.send_signal(signal.SIGSTOP)
+    try:
+        (follower,) = [one for one in others if one is not stopped]
+        wait_for(follower.leads, "the other one to lead")
+    finally:
+        stopped.process.send_signal(signal.SIGCONT)
+    wait_for(lambda: stopped.ask("GET", "/readyz", None, {})[1].count(b"http://"), "it to stand by")
+    assert follower.leads()
+
+
 def connected(controller: ControllerProcess) -> int:
     status, body = controller.ask("GET", "/v1/status", None, VIEWER)
     return msgspec.json.decode(body, type=op.FleetStatus).connected if status == 200 else 0

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, create_engine, text
 
 from controller.store.database import engine_of, open_database, parse_url
 from controller.store.leases import LeaseSession, claim
@@ -39,16 +39,15 @@ def lead(engine: Engine, session: LeaseSession, name: str, lease_s: float = 30.0
     seen = session.look()
     assert session.hold(seen.newest + 1)
     writer = Writer(engine)
-    epoch = writer.take_over(expected=seen.newest, claim=claim(name, f"http://{name}", lease_s)).epoch
+    taking = claim(name, f"http://{name}", lease_s, free=seen.free)
+    epoch = writer.take_over(expected=seen.newest, claim=taking).epoch
     writer.close()
-    session.let_go(seen.epoch)
     return epoch
 
 
 def test_a_look_tells_who_leads_and_for_how_long(engine: Engine, session: Open) -> None:
     first, other = session(), session()
     assert first.look().holder == ""
-    first.let_go(0)
     epoch = lead(engine, first, "c1")
     seen = other.look()
     assert (seen.epoch, seen.newest, seen.holder, seen.address, seen.free) == (epoch, epoch, "c1", "http://c1", False)
@@ -70,7 +69,7 @@ def test_only_one_of_two_that_saw_the_same_lease_gets_it(engine: Engine, session
     lead(engine, one, "c1")
     late = Writer(engine)
     with pytest.raises(Superseded, match="another controller was faster"):
-        late.take_over(expected=seen.newest, claim=claim("c2", "", 30.0))
+        late.take_over(expected=seen.newest, claim=claim("c2", "", 30.0, free=True))
     late.close()
     assert other.look().holder == "c1"
 
@@ -81,9 +80,76 @@ def test_a_lease_that_is_renewed_lasts_and_one_that_was_taken_cannot_be_renewed(
     assert standby.look().expires_in_s <= 0
     leader.renew(epoch, 30.0)
     assert standby.look().expires_in_s > 20
+    leader.renew(epoch, 0.0)
     lead(engine, standby, "c2")
     with pytest.raises(Superseded, match=f"epoch {epoch}"):
         leader.renew(epoch, 30.0)
+
+
+def test_a_lease_that_is_renewed_while_another_one_is_about_to_take_it_stays(engine: Engine, session: Open) -> None:
+    leader, standby = session(), session()
+    epoch = lead(engine, leader, "c1", lease_s=0.0)
+    seen = standby.look()
+    assert seen.expires_in_s <= 0
+    assert not seen.free
+    leader.renew(epoch, 30.0)
+    late = Writer(engine)
+    with pytest.raises(Superseded, match="renewed meanwhile"):
+        late.take_over(expected=epoch, claim=claim("c2", "", 30.0, free=seen.free))
+    late.close()
+    assert standby.look().newest == epoch
+
+
+def test_who_looks_keeps_nobody_from_the_lock_though_nobody_waited_for_what_it_saw(
+    engine: Engine, session: Open
+) -> None:
+    leader, standby = session(), session()
+    epoch = lead(engine, leader, "c1")
+    leader.close()
+    until(lambda: standby.look().free, "the server has noticed")
+    again = session()
+    assert again.hold(epoch)
+    assert not standby.look().free
+
+
+def test_what_a_take_over_that_came_to_nothing_had_locked_is_free_after_the_next_look(session: Open) -> None:
+    one, other = session(), session()
+    epoch = one.look().newest + 1
+    assert one.hold(epoch)
+    assert not other.hold(epoch)
+    one.look()
+    assert other.hold(epoch)
+
+
+def test_a_controller_that_falls_silent_while_it_takes_over_is_followed_and_one_that_speaks_is_left_alone(
+    postgres: str, engine: Engine, session: Open
+) -> None:
+    taking = engine_of(parse_url(postgres), name="c1")
+    taker, standby = LeaseSession(taking), session()
+    epoch = taker.look().newest + 1
+    assert taker.hold(epoch)
+    with taking.connect() as writes:
+        writes.execute(text("SELECT * FROM meta FOR UPDATE"))
+        standby.end_silent_holder(epoch, 3600.0)
+        taker.speak()
+        assert not standby.hold(epoch)
+        until(lambda: standby.end_silent_holder(epoch, 0.01) or standby.hold(epoch), "the lock to be free")
+        lead(engine, standby, "c2")  # what the silent one had locked beside holds nobody up
+        writes.invalidate()
+    with pytest.raises(StoreAway):
+        taker.speak()
+    taking.dispose()
+
+
+def test_a_database_that_only_answers_is_found_out(postgres: str) -> None:
+    open_database(postgres).dispose()
+    engine = create_engine(parse_url(postgres), connect_args={"options": "-c default_transaction_read_only=on"})
+    session = LeaseSession(engine)
+    assert session.look().holder == ""
+    with pytest.raises(StoreAway, match="read-only"):
+        session.try_writing()
+    session.close()
+    engine.dispose()
 
 
 def test_a_session_that_broke_is_made_anew_without_its_locks(engine: Engine, session: Open) -> None:
@@ -93,7 +159,6 @@ def test_a_session_that_broke_is_made_anew_without_its_locks(engine: Engine, ses
     with pytest.raises(StoreAway):
         leader.renew(epoch, 30.0)
     assert standby.look().free
-    standby.let_go(epoch)
     assert leader.hold(epoch)
     assert not standby.look().free
 

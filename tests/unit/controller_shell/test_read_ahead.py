@@ -68,7 +68,7 @@ def test_only_what_has_changed_is_read_again(engine: Engine, leader: Leader) -> 
     leader.put(n2="two", n5="newer")  # as it was, and yet written
     leader.forget("n3")
     second = look(engine, first)
-    assert sorted(second.records) == sorted(second.marks) == ["n1", "n2", "n4", "n5"]
+    assert sorted(second.records) == sorted(second.marks.nodes) == ["n1", "n2", "n4", "n5"]
     assert second.records["n1"] is first.records["n1"]
     assert second.records["n2"] is not first.records["n2"]
     assert first.records["n3"].sentence == "three", "who has taken it over already starts from that"
@@ -91,11 +91,26 @@ def test_a_take_over_reads_what_has_changed_since_and_restores_the_same_fleet(en
     assert not whole.same
 
 
+def test_marks_of_another_run_of_the_server_hold_for_nothing(engine: Engine, leader: Leader) -> None:
+    """It may have been restored from a copy meanwhile: then other records stand under the same marks."""
+    leader.put(n1="in the restored database")
+    marks = look(engine, NOTHING).marks
+    elsewhere = Known(
+        marks._replace(server="before"), {"n1": NodeRecord(node="n1", incarnation=1, vault="", sentence="lost")}
+    )
+    follower = Writer(engine)
+    assert list(follower.take_over(known=elsewhere.marks).nodes) == ["n1"]
+    follower.close()
+    again = look(engine, elsewhere)
+    assert again.records["n1"].sentence == "in the restored database"
+    assert again.marks == marks
+
+
 def test_a_record_that_is_not_understood_is_left_for_the_take_over_to_report(engine: Engine, leader: Leader) -> None:
     leader.put(n1="one")
     leader._commit(Batch(nodes={"n2": '{"node":7}'}))
     known = look(engine, NOTHING)
-    assert list(known.records) == list(known.marks) == ["n1"]
+    assert list(known.records) == list(known.marks.nodes) == ["n1"]
     follower = Writer(engine)
     assert list(follower.take_over(known=known.marks).nodes) == ["n2"]
     follower.close()
