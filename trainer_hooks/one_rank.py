@@ -69,6 +69,15 @@ def apart(objects: Mapping[str, object], names: Sequence[str], rank: int, world_
     }
 
 
+def marks_of(objects: Mapping[str, object]) -> dict[str, torch.Tensor]:
+    """For each such object a tensor of this rank's own, by its name. Checkpoints of others have none.
+
+    A version lacks such a tensor where a rank's slot is gone, so it is not whole, and the one before serves. And what a
+    rank alone has of tensors is copied to other nodes, with its Python state.
+    """
+    return {f"{key}.of_rank": torch.zeros(1) for key, tracked in objects.items() if isinstance(tracked, OfOneRank)}
+
+
 def _mend(key: str) -> str:
     return (
         f"Derive it from the step, go on with the ranks that there were (everstep-launch --nnodes N:N), or leave {key} "

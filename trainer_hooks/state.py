@@ -22,6 +22,7 @@ from everstep.manifests import Lies
 from trainer_hooks.module_names import named_modules
 from trainer_hooks.moments import is_complete, lies_of, room_for
 from trainer_hooks.nested_state import is_of_all, require_same_vector, to_live, to_store
+from trainer_hooks.one_rank import marks_of
 from trainer_hooks.python_state import (
     Group,
     Merged,
@@ -74,6 +75,7 @@ class TrackedState:
         self._lies: dict[str, Lies] = {}
         self._tied: dict[str, dict[str, None]] = defaultdict(dict)
         """Optimizer state that is another tensor too, by the name that this has."""
+        self._marks = marks_of(self._others)
         self._looked = False
         self._changing: set[str] = set()
         self.settle()
@@ -117,10 +119,11 @@ class TrackedState:
         for name, place, key, buffer in self._wanted(self._buffers()):
             self._add(found, name, place, key, buffer, self._sharing_of(name, buffer), parameter=False)
         for name, place, key, moment in self._wanted(self._moments()):
-            lies = self._lies[name]
-            self._add(found, name, place, key, moment, Sharing.EQUAL, parameter=False, shaped=False, lies=lies)
+            self._add(found, name, place, key, moment, Sharing.EQUAL, parameter=False, lies=self._lies[name])
         to_come = [top for top, optimizer in self._optimizers if not is_complete(optimizer)]
         self._exclude.require_used([tensor.name for tensor in found.values()], to_come)
+        for name, mark in self._marks.items():
+            self._add(found, name, self._marks, name, mark, Sharing.OWN, parameter=False)
         return list(found.values())
 
     def _wanted(self, tensors: Iterable[_Named]) -> Iterator[_Named]:
@@ -166,13 +169,12 @@ class TrackedState:
         sharing: Sharing,
         *,
         parameter: bool,
-        shaped: bool = True,
         lies: Lies | None = None,
     ) -> None:
         """``lies``: of optimizer state."""
         parts = local_parts(name, tensor)
         if sharing is Sharing.EQUAL:
-            self._identity.tensor(place, key, tensor, shaped=shaped)
+            self._identity.tensor(place, key, tensor, shaped=lies is None)
         else:
             self._identity.moving(place, key, tensor)
         for local, box in parts:
@@ -290,7 +292,7 @@ class TrackedState:
                     index_of.setdefault(alias, index)
         self._changing.update(tensor.name for tensor in catalog if tensor.own)
         self._create_moments(catalog)
-        live = self.tensors()
+        live = [t for t in self.tensors() if t.name in index_of or t.name not in self._marks]
         refuse_other_model(live, index_of, catalog)
         return [(index_of[t.name], t) for t in live]
 

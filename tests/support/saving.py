@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Sealed
 from trainer_hooks.abort import backend_named
 from trainer_hooks.config import HookSettings
+from trainer_hooks.one_rank import apart
 from trainer_hooks.regroup import Rendezvous
 from trainer_hooks.replicate import replicate
 from trainer_hooks.restore import Restoration
@@ -88,24 +89,45 @@ def hsdp(model: nn.Module) -> nn.Module:
 
 
 LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {"ddp": ddp, "fsdp2": fsdp2, "hsdp": hsdp}
-MODELS: dict[str, type[nn.Module]] = {"uneven": Uneven, "counting": Counting, "wide": Wide}
+MODELS: dict[str, type[nn.Module]] = {"uneven": Uneven, "counting": Counting, "wide": Wide, "reading": Wide}
+
+
+class Cursor:
+    """How far a rank has read, each at a pace of its own."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
 
 
 class Training:
-    """One rank's model, optimizer and schedule, and a step whose data are a function of the step."""
+    """One rank's model, optimizer and schedule, and a step whose data are a function of the step.
+
+    ``cursor`` is not tracked unless the model is "reading".
+    """
 
     def __init__(self, model: str, layout: str) -> None:
         torch.manual_seed(3)
         self.model = LAYOUTS[layout](MODELS[model]())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=40)
+        self.cursor = Cursor()
         self.tracked = {"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule}
+        if model == "reading":
+            everything = {**self.tracked, "cursor": self.cursor}
+            self.tracked = apart(everything, ["cursor"], dist.get_rank(), dist.get_world_size())
 
     def compute(self, step: int) -> float:
         """Forward and backward of this rank's part of the global batch; the loss over all of it."""
         generator = torch.Generator().manual_seed(step)
         x, y = torch.randn(BATCH, WIDTH, generator=generator), torch.randn(BATCH, 2, generator=generator)
         rank, world = dist.get_rank(), dist.get_world_size()
+        self.cursor.at += rank + 1
         loss = (self.model(x[rank::world]) - y[rank::world]).square().mean()
         self.optimizer.zero_grad()
         loss.backward()
@@ -233,6 +255,7 @@ def _train(
         "restored": result,
         "restored_as": restored_as,
         "losses": losses,
+        "read": training.cursor.at,
         "fingerprint": training.fingerprint(),
         "sealed": sealed,
         "findings": findings,

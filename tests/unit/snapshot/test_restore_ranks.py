@@ -162,6 +162,28 @@ def test_a_finished_step_outlives_each_process_that_finished_it(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("nodes", [NODES, ("n1",) * 4], ids=["four nodes", "one node"])
+@pytest.mark.parametrize(("how", "newest"), [("copying", 3), ("finished", 4)])
+def test_a_version_without_what_is_one_ranks_alone_is_none(
+    fleet: Fleet, how: str, newest: int, nodes: Sequence[str]
+) -> None:
+    fleet.run(1, 3, model="reading", nodes=nodes)
+    for rank in fleet.start(2, 4, model="reading", nodes=nodes, dying=2, how=how):
+        rank.wait()
+    after = fleet.run(3, 5, model="reading", nodes=nodes)
+    assert {r["restored"].step for r in after} == {newest}
+    assert [r["read"] for r in after] == [5 * (rank + 1) for rank in range(4)]
+
+
+@pytest.mark.slow
+def test_what_is_one_ranks_alone_survives_its_node(fleet: Fleet) -> None:
+    fleet.run(1, 3, model="reading")
+    fleet.by_node["n2"].kill()
+    after = fleet.run(2, 3, model="reading", nodes=("n1", "n1", "n3", "n3"))
+    assert [r["read"] for r in after] == [3 * (rank + 1) for rank in range(4)]
+
+
+@pytest.mark.slow
 def test_replicas_agree_on_their_digests_and_shards_have_none(fleet: Fleet) -> None:
     replicated = fleet.run(1, 2, layout="ddp")
     digests = [[dict(s.digests) for s in r["sealed"]] for r in replicated]
