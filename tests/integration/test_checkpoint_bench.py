@@ -14,7 +14,7 @@ from bench.checkpoint_rows import four, gpu, losses, reading
 from bench.checkpoint_rows.processes import Crew, RankFailed
 from bench.checkpoint_rows.state import Size
 from controller.core.placement import Site, place_replicas
-from tests.support.vaults import until
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 MEMORY = Path("/dev/shm")

@@ -23,6 +23,7 @@ import pytest
 from examples.demo.world import Node, World, wait_for
 from tests.support.dying import FOLDER, POINTS, Point, file_name
 from tests.support.exact_training import read_diaries
+from tests.support.processes import comm
 from tests.support.torture import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,7 +98,7 @@ class Run:
     def _kill_ranks(self) -> None:
         for node in self.world.nodes.values():
             for pid in node.processes():
-                if _comm(pid).startswith("everstep-rank"):
+                if comm(pid).startswith("everstep-rank"):
                     _kill(pid)
 
     def _until(self, condition: Any, what: str) -> None:
@@ -128,13 +129,6 @@ class Run:
     def said(self) -> str:
         logs = sorted(self.world.logs.glob("*.log"))
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-5000:]}" for log in logs)
-
-
-def _comm(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
 
 
 def _kill(pid: int) -> None:

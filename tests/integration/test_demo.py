@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from examples.demo.world import PREFIX, descendants
+from tests.support.processes import is_running
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 FAULTS = {
@@ -45,7 +46,7 @@ class Demo:
 
     def wait(self, deadline_s: float) -> int:
         """Its exit status."""
-        eventually(lambda: self.see() or self.process.poll() is not None, "its world", deadline_s)
+        until(lambda: self.see() or self.process.poll() is not None, "its world", deadline_s)
         return self.process.wait(deadline_s)
 
     def see(self) -> bool:
@@ -59,23 +60,9 @@ class Demo:
 
     def kill(self) -> None:
         for pid in reversed(descendants(self.process.pid)):
-            if running(pid):
+            if is_running(pid):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
-
-
-def eventually(condition: Callable[[], bool], what: str, deadline_s: float = 60.0) -> None:
-    end = time.perf_counter() + deadline_s
-    while not condition():
-        assert time.perf_counter() < end, f"never happened: {what}"
-        time.sleep(0.05)
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.fixture
@@ -83,7 +70,7 @@ def demo(tmp_path: Path, short_path: Path) -> Iterator[Demo]:
     """A demonstration in the middle of its training, before any fault."""
     demo = Demo(tmp_path, short_path, "--fast", "--steps", "100000", "--without-reference")
     try:
-        eventually(lambda: any((tmp_path / "steps").glob("n*.jsonl")), "a rank steps", 90)
+        until(lambda: any((tmp_path / "steps").glob("n*.jsonl")), "a rank steps", 90)
         assert demo.in_shared_memory()
         yield demo
     finally:
@@ -110,7 +97,7 @@ def test_ctrl_c_leaves_no_process_and_no_memory(demo: Demo) -> None:
     assert len(below) > 10
     demo.process.send_signal(signal.SIGINT)
     assert demo.process.wait(60) == 130
-    assert not [pid for pid in below if running(pid)]
+    assert not [pid for pid in below if is_running(pid)]
     assert not demo.in_shared_memory()
 
 
@@ -118,5 +105,5 @@ def test_a_killed_demo_takes_everything_along(demo: Demo) -> None:
     below = descendants(demo.process.pid)[1:]
     demo.process.kill()
     demo.process.wait()
-    eventually(lambda: not [pid for pid in below if running(pid)], "the end of all it had started")
-    eventually(lambda: not demo.in_shared_memory(), "the release of its shared memory")
+    until(lambda: not [pid for pid in below if is_running(pid)], "the end of all it had started")
+    until(lambda: not demo.in_shared_memory(), "the release of its shared memory")

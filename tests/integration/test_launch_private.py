@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launched import Launched, alive, launched
+from tests.support.processes import command_line
 
 pytestmark = pytest.mark.slow
 
@@ -112,7 +113,7 @@ def test_a_launcher_that_comes_again_after_it_was_killed_restores_from_memory(
         before = Run(short_path, first)
         before.pid_at(rank=0, step=20)
         below = first.descendants()
-        (vault,) = [pid for pid in below if b"agent.vault.main" in cmdline(pid)]
+        (vault,) = [pid for pid in below if b"agent.vault.main" in command_line(pid)]
         first.process.kill()
         if vault_too:
             os.kill(vault, signal.SIGKILL)
@@ -149,8 +150,8 @@ def test_a_killed_launcher_takes_its_services_along_and_then_its_vaults_memory(
 def test_a_killed_private_agent_finds_its_vault_again(run: Run) -> None:
     run.pid_at(rank=0, step=5)
     services = run.launcher.descendants()
-    (agent,) = [pid for pid in services if b"agent.main" in cmdline(pid)]
-    (vault,) = [pid for pid in services if b"agent.vault.main" in cmdline(pid)]
+    (agent,) = [pid for pid in services if b"agent.main" in command_line(pid)]
+    (vault,) = [pid for pid in services if b"agent.vault.main" in command_line(pid)]
     os.kill(agent, signal.SIGKILL)
     run.launcher.eventually(lambda: "starting it again" in run.launcher.err, "another agent")
     victim = run.pid_at(rank=1, step=max(step for _, _, step, _ in run.lines()))
@@ -165,20 +166,13 @@ def test_a_killed_private_agent_finds_its_vault_again(run: Run) -> None:
 
 def test_a_private_controller_that_dies_is_back_for_the_next_failure(run: Run) -> None:
     run.pid_at(rank=0, step=5)
-    (controller,) = [pid for pid in run.launcher.descendants() if b"controller.main" in cmdline(pid)]
+    (controller,) = [pid for pid in run.launcher.descendants() if b"controller.main" in command_line(pid)]
     os.kill(controller, signal.SIGKILL)
     victim = run.pid_at(rank=0, step=15)
     os.kill(victim, signal.SIGKILL)
     assert run.launcher.wait() == 0, run.launcher.err
     assert "the private controller ended with status -9; starting it again" in run.launcher.err
     assert {step for rank, _, step, _ in run.lines() if rank == 1} == set(range(1, 61))
-
-
-def cmdline(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
 
 
 STOPPED = """

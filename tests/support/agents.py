@@ -10,31 +10,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
+from tests.support.processes import is_running
+from tests.support.waiting import until
+
 DEADLINE_S = 30.0
 TOKEN = "agent:n1:mac"
-
-
-def until(condition: Callable[[], T], what: str) -> T:
-    """What ``condition`` returns, once it is true. Raises AssertionError past the deadline."""
-    end = time.perf_counter() + DEADLINE_S
-    while not (found := condition()):
-        assert time.perf_counter() < end, f"not within {DEADLINE_S} s: {what}"
-        time.sleep(0.005)
-    return found
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process lives; one that waits to be collected does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
 
 
 class AgentProcess:

@@ -8,7 +8,7 @@ from pathlib import Path
 from agent.vault import adoption
 from agent.vault import main as vault
 from everstep.slots import SlotHeader
-from tests.support.vaults import until
+from tests.support.waiting import until
 
 HELD = "EVERSTEP_TEST_HELD"
 """The environment variable that names the file."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tests.support.processes import comm, parents_of_all, state_and_parent
 from tests.support.warm_launcher import WarmLauncher
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,22 +108,3 @@ def launched(directory: Path, *argv: str, warm: bool = True, **environment: str)
 def alive(pid: int) -> bool:
     """Whether the process exists and is no zombie."""
     return state_and_parent(pid)[0] not in ("", "Z", "X")
-
-
-def comm(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
-def state_and_parent(pid: int) -> tuple[str, int]:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return "", 0
-    return fields[0], int(fields[1])
-
-
-def parents_of_all() -> dict[int, int]:
-    return {int(name): state_and_parent(int(name))[1] for name in os.listdir("/proc") if name.isdigit()}

@@ -15,7 +15,7 @@ from everstep.wire.v1.training import GenerationSpec
 from tests.support.fake_agent import FakeAgent, Peer, fake_agent
 from tests.support.forked import ForkedChild, ForkPool
 from tests.support.generations import JOB, generation
-from tests.support.vaults import until
+from tests.support.waiting import until
 
 NODE = "n1"
 

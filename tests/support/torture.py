@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from everstep.vault_note import is_held, read_note
-from tests.support.launched import DEADLINE_S, Launched, alive, comm
+from tests.support.launched import DEADLINE_S, Launched, alive
+from tests.support.processes import comm, command_line
 
 WORLD = 3
 RANKS = tuple(f"rank{n}" for n in range(WORLD))
@@ -153,7 +154,7 @@ class Torture:
             return next(iter(self.vaults()), 0)
         below = self.launcher.descendants()
         if name in ("agent", "controller"):
-            return next((pid for pid in below if f"{name}.main".encode() in _command(pid)), 0)
+            return next((pid for pid in below if f"{name}.main".encode() in command_line(pid)), 0)
         if ": generation " not in self.launcher.err:
             return 0  # a process that ends before the script came to trainer_hooks.main is the script's failure
         return next((pid for pid in below if comm(pid) == f"everstep-{name}"), 0)
@@ -192,7 +193,7 @@ class Torture:
     def _services(self) -> list[int]:
         """All that were started over this run's folder, whoever's children they are now."""
         every = (int(name) for name in os.listdir("/proc") if name.isdigit())
-        return [pid for pid in every if str(self.folder).encode() in _command(pid)]
+        return [pid for pid in every if str(self.folder).encode() in command_line(pid)]
 
 
 @contextlib.contextmanager
@@ -204,13 +205,6 @@ def tortured(until: int) -> Iterator[Torture]:
             yield torture
         finally:
             torture.end()
-
-
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
 
 
 def lost_or_repeated(rows: Sequence[dict[str, Any]], samples: int) -> list[int]:

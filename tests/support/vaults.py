@@ -11,11 +11,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 from everstep.framing import FrameDecoder, encode_frame
 from everstep.ids import Version
@@ -24,22 +22,11 @@ from everstep.wire.v1 import local, supervision
 from everstep.wire.v1.training import Holder, PeerLost
 from tests.support.forked import ForkPool
 from tests.support.programs import Forked
+from tests.support.waiting import until
 
-T = TypeVar("T")
 JOB = "job"
 SECRET = "a secret of the job, for tests"
 DEADLINE_S = 30.0
-
-
-def until(condition: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
-    """The first true result of ``condition``. Raises AssertionError when the deadline passes before."""
-    end = time.perf_counter() + deadline_s
-    while True:
-        result = condition()
-        if result:
-            return result
-        assert time.perf_counter() < end, f"not within {deadline_s} s: {what}"
-        time.sleep(0.002)
 
 
 class VaultClient:

@@ -18,6 +18,7 @@ from agent.sensors.settings import SensorSettings
 from everstep.errors import ConfigurationError
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import Action, Severity
+from tests.support.processes import is_running
 from tests.support.sensing import BUS, DEADLINE_S, FELL_OFF, Control, Watched, watched
 
 XID_79 = f"gpu.xid/{BUS}/79"
@@ -235,16 +236,9 @@ def test_the_supervisors_end_is_the_end_of_the_sensors(settings: SensorSettings,
         supervisor.kill()
         supervisor.communicate()
     deadline = SYSTEM_CLOCK.monotonic() + DEADLINE_S
-    while Path(f"/proc/{sensors}").exists() and _state(sensors) != "Z":
+    while is_running(sensors):
         assert SYSTEM_CLOCK.monotonic() < deadline, f"sensor process {sensors} outlived its supervisor"
         time.sleep(0.01)
-
-
-def _state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "Z"
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.agents import DEADLINE_S, TOKEN, is_running, until
+from tests.support.agents import DEADLINE_S, TOKEN
 from tests.support.controller_stub import ControllerStub, serving
+from tests.support.processes import is_running
+from tests.support.waiting import until
 
 UNSHARE = ("unshare", "--user", "--map-current-user", "--pid", "--fork")
 

@@ -31,9 +31,11 @@ from everstep.wire.v1.training import (
     RankUnresponsive,
     RestoreRule,
 )
-from tests.support.agents import DEADLINE_S, TOKEN, AgentProcess, agent_process, is_running, until
+from tests.support.agents import DEADLINE_S, TOKEN, AgentProcess, agent_process
 from tests.support.controller_stub import ControllerStub, serving
+from tests.support.processes import is_running
 from tests.support.vaults import VaultClient
+from tests.support.waiting import until
 
 
 @pytest.fixture

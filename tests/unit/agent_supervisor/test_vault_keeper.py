@@ -26,9 +26,10 @@ from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vault_note import LOCK_FILE
 from everstep.wire.v1 import local
 from everstep.wire.v1.training import FindingRaised, PeerLost
-from tests.support.agents import is_running, until
 from tests.support.held_vault import HELD
+from tests.support.processes import is_running
 from tests.support.vaults import RankMemory, VaultClient
+from tests.support.waiting import until
 
 
 class Place:

@@ -6,14 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from everstep.errors import ConfigurationError
 from everstep.lineage import PARENT_VARIABLE, die_with_parent
+from tests.support.processes import is_running
+from tests.support.waiting import until
 
 DEADLINE_S = 20.0
 
@@ -32,31 +32,17 @@ time.sleep(60)
 STARTER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    end = time.perf_counter() + DEADLINE_S
-    while not condition():
-        assert time.perf_counter() < end, f"waited in vain for {what}"
-        time.sleep(0.005)
-
-
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_a_process_ends_with_its_parent(tmp_path: Path, signum: signal.Signals) -> None:
     ready = tmp_path / "pid"
     parent = subprocess.Popen([sys.executable, "-c", STARTER, FOLLOWER, str(ready), "0", str(int(signum))])
     try:
-        wait_for(ready.exists, "the follower")
+        until(ready.exists, "the follower")
         pid = int(ready.read_text())
     finally:
         parent.kill()
         parent.wait()
-    wait_for(lambda: not is_running(pid), "the follower's end")
+    until(lambda: not is_running(pid), "the follower's end")
 
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 7), (signal.SIGKILL, -signal.SIGKILL)])

@@ -16,7 +16,6 @@ from everstep.wire.v1 import operator as op
 from everstep.wire.v1.agent import MAX_BODY_BYTES, Heartbeat, Register
 from everstep.wire.v1.directives import NewGeneration
 from everstep.wire.v1.training import RankLost, RankProgress
-from tests.support.agents import until
 from tests.support.controllers import (
     OPERATOR,
     VIEWER,
@@ -28,6 +27,7 @@ from tests.support.controllers import (
     joined,
     registration,
 )
+from tests.support.waiting import until
 
 WARNING = Finding(kind=FindingKind.HOST_DISK, subject="/", severity=Severity.WARNING, message="90 % full")
 

@@ -4,8 +4,6 @@ import importlib.util
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -24,13 +22,7 @@ from everstep.wire.v1 import operator as op
 from tests.support.controllers import VIEWER, ControllerProcess, controller_process
 from tests.support.forked import ForkPool
 from tests.support.report_stream import EVERY_FINDING, ReportStream, reporting
-
-
-def wait_for(condition: Callable[[], object], what: str, deadline_s: float = 40.0) -> None:
-    end = time.perf_counter() + deadline_s
-    while not condition():
-        assert time.perf_counter() < end, f"waited {deadline_s} s for {what}"
-        time.sleep(0.01)
+from tests.support.waiting import until
 
 
 def epoch(process: ControllerProcess) -> int:
@@ -45,12 +37,12 @@ def test_a_copy_made_while_reports_pour_in_is_whole_and_a_controller_goes_on_fro
     copied = tmp_path / "copy.db"
     with controller_process(tmp_path, program_forks, arguments=("--settings", str(settings))) as process:
         with reporting(process) as stream:
-            wait_for(lambda: stream.acknowledged > 50, "reports")
+            until(lambda: stream.acknowledged > 50, "reports")
             before = stream.acknowledged
             command = [sys.executable, "-m", "controller.main", "backup", str(copied), "--database", process.database]
             made = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
             assert f"{copied.stat().st_size} bytes" in made.stdout
-            wait_for(lambda: stream.acknowledged > before + 50, "reports after the copy was made")
+            until(lambda: stream.acknowledged > before + 50, "reports after the copy was made")
         process.kill()
         lost_life = 1
         for file in tmp_path.glob("controller.db*"):

@@ -7,7 +7,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -34,6 +33,7 @@ from tests.support.controllers import (
 from tests.support.forked import ForkPool
 from tests.support.report_stream import EVERY_FINDING, events, reporting
 from tests.support.sessions import AgentSession
+from tests.support.waiting import until
 
 N1 = bearer(TokenRole.AGENT, "n1")
 
@@ -49,14 +49,6 @@ def register(process: ControllerProcess, node: str = "n1") -> Registered:
     status, body = process.ask("POST", path, registration(node), headers)
     assert status == 200, body
     return msgspec.json.decode(body, type=Registered)
-
-
-def wait_for(condition: object, what: str, deadline_s: float = 20.0) -> None:
-    assert callable(condition)
-    end = time.perf_counter() + deadline_s
-    while not condition():
-        assert time.perf_counter() < end, f"waited {deadline_s} s for {what}"
-        time.sleep(0.01)
 
 
 def connected(process: ControllerProcess) -> int:
@@ -97,7 +89,7 @@ def test_a_directive_is_pushed_when_it_is_committed(process: ControllerProcess) 
 def test_a_session_that_breaks_is_told_to_the_core(process: ControllerProcess) -> None:
     with session_of(process):
         pass
-    wait_for(lambda: events(process, "node.disconnected"), "the disconnection in the audit log")
+    until(lambda: events(process, "node.disconnected"), "the disconnection in the audit log")
     assert [event.node for event in events(process, "node.disconnected")] == ["n1"]
 
 
@@ -153,11 +145,11 @@ def test_whatever_was_acknowledged_before_a_kill_is_there_exactly_once_after_it(
         with reporting(process) as stream:
             for _ in range(3):
                 before = stream.acknowledged
-                wait_for(lambda before=before: stream.acknowledged > before + 140, "reports to be acknowledged")
+                until(lambda before=before: stream.acknowledged > before + 140, "reports to be acknowledged")
                 process.kill()
                 process.start()
             before = stream.acknowledged
-            wait_for(lambda: stream.acknowledged > before, "reports after the last restart")
+            until(lambda: stream.acknowledged > before, "reports after the last restart")
         stream.check(process)
         assert process.ask("GET", "/v1/status", None, VIEWER)[0] == 200
 
@@ -207,9 +199,9 @@ def test_a_controller_that_should_die_with_its_parent_does(tmp_path: Path) -> No
             pids.append(json.loads(ready.read_text())["pid"])
         return bool(pids) or parent.poll() is not None
 
-    wait_for(seen, "the controller to serve")
+    until(seen, "the controller to serve")
     assert parent.wait(20) == 0
-    wait_for(lambda: not pids or not is_alive(pids[0]), "the controller to follow its parent")
+    until(lambda: not pids or not is_alive(pids[0]), "the controller to follow its parent")
     assert not ready.exists()
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,18 +17,11 @@ from tests.support.controllers import PATIENT, SECRET, VIEWER, ControllerProcess
 from tests.support.cut_line import CutLine, line_to
 from tests.support.databases import give_schema
 from tests.support.forked import ForkPool
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
-DEADLINE_S = 60.0
 SETTINGS = "lease_s = 1.5\nlease_renew_s = 0.3\n[policy]\n" + PATIENT
-
-
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    end = time.perf_counter() + DEADLINE_S
-    while not condition():
-        assert time.perf_counter() < end, f"waited {DEADLINE_S} s for {what}"
-        time.sleep(0.01)
 
 
 @contextmanager
@@ -48,7 +40,7 @@ def two_controllers(
                 ControllerProcess(directory / name, forks, database=url, arguments=("--settings", str(settings)))
             )
             made[-1].start()
-        wait_for(made[0].leads, "the first to lead")
+        until(made[0].leads, "the first to lead")
         yield made[0], made[1]
     finally:
         for one in made:
@@ -79,16 +71,16 @@ def test_a_leader_that_alone_is_cut_off_from_the_database_stands_by_when_another
     ):
         agent.token_file.write_text(mint(SECRET, TokenRole.AGENT, "n1"))
         agent.start()
-        wait_for(lambda: connected(old), "the agent's session")
+        until(lambda: connected(old), "the agent's session")
         line.cut()
-        wait_for(new.leads, "the other one to lead")
-        wait_for(lambda: connected(new), "the agent to come to the new leader")
-        wait_for(lambda: ready(old)[0] == 503, "the old one to stand by")
+        until(new.leads, "the other one to lead")
+        until(lambda: connected(new), "the agent to come to the new leader")
+        until(lambda: ready(old)[0] == 503, "the old one to stand by")
         assert ready(old)[1]["role"] == "standby"
         assert "stepping down" in old.log()
         assert node_states(new) == ["healthy"]
         line.mend()
-        wait_for(lambda: ready(old)[1]["leader"] == new.url, "the old one to see who leads")
+        until(lambda: ready(old)[1]["leader"] == new.url, "the old one to see who leads")
 
 
 def test_a_leader_whose_lease_cannot_be_renewed_says_that_the_database_is_away(
@@ -97,6 +89,6 @@ def test_a_leader_whose_lease_cannot_be_renewed_says_that_the_database_is_away(
     with line_to(postgres) as line, two_controllers(program_forks, tmp_path, postgres, line) as (old, _new):
         assert "database" not in ready(old)[1]
         line.cut()
-        wait_for(lambda: ready(old)[1].get("database") == "away", "the leader to say so")
+        until(lambda: ready(old)[1].get("database") == "away", "the leader to say so")
         assert b"everstep_controller_database_away 1.0" in old.ask("GET", "/metrics", None, VIEWER)[1]
         line.mend()

@@ -34,16 +34,9 @@ from tests.support.controllers import (
 from tests.support.forked import ForkPool
 from tests.support.postgres import Server, own_postgres
 from tests.support.report_stream import events
+from tests.support.waiting import until
 
 __all__ = ["own_postgres"]
-
-
-def wait_for(condition: Callable[[], Any], what: str, deadline_s: float = 40.0) -> Any:
-    end = time.perf_counter() + deadline_s
-    while not (found := condition()):
-        assert time.perf_counter() < end, f"waited {deadline_s} s for {what}"
-        time.sleep(0.01)
-    return found
 
 
 class Agent:
@@ -69,7 +62,7 @@ class Agent:
 
     def generation(self, above: int = 0) -> GenerationSpec:
         """The next generation that is pushed, of a number over ``above``."""
-        found = wait_for(lambda: [spec for spec in self._pushed() if spec.number > above], "a generation")
+        found = until(lambda: [spec for spec in self._pushed() if spec.number > above], "a generation")
         assert isinstance(found[-1], GenerationSpec)
         return found[-1]
 
@@ -132,7 +125,7 @@ def regrouping_without(controller: ControllerProcess, go_away: Callable[[], None
     assert (n1.beat(), n2.beat()) == (200, 200)
     check_surfaces(controller)
     yield
-    wait_for(lambda: not status_of(controller).store_away, "the database's return to be noticed")
+    until(lambda: not status_of(controller).store_away, "the database's return to be noticed")
     assert n1.report(lost(first), again=True) == 200
     assert [event.kind for event in events(controller, "store.back")] == ["store.back"]
     controller.kill()

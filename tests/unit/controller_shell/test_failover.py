@@ -24,6 +24,7 @@ from tests.support.agents import agent_process
 from tests.support.controllers import PATIENT, SECRET, VIEWER, ControllerProcess, bearer, registration
 from tests.support.forked import ForkPool
 from tests.support.report_stream import EVERY_FINDING, ReportStream, events, reporting
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -31,13 +32,6 @@ BECAUSE = op.Because(reason="asked of the one asleep")
 N1 = bearer(TokenRole.AGENT, "n1")
 STOPPED_S = float(os.environ.get("EVERSTEP_TEST_STOPPED_S", "0"))
 SHORT_LEASE = "" if STOPPED_S else "lease_s = 1.5\nlease_renew_s = 0.3\n"
-
-
-def wait_for(condition: Callable[[], object], what: str, deadline_s: float = 40.0) -> None:
-    end = time.perf_counter() + deadline_s
-    while not condition():
-        assert time.perf_counter() < end, f"waited {deadline_s} s for {what}"
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -60,14 +54,14 @@ def controllers(program_forks: ForkPool, tmp_path: Path, postgres: str) -> Itera
 
 
 def leader_of(controllers: list[ControllerProcess]) -> ControllerProcess:
-    wait_for(lambda: any(one.leads() for one in controllers), "a leader")
+    until(lambda: any(one.leads() for one in controllers), "a leader")
     (leader,) = [one for one in controllers if one.leads()]
     return leader
 
 
 def more(stream: ReportStream) -> None:
     before = stream.acknowledged
-    wait_for(lambda: stream.acknowledged > before + 20 * stream.PER_REQUEST, "reports to be acknowledged")
+    until(lambda: stream.acknowledged > before + 20 * stream.PER_REQUEST, "reports to be acknowledged")
 
 
 def test_a_standby_says_who_leads_and_follows_at_once_where_the_leader_ends_in_order(
@@ -90,7 +84,7 @@ def test_a_standby_says_who_leads_and_follows_at_once_where_the_leader_ends_in_o
         assert b"everstep_controller_leader 0.0" in standby.ask("GET", "/metrics", None, VIEWER)[1]
     assert b"everstep_controller_leader 1.0" in leader.ask("GET", "/metrics", None, VIEWER)[1]
     assert leader.terminate() == 0
-    wait_for(lambda: any(one.leads() for one in others), "another leader", 3.0)
+    until(lambda: any(one.leads() for one in others), "another leader", 3.0)
 
 
 def test_killed_leaders_are_followed_and_every_acknowledged_write_is_there_once(
@@ -101,7 +95,7 @@ def test_killed_leaders_are_followed_and_every_acknowledged_write_is_there_once(
             more(stream)
             leader = leader_of(controllers)
             leader.kill()
-            wait_for(lambda: any(one.leads() for one in controllers), "another leader", 3.0)
+            until(lambda: any(one.leads() for one in controllers), "another leader", 3.0)
             leader.start()
         more(stream)
     stream.check(leader_of(controllers))
@@ -119,7 +113,7 @@ def test_a_leader_that_was_stopped_and_wakes_does_no_harm_and_stands_by(controll
             assert kept.getresponse().read()
             stopped.process.send_signal(signal.SIGSTOP)
             try:
-                wait_for(lambda: any(one.leads() for one in others), "another leader")
+                until(lambda: any(one.leads() for one in others), "another leader")
                 kept.request("POST", "/v1/agents/n1/heartbeat", beat, N1)  # it waits in the stopped one's socket
                 more(stream)
             finally:
@@ -128,7 +122,7 @@ def test_a_leader_that_was_stopped_and_wakes_does_no_harm_and_stands_by(controll
                 assert kept.getresponse().status == 503
             except ConnectionError:  # it had learned that it was followed before it read this, and hung up
                 pass
-        wait_for(lambda: stopped.ask("GET", "/readyz", None, {})[1].count(b"http://"), "it to stand by")
+        until(lambda: stopped.ask("GET", "/readyz", None, {})[1].count(b"http://"), "it to stand by")
         assert stopped.process.poll() is None
         leader = leader_of(controllers)
         assert leader is not stopped
@@ -165,18 +159,18 @@ def test_a_write_that_was_under_way_when_its_leader_was_stopped_comes_to_nothing
         others = [one for one in controllers if one is not stopped]
         with no_write_goes_on(postgres) as waits:
             order = hands.submit(stopped.ask, "POST", "/v1/nodes/n1/hold", BECAUSE, timeout_s=STOPPED_S + 60.0)
-            wait_for(waits, "a write to be under way")
+            until(waits, "a write to be under way")
             stopped.process.send_signal(signal.SIGSTOP)
             asleep_at = time.perf_counter()
         try:
-            wait_for(lambda: any(one.leads() for one in others), "another leader")
+            until(lambda: any(one.leads() for one in others), "another leader")
             more(stream)
-            wait_for(lambda: time.perf_counter() >= asleep_at + STOPPED_S, "it to have slept", STOPPED_S + 1.0)
+            until(lambda: time.perf_counter() >= asleep_at + STOPPED_S, "it to have slept", STOPPED_S + 1.0)
             assert not order.done()
         finally:
             stopped.process.send_signal(signal.SIGCONT)
         assert order.result(60)[0] == 503
-        wait_for(lambda: stopped.ask("GET", "/readyz", None, {})[1].count(b"http://"), "it to stand by")
+        until(lambda: stopped.ask("GET", "/readyz", None, {})[1].count(b"http://"), "it to stand by")
         assert re.search(r"stepping down: .*\b(took the database over|has taken the lease of epoch 1)\b", stopped.log())
         assert stopped.process.poll() is None
         more(stream)
@@ -221,10 +215,10 @@ def test_a_real_agents_session_moves_by_itself_and_is_no_loss(controllers: list[
         agent.start()
         for _ in range(2):
             leader = leader_of(controllers)
-            wait_for(lambda leader=leader: connected(leader), "the agent's session")
+            until(lambda leader=leader: connected(leader), "the agent's session")
             leader.kill()
         last = leader_of(controllers)
-        wait_for(lambda: connected(last), "the agent's session at the last controller")
+        until(lambda: connected(last), "the agent's session at the last controller")
         assert len(events(last, "node.registered")) == 1
         assert events(last, "node.lost") == []
         assert agent.end() == 0

@@ -9,7 +9,7 @@ from controller.store.database import engine_of, open_database, parse_url
 from controller.store.leases import LeaseSession, claim
 from controller.store.trouble import StoreAway, Superseded
 from controller.store.writer import Writer
-from tests.support.agents import until
+from tests.support.waiting import until
 
 Open = Callable[[], LeaseSession]
 

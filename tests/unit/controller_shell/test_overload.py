@@ -11,7 +11,7 @@ import json
 import re
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,11 @@ from everstep.wire.v1.training import FindingRaised
 from tests.support.controllers import OPERATOR, PATIENT, VIEWER, ControllerProcess, bearer, controller_process
 from tests.support.forked import ForkPool
 from tests.support.sessions import AgentSession
+from tests.support.waiting import until
 
 ROOM = 4
 """Stimuli that may wait."""
 LOCKABLE = f"queue_limit = {ROOM}\ncommit_timeout_s = 30.0\n"
-DEADLINE_S = 30.0
 
 
 @contextmanager
@@ -84,18 +84,11 @@ def shed(process: ControllerProcess, kind: str) -> float:
     return measured(process, f'shed_total{{class="{kind}"}}')
 
 
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    end = time.perf_counter() + DEADLINE_S
-    while not condition():
-        assert time.perf_counter() < end, f"waited {DEADLINE_S} s for {what}"
-        time.sleep(0.01)
-
-
 def fill(process: ControllerProcess, said: list[tuple[AgentSession, FindingRaised]], waiting: int) -> None:
     """Each says its report, one after another; then so many wait, of which one is being written."""
     for left, (session, report) in reversed(list(enumerate(reversed(said)))):
         session.say_reports(report)
-        wait_for(lambda left=left: measured(process, "queue_depth") == waiting - left, "the queue to fill")
+        until(lambda left=left: measured(process, "queue_depth") == waiting - left, "the queue to fill")
 
 
 def refusal(process: ControllerProcess, method: str, path: str, body: Any, headers: dict[str, str]) -> dict[str, Any]:

@@ -7,8 +7,7 @@ import http.client
 import json
 import re
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from controller.store.records import AuditRow, Batch
 from controller.store.writer import Writer
 from tests.support.controllers import OPERATOR, VIEWER, ControllerProcess, controller_process
 from tests.support.forked import ForkPool
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -50,13 +50,6 @@ def measured(process: ControllerProcess, name: str) -> float:
     found = re.search(rf"^everstep_controller_{name} (\S+)$", body.decode(), re.MULTILINE)
     assert found, name
     return float(found[1])
-
-
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    end = time.perf_counter() + DEADLINE_S
-    while not condition():
-        assert time.perf_counter() < end, f"waited {DEADLINE_S} s for {what}"
-        time.sleep(0.02)
 
 
 def connections(process: ControllerProcess) -> int:
@@ -100,7 +93,7 @@ def test_readers_that_never_read_are_few_hold_little_and_are_cut_off(process: Co
     before = connections(process)
     stuck = [ask_and_never_read(process) for _ in range(MOST_OF_ONE)]
     try:
-        wait_for(lambda: measured(process, "streams") == MOST_OF_ONE, "the streams")
+        until(lambda: measured(process, "streams") == MOST_OF_ONE, "the streams")
         with closing(process.connection()) as one_more:
             one_more.request("GET", "/v1/events/stream", headers=VIEWER)
             refused = one_more.getresponse()
@@ -117,9 +110,9 @@ def test_readers_that_never_read_are_few_hold_little_and_are_cut_off(process: Co
             held.append(measured(process, "streams_waiting_bytes"))
             return measured(process, "streams_cut_total") == MOST_OF_ONE
 
-        wait_for(all_cut, "the readers to be cut off")
+        until(all_cut, "the readers to be cut off")
         assert 0 < max(held) <= (MOST_OF_ONE + 1) * (FRAME_BYTES + 2 * len(LONG))
-        wait_for(lambda: connections(process) <= before, "the connections to be gone")
+        until(lambda: connections(process) <= before, "the connections to be gone")
         assert (measured(process, "streams"), measured(process, "streams_waiting_bytes")) == (0, 0)
         seen = ids(what_came(stuck[0]))
     finally:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from examples.demo.world import OWNER, PREFIX, World, descendants, sweep, wait_for
+from tests.support.processes import is_running
 
 
 def test_what_a_killed_world_left_is_swept_and_what_a_live_one_uses_is_not(
@@ -25,14 +26,6 @@ def test_what_a_killed_world_left_is_swept_and_what_a_live_one_uses_is_not(
     assert [path.name for path in tmp_path.iterdir()] == [f"{PREFIX}alive"]
 
 
-def runs(pid: int) -> bool:
-    """Whether a process is there, and no zombie that an orphan's new parent has not reaped yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def test_a_world_ends_what_it_started_and_what_that_started(tmp_path: Path) -> None:
     child = "import subprocess, sys, signal; signal.signal(15, signal.SIG_IGN); subprocess.run(['sleep', '600'])"
     with World(tmp_path, []) as world:
@@ -40,7 +33,7 @@ def test_a_world_ends_what_it_started_and_what_that_started(tmp_path: Path) -> N
         process = world.start("stubborn", ["-c", child])
         wait_for(lambda: len(descendants(process.pid)) == 2, "its child")
         below = descendants(process.pid)
-    wait_for(lambda: not any(map(runs, below)), "the end of both")
+    wait_for(lambda: not any(map(is_running, below)), "the end of both")
     assert not folder.exists()
 
 
@@ -55,7 +48,7 @@ def test_a_machine_that_is_killed_takes_along_what_its_daemons_left_behind(tmp_p
         assert mine.processes() == []
         assert len(others.processes()) == 1
         left = others.processes()
-    wait_for(lambda: not any(map(runs, left)), "the end of what the other machine ran")
+    wait_for(lambda: not any(map(is_running, left)), "the end of what the other machine ran")
 
 
 def test_secrets_are_readable_by_their_owner_alone(tmp_path: Path) -> None:

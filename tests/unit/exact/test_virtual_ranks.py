@@ -14,7 +14,8 @@ from tests.support import virtual_training
 from tests.support.exact_training import BATCH, Fault, reached, read_diaries
 from tests.support.generations import JOB
 from tests.support.stage import Stage, stage
-from tests.support.vaults import until, vaults
+from tests.support.vaults import vaults
+from tests.support.waiting import until
 from trainer_hooks.keeper import IdleKeeper
 from trainer_hooks.place import Place
 from trainer_hooks.run import Run

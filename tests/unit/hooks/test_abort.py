@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.stage import host_store
-from tests.support.vaults import until
+from tests.support.waiting import until
 from trainer_hooks import descriptors
 from trainer_hooks.abort import GlooBackend, NcclBackend, backend_named, gloo_loops
 

@@ -12,7 +12,8 @@ from tests.support.exact_training import Fault, reached, read_diaries
 from tests.support.generations import JOB
 from tests.support.stage import Stage, stage
 from tests.support.tensor_parallel_training import BATCH, SAMPLES, SEED, SPLIT, train_alone, training
-from tests.support.vaults import until, vaults
+from tests.support.vaults import vaults
+from tests.support.waiting import until
 from trainer_hooks.data import ElasticSampler
 
 STEPS = 36

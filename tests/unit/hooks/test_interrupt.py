@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn.modules import module as torch_modules
 
-from tests.support.vaults import until
+from tests.support.waiting import until
 from trainer_hooks.interrupt import Interrupter, Regroup
 
 

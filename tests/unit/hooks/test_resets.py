@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.stage import host_store
-from tests.support.vaults import until
+from tests.support.waiting import until
 from trainer_hooks.abort import GlooBackend
 from trainer_hooks.resets import drop_late
 

@@ -4,14 +4,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from everstep.errors import MalformedMessage
 from tests.support.forked import ROOT, ChildFailed, ForkPool, fork_pool
+from tests.support.processes import is_running
+from tests.support.waiting import until
 from trainer_hooks.launch.preload import preload
 
 
@@ -76,20 +77,6 @@ def bare() -> Iterator[ForkPool]:
         yield pool
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.perf_counter() + 20
-    while not condition():
-        assert time.perf_counter() < deadline, "never happened"
-        time.sleep(0.01)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def test_a_child_runs_what_it_was_forked_for(bare: ForkPool) -> None:
     children = [bare.start(add, n, 1) for n in range(5)]
     assert [child.result() for child in children] == [1, 2, 3, 4, 5]
@@ -132,35 +119,35 @@ def test_a_signal_to_the_dead_does_nothing(bare: ForkPool) -> None:
 
 def test_what_a_killed_child_started_dies_with_it(bare: ForkPool, tmp_path: Path) -> None:
     child = bare.start(start_grandchild, str(tmp_path / "pid"))
-    eventually(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")
+    until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "its number")
     grandchild = int((tmp_path / "pid").read_text())
-    assert alive(grandchild)
+    assert is_running(grandchild)
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
-    eventually(lambda: not alive(grandchild))
+    until(lambda: not is_running(grandchild), "the grandchild's end")
 
 
 def test_children_die_when_their_server_is_killed(bare: ForkPool) -> None:
     pids = [bare.start(sleep, n).pid for n in range(3)]
     bare._server.kill()
     bare._server.wait()
-    eventually(lambda: not any(map(alive, pids)))
+    until(lambda: not any(map(is_running, pids)), "their end")
 
 
 def test_the_server_and_its_children_end_when_nobody_listens(bare: ForkPool) -> None:
     pid = bare.start(sleep).pid
     bare.close()
     assert bare._server.returncode == 0
-    eventually(lambda: not alive(pid))
+    until(lambda: not is_running(pid), "its end")
 
 
 def test_a_server_that_has_ended_has_outlived_its_children(bare: ForkPool, tmp_path: Path) -> None:
     """Also one that takes a while to die, since its memory is freed first."""
     child = bare.start(hold_memory, str(tmp_path / "held"))
-    eventually(lambda: (tmp_path / "held").exists() and (tmp_path / "held").read_text() != "")
+    until(lambda: (tmp_path / "held").exists() and (tmp_path / "held").read_text(), "what it holds")
     pid = child.pid
     bare.close()
-    assert not alive(pid)
+    assert not is_running(pid)
 
 
 def test_a_message_that_does_not_fit_is_refused_with_the_mend(bare: ForkPool) -> None:

@@ -27,7 +27,7 @@ from tests.support.loaded_data import (
     as_tuple,
     masked,
 )
-from tests.support.vaults import until
+from tests.support.waiting import until
 from trainer_hooks.data import ElasticSampler
 from trainer_hooks.keeper import IdleKeeper
 from trainer_hooks.loading.stream import Reader, StreamSampler

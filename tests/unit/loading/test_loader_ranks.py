@@ -13,11 +13,12 @@ from everstep.wire.v1.training import JobSpec, RankFinished, RestoreRule, Resume
 from tests.support import loaded_training
 from tests.support.exact_training import Fault, reached, read_diaries
 from tests.support.generations import JOB
-from tests.support.launched import parents_of_all
 from tests.support.loaded_data import SIZE
 from tests.support.loaded_training import BATCH, LENGTHS, SEED
+from tests.support.processes import parents_of_all
 from tests.support.stage import Stage, stage
-from tests.support.vaults import until, vaults
+from tests.support.vaults import vaults
+from tests.support.waiting import until
 from trainer_hooks.data import ElasticSampler
 from trainer_hooks.loading.packing import pack
 

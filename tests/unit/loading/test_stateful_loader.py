@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from everstep.errors import NotRestorable
-from tests.support.vaults import until
+from tests.support.waiting import until
 from trainer_hooks.data_parallel import Replica
 from trainer_hooks.keeper import IdleKeeper
 from trainer_hooks.place import Place

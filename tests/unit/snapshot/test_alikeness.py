@@ -16,7 +16,8 @@ from torch import nn
 from tests.support.forked import ForkPool
 from tests.support.generations import generation
 from tests.support.given_state import GivenState
-from tests.support.vaults import until, vaults
+from tests.support.vaults import vaults
+from tests.support.waiting import until
 from trainer_hooks.one_rank import apart
 from trainer_hooks.snapshot.alikeness import MOST_FIELDS, WINDOW, Alikeness
 from trainer_hooks.snapshot.snapshotter import Snapshotter

@@ -16,7 +16,8 @@ from everstep.wire.v1.training import GenerationSpec, JobSpec, RestoreRule, Seal
 from everstep.wire.v1.transfer import MAX_TRANSFER_FRAME_BYTES
 from tests.support.forked import ForkPool
 from tests.support.generations import JOB, generation
-from tests.support.vaults import Vaults, map_segment, until, vaults
+from tests.support.vaults import Vaults, map_segment, vaults
+from tests.support.waiting import until
 from trainer_hooks.restore import Restoration
 from trainer_hooks.snapshot.snapshotter import Snapshotter
 from trainer_hooks.state import TrackedState

@@ -22,7 +22,8 @@ from everstep.wire.v1 import local
 from everstep.wire.v1.training import FindingRaised, Sealed
 from tests.support.forked import ForkPool
 from tests.support.generations import generation
-from tests.support.vaults import JOB, RankMemory, Vaults, map_segment, until, vaults
+from tests.support.vaults import JOB, RankMemory, Vaults, map_segment, vaults
+from tests.support.waiting import until
 from trainer_hooks.keeper import GenerationKeeper
 from trainer_hooks.run import Place, Run
 from trainer_hooks.snapshot.choices import Choices

@@ -17,7 +17,8 @@ from everstep.wire.v1.training import RestoreRule
 from tests.support.forked import ForkPool
 from tests.support.generations import generation
 from tests.support.pretended_gpu import PretendedCuda, Stream, move, on_gpu, on_host, pretend
-from tests.support.vaults import until, vaults
+from tests.support.vaults import vaults
+from tests.support.waiting import until
 from trainer_hooks import vault_client
 from trainer_hooks.python_state import decode, state_of
 from trainer_hooks.restore import Restoration

@@ -12,7 +12,8 @@ from everstep.ids import Version
 from everstep.wire.v1.training import RestoreRule
 from tests.support.forked import ForkPool
 from tests.support.lone_rank import LoneRank
-from tests.support.vaults import until, vaults
+from tests.support.vaults import vaults
+from tests.support.waiting import until
 from trainer_hooks.vault_client import VaultClient
 
 ROOM_BYTES = 1 << 20

@@ -20,7 +20,7 @@ from everstep.wire.v1.training import FindingRaised, JobSpec, RestoreRule, Seale
 from tests.support.forked import ForkPool
 from tests.support.generations import JOB, generation
 from tests.support.lone_rank import LoneRank, lone_rank
-from tests.support.vaults import until
+from tests.support.waiting import until
 from trainer_hooks.snapshot import snapshotter as module
 from trainer_hooks.snapshot.choices import Choices
 from trainer_hooks.snapshot.job import Phase

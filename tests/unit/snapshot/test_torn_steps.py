@@ -18,7 +18,8 @@ from tests.support.forked import ForkPool
 from tests.support.generations import JOB
 from tests.support.injections import POINTS, Kill
 from tests.support.stage import Stage, stage
-from tests.support.vaults import until, vaults
+from tests.support.vaults import vaults
+from tests.support.waiting import until
 
 WORLD, FIRST, APART = 3, 5, 6
 SUBSETS = [ranks for count in range(1, WORLD + 1) for ranks in combinations(range(WORLD), count)]

@@ -18,7 +18,8 @@ from everstep.vocabulary import FindingKind
 from everstep.wire.v1 import local
 from tests.support.forked import ForkPool
 from tests.support.spilling import fill_slots
-from tests.support.vaults import JOB, RankMemory, Vaults, map_segment, until, vaults
+from tests.support.vaults import JOB, RankMemory, Vaults, map_segment, vaults
+from tests.support.waiting import until
 from trainer_hooks.state import TrackedState
 
 V = Version(2, 9)

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from everstep.cli.main import app
 from everstep.ids import Version
 from tests.support.forked import ForkPool
-from tests.support.vaults import JOB, RankMemory, VaultProcess, Vaults, process_gone, until, vaults
+from tests.support.vaults import JOB, RankMemory, VaultProcess, Vaults, process_gone, vaults
+from tests.support.waiting import until
 
 command = CliRunner()
 

@@ -14,7 +14,8 @@ from everstep.wire.v1 import local, supervision
 from everstep.wire.v1.transfer import Put
 from tests.support.borrowing import borrowed, rank_of, read
 from tests.support.forked import ForkPool
-from tests.support.vaults import JOB, SECRET, RankMemory, Vaults, noise, two_vaults, until
+from tests.support.vaults import JOB, SECRET, RankMemory, Vaults, noise, two_vaults
+from tests.support.waiting import until
 from trainer_hooks.vault_client import VaultClient
 
 V = Version(1, 1)

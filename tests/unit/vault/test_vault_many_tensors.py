@@ -20,7 +20,8 @@ from everstep.wire.v1 import local, supervision
 from everstep.wire.v1.transfer import MAX_TRANSFER_FRAME_BYTES
 from tests.support.borrowing import borrowed, rank_of, read
 from tests.support.forked import ForkPool
-from tests.support.vaults import JOB, RankMemory, VaultClient, VaultProcess, Vaults, map_segment, noise, until, vaults
+from tests.support.vaults import JOB, RankMemory, VaultClient, VaultProcess, Vaults, map_segment, noise, vaults
+from tests.support.waiting import until
 
 MANY = 100_000
 NO_SCRUB = ("--scrub-interval", "0")

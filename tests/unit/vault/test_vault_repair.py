@@ -15,7 +15,8 @@ from everstep.vocabulary import Finding, FindingKind
 from everstep.wire.v1 import supervision
 from everstep.wire.v1.training import Holder
 from tests.support.forked import ForkPool
-from tests.support.vaults import JOB, SECRET, RankMemory, Vaults, map_segment, noise, until, vaults
+from tests.support.vaults import JOB, SECRET, RankMemory, Vaults, map_segment, noise, vaults
+from tests.support.waiting import until
 
 V = Version(1, 1)
 SIZE = 2 * CHUNK_BYTES + 1000

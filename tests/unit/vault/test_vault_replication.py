@@ -13,7 +13,8 @@ from everstep.slots import CHUNK_BYTES, SegmentView, SlotState, slot_bytes_for
 from everstep.vocabulary import FindingKind, Severity
 from everstep.wire.v1 import local, supervision
 from tests.support.forked import ForkPool
-from tests.support.vaults import JOB, RankMemory, VaultClient, Vaults, map_segment, noise, until, vaults
+from tests.support.vaults import JOB, RankMemory, VaultClient, Vaults, map_segment, noise, vaults
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 

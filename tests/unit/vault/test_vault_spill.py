@@ -20,7 +20,8 @@ from everstep.wire.v1 import local, supervision
 from tests.support.forked import ForkPool
 from tests.support.killed_spill import contents
 from tests.support.spilling import fill_slots
-from tests.support.vaults import JOB, RankMemory, VaultProcess, Vaults, map_segment, process_gone, until, vaults
+from tests.support.vaults import JOB, RankMemory, VaultProcess, Vaults, map_segment, process_gone, vaults
+from tests.support.waiting import until
 from trainer_hooks.state import TrackedState
 
 V = Version(3, 20)

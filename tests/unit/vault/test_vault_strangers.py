@@ -54,7 +54,8 @@ from everstep.wire.v1.transfer import (
 )
 from everstep.wire.version import VAULTS_SPEAK
 from tests.support.forked import ForkPool
-from tests.support.vaults import JOB, SECRET, VaultClient, Vaults, until, vaults
+from tests.support.vaults import JOB, SECRET, VaultClient, Vaults, vaults
+from tests.support.waiting import until
 
 V = Version(1, 1)
 MANIFEST = b"manifest"

@@ -15,7 +15,8 @@ from everstep.ids import Version
 from everstep.wire.v1 import local, supervision
 from everstep.wire.v1.training import Holder, PeerLost
 from tests.support.forked import ForkPool
-from tests.support.vaults import JOB, SECRET, RankMemory, Vaults, noise, until, vaults
+from tests.support.vaults import JOB, SECRET, RankMemory, Vaults, noise, vaults
+from tests.support.waiting import until
 
 
 @pytest.fixture
