@@ -71,6 +71,7 @@ class Tier:
 
     def checkpoints(self) -> dict[Version, list[SlotInfo]]:
         """The slots of all checkpoints that this job's vaults hold, nearest first."""
+        self.local = LocalSlots()  # under a path that was mapped there may be a larger segment by now
         nodes = tuple(dict.fromkeys((*self.spec.seats, *(holder.node for holder in self.spec.holders))))
         slots = self.vault.inventory(self.spec.job, tuple(n for n in nodes if n != self.member.node))
         found: dict[Version, list[SlotInfo]] = defaultdict(list)

@@ -141,3 +141,9 @@ def test_too_much_python_state_is_refused_with_the_path_of_what_takes_most_of_it
         encode_blob(value)
     with pytest.raises(ConfigurationError, match=r"most of it is state\[1\]: keep"):
         encode_blob((0, torch.ones(3_000_000)))
+
+
+def test_what_has_no_elements_shares_no_memory_whatever_its_strides():
+    model = nn.Module()
+    model.none = nn.Parameter(torch.empty_strided((5, 0, 2), (0, 2, 1)))
+    assert [tensor.name for tensor in TrackedState({"model": model}).tensors()] == ["model.none"]
