@@ -17,8 +17,9 @@ from everstep.wire.v1.training import GenerationSpec
 from tests.support.agents import agent_process
 from tests.support.controllers import PATIENT, SECRET, VIEWER, ControllerProcess
 from tests.support.forked import ForkPool
-from tests.support.launched import Launched, alive, launched
+from tests.support.launched import Launched, launched
 from tests.support.postgres import postgres, postgres_server
+from tests.support.processes import is_running
 from tests.support.report_stream import events
 
 __all__ = ["postgres", "postgres_server"]
@@ -168,4 +169,4 @@ def test_training_regroups_under_whoever_leads_and_loses_no_step(training: Train
     assert len({pid for rank, _, _, pid in training.made() if rank == 0}) == 1, "rank 0 regrouped where it was"
     assert len({pid for rank, _, _, pid in training.made() if rank == 1}) == 3
     assert events(third, "node.lost") == []
-    assert not any(map(alive, below))
+    assert not any(map(is_running, below))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launched import Launched, alive, launched
-from tests.support.processes import command_line
+from tests.support.launched import Launched, launched
+from tests.support.processes import command_line, is_running
 
 pytestmark = pytest.mark.slow
 
@@ -86,7 +86,7 @@ def test_a_killed_rank_is_replaced_and_the_job_ends_well(run: Run) -> None:
     assert {step for rank, _, step, _ in lines if rank == 0} == set(range(1, 61))
     assert {restarts for _, restarts, _, _ in lines} == {0, 1}
     assert sorted(run.launcher.out.splitlines()) == ["saved by rank 0", "saved by rank 1"]
-    assert not any(map(alive, services))
+    assert not any(map(is_running, services))
     assert not any(path.exists() for path in segments)
     assert [path.name for path in (run.directory / "state").iterdir() if path.name != ".lock"] == ["logs"]
 
@@ -96,7 +96,7 @@ def test_ctrl_c_leaves_no_process_no_socket_and_no_segment(run: Run) -> None:
     services, segments = run.launcher.descendants(), run.segments()
     os.killpg(run.launcher.pid, signal.SIGINT)
     assert run.launcher.wait() == 130
-    assert not any(map(alive, services))
+    assert not any(map(is_running, services))
     assert not any(path.exists() for path in segments)
     assert not list((run.directory / "state").glob("run-*"))
 
@@ -117,7 +117,9 @@ def test_a_launcher_that_comes_again_after_it_was_killed_restores_from_memory(
         first.process.kill()
         if vault_too:
             os.kill(vault, signal.SIGKILL)
-        first.eventually(lambda: not any(alive(pid) for pid in below if pid != vault), "the end of all but the vault")
+        first.eventually(
+            lambda: not any(is_running(pid) for pid in below if pid != vault), "the end of all but the vault"
+        )
     with launched(short_path, *argv) as second:
         after = Run(short_path, second)
         (segments,) = after.segments()
@@ -126,7 +128,7 @@ def test_a_launcher_that_comes_again_after_it_was_killed_restores_from_memory(
     made = [step for rank, _, step, _ in after.lines() if rank == 0]
     assert sorted(set(made)) == list(range(1, 61))
     assert len(made) <= 61, "no step that was finished was made again, but for the one in which it was killed"
-    second.eventually(lambda: not alive(vault), "the end of the vault")
+    second.eventually(lambda: not is_running(vault), "the end of the vault")
     assert not segments.exists()
     assert not list((short_path / "state").glob("run-*"))
 
@@ -143,7 +145,7 @@ def test_a_killed_launcher_takes_its_services_along_and_then_its_vaults_memory(
         services, segments = launcher.descendants(), run.segments()
         assert segments
         launcher.process.kill()
-        launcher.eventually(lambda: not any(map(alive, services)), "the end of all children")
+        launcher.eventually(lambda: not any(map(is_running, services)), "the end of all children")
         launcher.eventually(lambda: not any(path.exists() for path in segments), "the end of all segments")
 
 
@@ -161,7 +163,7 @@ def test_a_killed_private_agent_finds_its_vault_again(run: Run) -> None:
     assert {step for rank, _, step, _ in run.lines() if rank == 0} == set(range(1, 61))
     made = [step for rank, _, step, _ in run.lines() if rank == 0]
     assert len(made) <= 61, "the vault that was there before still has what was finished"
-    assert not alive(vault)
+    assert not is_running(vault)
 
 
 def test_a_private_controller_that_dies_is_back_for_the_next_failure(run: Run) -> None:

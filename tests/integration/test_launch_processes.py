@@ -18,7 +18,8 @@ from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
 from everstep.wire.v1.local import Goodbye, RankExited
 from everstep.wire.v1.training import GenerationSpec, JobSpec, LauncherJoined, RestoreRule
 from tests.support.fake_agent import FakeAgent, fake_agent
-from tests.support.launched import Launched, alive, launched
+from tests.support.launched import Launched, launched
+from tests.support.processes import is_running
 
 pytestmark = pytest.mark.slow
 
@@ -106,7 +107,7 @@ def test_nothing_outlives_a_killed_launcher(agent: FakeAgent, script: Path) -> N
         below = launcher.descendants()
         assert len(below) >= 5  # the fork server, the store host, two workers, a standby
         launcher.process.kill()
-        launcher.eventually(lambda: not any(map(alive, below)), "the end of all children")
+        launcher.eventually(lambda: not any(map(is_running, below)), "the end of all children")
 
 
 def test_ctrl_c_ends_everything_in_order(agent: FakeAgent, script: Path) -> None:
@@ -116,7 +117,7 @@ def test_ctrl_c_ends_everything_in_order(agent: FakeAgent, script: Path) -> None
         below = launcher.descendants()
         os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does: to the foreground process group
         assert launcher.wait() == 130
-        assert not any(map(alive, below))
+        assert not any(map(is_running, below))
         agent.heard(Goodbye)
         assert "Traceback" not in launcher.err
 
@@ -128,7 +129,7 @@ def test_workers_that_ignore_sigterm_are_killed_after_the_grace(agent: FakeAgent
         below = launcher.descendants()
         launcher.process.terminate()
         assert launcher.wait() == 128 + signal.SIGTERM
-        assert not any(map(alive, below))
+        assert not any(map(is_running, below))
 
 
 def test_a_second_ctrl_c_waits_for_nobody(agent: FakeAgent, script: Path) -> None:
@@ -141,7 +142,7 @@ def test_a_second_ctrl_c_waits_for_nobody(agent: FakeAgent, script: Path) -> Non
         agent.heard(Goodbye)
         launcher.process.send_signal(signal.SIGINT)
         assert launcher.wait() == 130
-        launcher.eventually(lambda: not any(map(alive, below)), "the end of everybody, by the kernel's hand")
+        launcher.eventually(lambda: not any(map(is_running, below)), "the end of everybody, by the kernel's hand")
 
 
 def test_a_finished_job_lets_the_script_go_on_to_its_end(agent: FakeAgent, script: Path) -> None:
@@ -153,7 +154,7 @@ def test_a_finished_job_lets_the_script_go_on_to_its_end(agent: FakeAgent, scrip
         joined = agent.heard(LauncherJoined)
         peer.say(generation(joined.store, 1))
         peer.say(StopJob(job="j", ok=True, reason="finished"))
-        launcher.eventually(lambda: not alive(standby), "the end of the standby")
+        launcher.eventually(lambda: not is_running(standby), "the end of the standby")
         assert launcher.process.poll() is None
         (script.parent / "finish").touch()
         assert launcher.wait() == 0
@@ -180,7 +181,7 @@ def test_a_rank_is_killed_on_the_controllers_word_and_its_replacement_is_not(age
         peer.say(order)
         peer.say(generation("127.0.0.1:1", 2))
         launcher.eventually(lambda: "generation 2" in launcher.err, "generation 2")
-        assert alive(second)
+        assert is_running(second)
 
 
 def test_the_launcher_joins_again_when_the_agent_comes_back(agent: FakeAgent, script: Path) -> None:
@@ -230,8 +231,8 @@ def test_a_lost_fork_server_is_started_anew_with_all_its_workers(agent: FakeAgen
         before = tuple(holder(launcher, script.parent, n) for n in range(2))
         os.kill(launcher.child_named("everstep-forks"), signal.SIGKILL)
         after = [holder(launcher, script.parent, n, not_in=before) for n in range(2)]
-        assert all(map(alive, after))
-        assert not any(map(alive, before))
+        assert all(map(is_running, after))
+        assert not any(map(is_running, before))
         assert {agent.heard(RankExited, lambda m, n=n: m.local_rank == n).pid for n in range(2)} == set(before)
 
 
@@ -245,7 +246,7 @@ def test_a_fork_server_that_is_killed_again_while_it_starts_is_started_once_more
         launcher.eventually(lambda: launcher.child_named("everstep-forks") != first, "another, which imports")
         os.kill(launcher.child_named("everstep-forks"), signal.SIGKILL)
         after = [holder(launcher, script.parent, n, not_in=before) for n in range(2)]
-        assert all(map(alive, after))
+        assert all(map(is_running, after))
 
 
 def test_output_goes_to_files_and_with_tee_is_shown_with_its_rank(agent: FakeAgent, script: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -286,12 +285,3 @@ def controller_process(directory: Path, forks: ForkPool | None = None, **options
         yield process.start()
     finally:
         process.end()
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process of this id exists."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.support.processes import comm, parents_of_all, state_and_parent
+from tests.support.processes import comm, is_running, parents_of_all
 from tests.support.warm_launcher import WarmLauncher
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,11 +100,6 @@ def launched(directory: Path, *argv: str, warm: bool = True, **environment: str)
                 launcher.process.wait(15)
         launcher.process.kill()
         launcher.process.wait()
-        for pid in filter(alive, below):
+        for pid in filter(is_running, below):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-
-
-def alive(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
-    return state_and_parent(pid)[0] not in ("", "Z", "X")

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from everstep.vault_note import is_held, read_note
-from tests.support.launched import DEADLINE_S, Launched, alive
-from tests.support.processes import comm, command_line
+from tests.support.launched import DEADLINE_S, Launched
+from tests.support.processes import comm, command_line, is_running
 
 WORLD = 3
 RANKS = tuple(f"rank{n}" for n in range(WORLD))
@@ -162,7 +162,7 @@ class Torture:
     def vaults(self) -> list[int]:
         """Living vaults of this run, whoever's children they are now."""
         notes = [read_note(place) for place in self.memory() if is_held(place)]
-        return [note.pid for note in notes if note is not None and alive(note.pid)]
+        return [note.pid for note in notes if note is not None and is_running(note.pid)]
 
     def memory(self) -> list[Path]:
         """Directories in shared memory of this run."""
@@ -183,7 +183,7 @@ class Torture:
         below, places = self.launcher.descendants(), self.memory()
         self.launcher.process.kill()
         self.launcher.process.wait()
-        while left := [pid for pid in {*below, *self._services()} if alive(pid)]:
+        while left := [pid for pid in {*below, *self._services()} if is_running(pid)]:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

@@ -26,11 +26,11 @@ from tests.support.controllers import (
     ControllerProcess,
     bearer,
     controller_process,
-    is_alive,
     joined,
     registration,
 )
 from tests.support.forked import ForkPool
+from tests.support.processes import is_running
 from tests.support.report_stream import EVERY_FINDING, events, reporting
 from tests.support.sessions import AgentSession
 from tests.support.waiting import until
@@ -201,7 +201,7 @@ def test_a_controller_that_should_die_with_its_parent_does(tmp_path: Path) -> No
 
     until(seen, "the controller to serve")
     assert parent.wait(20) == 0
-    until(lambda: not pids or not is_alive(pids[0]), "the controller to follow its parent")
+    until(lambda: not pids or not is_running(pids[0]), "the controller to follow its parent")
     assert not ready.exists()
 
 

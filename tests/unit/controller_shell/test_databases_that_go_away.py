@@ -206,13 +206,13 @@ def test_a_leader_comes_back_first_when_the_database_that_was_read_only_can_be_w
         running = agent.generation()
         order(own_postgres, "ALTER SYSTEM SET default_transaction_read_only = on", "SELECT pg_reload_conf()")
         try:
-            wait_for(lambda: status_of(leader).store_away, "the leader to see it")
+            until(lambda: status_of(leader).store_away, "the leader to see it")
             assert agent.report(lost(running)) == 503
             regrouped = agent.generation(running.number)
-            wait_for(lambda: "cannot be asked for" in standby.log(), "the standby to have tried")
+            until(lambda: "cannot be asked for" in standby.log(), "the standby to have tried")
         finally:
             order(own_postgres, "ALTER SYSTEM RESET default_transaction_read_only", "SELECT pg_reload_conf()")
-        wait_for(lambda: leader.log().count("all is written"), "everything to be written")
+        until(lambda: leader.log().count("all is written"), "everything to be written")
         assert [event.generation for event in events(leader, "generation")] == [running.number, regrouped.number]
         assert "taking the lease" in standby.log()
         assert "leading:" not in standby.log()

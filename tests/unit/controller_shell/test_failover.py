@@ -191,16 +191,16 @@ def test_a_standby_that_is_stopped_while_it_takes_over_is_followed_too(
     others = [one for one in controllers if one is not leader]
     with no_write_goes_on(postgres) as waits:
         leader.kill()
-        wait_for(lambda: waits() and any(map(taking, others)), "a standby to take over")
+        until(lambda: waits() and any(map(taking, others)), "a standby to take over")
         stopped = next(one for one in others if taking(one))
         assert stopped.process is not None
         stopped.process.send_signal(signal.SIGSTOP)
     try:
         (follower,) = [one for one in others if one is not stopped]
-        wait_for(follower.leads, "the other one to lead")
+        until(follower.leads, "the other one to lead")
     finally:
         stopped.process.send_signal(signal.SIGCONT)
-    wait_for(lambda: stopped.ask("GET", "/readyz", None, {})[1].count(b"http://"), "it to stand by")
+    until(lambda: stopped.ask("GET", "/readyz", None, {})[1].count(b"http://"), "it to stand by")
     assert follower.leads()
 
 
