@@ -85,7 +85,7 @@ class TrackedState:
     def _refuse_long_histories(self) -> None:
         for top, optimizer in self._optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
-                first, _ = next(self._trained(optimizer))
+                first, *_ = next(self._trained(optimizer))
                 if not self._exclude.covers(f"{top}.{first}.old_dirs"):
                     refuse_long_history(top, optimizer, MAX_BLOB_BYTES)
 
@@ -221,29 +221,32 @@ class TrackedState:
     def _moments(self) -> Iterator[tuple[str, Mapping[str, Any], str, torch.Tensor]]:
         for top, optimizer in self._optimizers:
             self._identity.optimizer(optimizer)
-            for fqn, parameter in self._trained(optimizer):
+            for fqn, parameter, _ in self._trained(optimizer):
                 state = optimizer.state.get(parameter)
                 if state is None:
                     continue
                 self._identity.state(state)
                 self._exclude.require_whole(f"{top}.{fqn}", state)
                 for key, value in state.items():
-                    if isinstance(value, torch.Tensor):
-                        if not isinstance(key, str) and not self._exclude.covers(f"{top}.{fqn}.{key}"):
-                            raise TypeError(
-                                f"{top} has a tensor of {fqn} under {key!r}, which is a {type(key).__qualname__}: "
-                                "state is stored and found by names, so take a string for the key"
-                            )
-                        self._lies[f"{top}.{fqn}.{key}"] = lies_of(parameter, value)
-                        yield f"{top}.{fqn}.{key}", state, key, value
-                    elif not self._exclude.covers(f"{top}.{fqn}.{key}"):
-                        self._scalars.append((top, optimizer, fqn, state, key))
+                    name = f"{top}.{fqn}.{key}"
+                    if not isinstance(value, torch.Tensor):
+                        if not self._exclude.covers(name):
+                            self._scalars.append((top, optimizer, fqn, state, key))
+                        continue
+                    if not isinstance(key, str) and not self._exclude.covers(name):
+                        raise TypeError(
+                            f"{top} has a tensor of {fqn} under {key!r}, which is a {type(key).__qualname__}: "
+                            "state is stored and found by names, so take a string for the key"
+                        )
+                    self._lies[name] = lies_of(parameter, value)
+                    yield name, state, key, value
 
-    def _trained(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters with their names; one that is in no tracked module is named by its place."""
+    def _trained(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+        """Parameters with their names and groups; one that is in no tracked module is named by its place."""
         for _, index, group in self._all_groups():
             if any(group is own for own in optimizer.param_groups):
-                yield from zip(self._names_in(group, index), group["params"], strict=True)
+                for name, parameter in zip(self._names_in(group, index), group["params"], strict=True):
+                    yield name, parameter, group
 
     # --- targets of a restore
 
@@ -307,19 +310,14 @@ class TrackedState:
         live = chain(self._parameters(), self._buffers()) if tied else ()
         one = {name: tensor.detach() for name, _, _, tensor in live if name in tied}
         for top, optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    fqn = self._fqns.get(id(parameter)) or self._place_of(optimizer, parameter)
-                    for key, tensor in wanted.get(f"{top}.{fqn}", ()):
-                        state = optimizer.state[parameter]
-                        if key not in state:
-                            known = one.get(tensor.name)
-                            state[key] = room_for(optimizer, group, parameter, key, tensor) if known is None else known
-                        if tensor.aliases:
-                            one.setdefault(tensor.name, state[key])
-
-    def _place_of(self, optimizer: torch.optim.Optimizer, wanted: torch.Tensor) -> str:
-        return next(name for name, parameter in self._trained(optimizer) if parameter is wanted)
+            for fqn, parameter, group in self._trained(optimizer):
+                for key, tensor in wanted.get(f"{top}.{fqn}", ()):
+                    state = optimizer.state[parameter]
+                    if key not in state:
+                        known = one.get(tensor.name)
+                        state[key] = room_for(optimizer, group, parameter, key, tensor) if known is None else known
+                    if tensor.aliases:
+                        one.setdefault(tensor.name, state[key])
 
     # --- the Python state
 
@@ -348,7 +346,7 @@ class TrackedState:
         """All that ``load_python`` needs something of."""
         if not self._looked:
             self.tensors()
-        trained = ((top, fqn) for top, optimizer in self._optimizers for fqn, _ in self._trained(optimizer))
+        trained = ((top, fqn) for top, optimizer in self._optimizers for fqn, *_ in self._trained(optimizer))
         return frozenset((*trained, *(("", name) for name, _ in self._extra), *((key, "") for key in self._others)))
 
     def require_python(self, stored: Merged) -> None:
@@ -357,7 +355,7 @@ class TrackedState:
             stored.options(top, index, self._names_in(group, index))
         for top, optimizer in self._optimizers:
             if is_of_all(optimizer):
-                require_same_vector(top, stored.members(top), [name for name, _ in self._trained(optimizer)])
+                require_same_vector(top, stored.members(top), [name for name, *_ in self._trained(optimizer)])
         stored.require(self.python_names())
 
     def load_python(self, stored: Merged) -> None:
@@ -365,7 +363,7 @@ class TrackedState:
         for top, index, group in self._all_groups():
             put_options(group, stored.options(top, index, self._names_in(group, index)))
         for top, optimizer in self._optimizers:
-            for fqn, parameter in self._trained(optimizer):
+            for fqn, parameter, _ in self._trained(optimizer):
                 if scalars := stored.scalars(top, fqn):
                     optimizer.state[parameter].update(to_live(optimizer, parameter, scalars))
         stored.require(self.python_names())

@@ -43,7 +43,9 @@ def lacks(tensor: torch.Tensor) -> str:
 
 def refuse_overlap(name: str, tensor: torch.Tensor) -> None:
     """Raises TypeError where elements share their memory, as those of an expanded tensor do: it cannot be filled."""
-    if tensor.numel() and any(size > 1 and not stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)):
+    if tensor.numel() and any(
+        size > 1 and not stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
+    ):
         raise TypeError(
             f"{name} is expanded: several of its elements have the same memory, which cannot be restored. "
             "Keep its own, by clone(), or leave it out by run.track(exclude=...)"
