@@ -4,6 +4,7 @@ what is here."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import msgspec
 
@@ -78,6 +79,17 @@ class JobBook:
         if generation < facts.generation:
             raise StaleGeneration(f"job {job} is in generation {facts.generation}, {generation} is over")
         return facts
+
+    def require(self, job: str, forget: Callable[[str], None]) -> None:
+        """Call when a segment was made, which takes a while: a job that ended meanwhile must not leave it behind.
+
+        Raises NotFound for a job that is over, when ``forget`` has dropped what it has.
+        """
+        try:
+            self.facts(job)
+        except NotFound:
+            forget(job)
+            raise
 
     def saw(self, job: str, rank: int, node: str) -> None:
         """``node`` holds, or held, that rank's share of some version."""

@@ -86,7 +86,7 @@ class Receiver:
         with self._lane(key):
             need = slot_bytes_for(put.manifest_bytes, put.payload_bytes)
             segment = self._store.open(key, max(put.slot_bytes, need), put.slots, self._to_keep(key, put))
-            self._still_wanted(job)
+            self._book.require(job, self._store.forget)
             if _holds(segment, put):
                 return None
             if (resumed := self._resumed(segment, sender, put)) is not None:
@@ -120,14 +120,6 @@ class Receiver:
                 found.id, found.put, found.left = secrets.token_bytes(16), put, False
                 self._incoming[found.id] = found
             return found
-
-    def _still_wanted(self, job: str) -> None:
-        """Making a segment takes a while; a job that ended meanwhile must not leave it behind."""
-        try:
-            self._book.facts(job)
-        except NotFound:
-            self._store.forget(job)
-            raise
 
     def forget(self, job: str) -> None:
         """The job is over; its transfers find no segment to seal in."""

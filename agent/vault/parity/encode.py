@@ -19,7 +19,7 @@ from agent.vault.parity.manifest import LETTERS, MemberFacts, ParityManifest, re
 from agent.vault.parity.shards import Place, Shards, all_at_once, not_a_home, require
 from agent.vault.segments import Segment, SegmentKey, SegmentStore
 from agent.vault.statistics import Tally
-from everstep.errors import ConfigurationError, DigestMismatch, MalformedMessage, NotFound
+from everstep.errors import ConfigurationError, DigestMismatch, MalformedMessage
 from everstep.manifests import MOST_MANIFEST_BYTES
 from everstep.slot_choice import slot_to_fill
 from everstep.slots import CHUNK_BYTES, DIGEST_BYTES, chunk_count, slot_bytes_for
@@ -102,7 +102,7 @@ class Encoder:
                 f"{len(said)} bytes, and parity's own manifest {MOST_MANIFEST_BYTES} at most: make smaller groups"
             )
         segment = self._store.open(key, slot_bytes_for(len(said), manifest.payload_bytes), PARITY_SLOTS)
-        self._still_wanted(ask.job)
+        self._book.require(ask.job, self._store.forget)
         if _holds(segment, ask, said):
             return
         slot = slot_to_fill(segment.view.headers(), set(ask.keep))
@@ -116,14 +116,6 @@ class Encoder:
             raise
         self._tally.add("parity_slots")
         self._tally.add("parity_bytes", manifest.payload_bytes)
-
-    def _still_wanted(self, job: str) -> None:
-        """Making a segment takes a while; a job that ended meanwhile must not leave it behind."""
-        try:
-            self._book.facts(job)
-        except NotFound:
-            self._store.forget(job)
-            raise
 
     def _fill(self, ask: Protect, manifest: ParityManifest, payload: memoryview) -> list[bytes]:
         """Writes the parity chunk by chunk; the digest of each."""
