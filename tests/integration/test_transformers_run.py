@@ -1,0 +1,75 @@
+"""transformers' own Trainer on ranks that are killed: it goes on in memory, from the last update."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.exact_training import SEED, Fault, read_diaries
+from tests.support.launched import launched
+from tests.support.spilling import start_alone
+from trainer_hooks.data import ElasticSampler
+from trainer_hooks.state import TrackedState
+
+STEPS, WORLD, BATCH, SAMPLES = 12, 2, 8, 500
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("transformers") is None or find_spec("accelerate") is None, reason="not here"),
+]
+
+
+def trained(folder: Path, *faults: Fault, **environment: str) -> list[dict[str, Any]]:
+    """The diaries of ranks in a folder of their own."""
+    folder.mkdir()
+    argv = ["--nproc-per-node", str(WORLD), "--standby-delay-s", "0.1", "--hang-threshold-s", "30"]
+    argv += ["--state-dir", str(folder / "s"), "-m", "tests.support.transformers_training", str(folder), str(STEPS)]
+    argv += map(str, faults)
+    with launched(folder, *argv, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", **environment) as launcher:
+        assert launcher.wait() == 0, launcher.err
+    assert "not alike on all ranks" not in launcher.err + launcher.out
+    rows = read_diaries(folder)
+    assert {row["generation"] for row in rows} == {*range(1, len(faults) + 2)}, launcher.err
+    return rows
+
+
+@pytest.mark.parametrize("accumulates", [1, 3])
+def test_a_trainer_whose_ranks_are_killed_goes_on_from_the_last_update(short_path: Path, accumulates: int) -> None:
+    faults = [Fault(1, 4, "forward"), Fault(0, 8, "updated")]
+    rows = trained(short_path / "killed", *faults, TRANSFORMERS_ACCUMULATES=str(accumulates))
+    sampler = ElasticSampler(SAMPLES, global_batch=BATCH, seed=SEED)
+    for step in range(1, STEPS + 1):
+        of_step = sorted((r for r in rows if r["step"] == step), key=lambda r: (r["generation"], r["rank"]))
+        last = [row for row in of_step if row["generation"] == of_step[-1]["generation"]]
+        batches = range((step - 1) * accumulates + 1, step * accumulates + 1)
+        expected = [i for batch in batches for i in sampler.global_indices(batch).tolist()]
+        seen = [i for row in last for i in row["samples"]]
+        if len(last) == WORLD:
+            assert sorted(seen) == sorted(expected)
+        else:
+            assert step in {fault.step - n for fault in faults for n in (0, 1)}, "a rank died before it wrote"
+            assert set(seen) <= set(expected)
+        assert len({row["state"] for row in of_step}) == len({row["rate"] for row in of_step}) == 1, "the same on all"
+    assert len({row["rate"] for row in rows}) == STEPS, "the schedule went on"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("largest", ["4KB", "1GB"])
+def test_what_save_pretrained_wrote_is_a_start(tmp_path: Path, tied: bool, largest: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(**sizes, num_key_value_heads=1, vocab_size=30, tie_word_embeddings=tied)
+    before, after = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    before.save_pretrained(tmp_path, max_shard_size=largest)
+    assert (tmp_path / "model.safetensors.index.json").exists() is (largest == "4KB")
+    tracked: dict[str, Any] = {"model": after}
+    start_alone(tmp_path, tracked, TrackedState(tracked))
+    assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+    base = LlamaForCausalLM(config).model
+    tracked = {"backbone": base}
+    start_alone(tmp_path, tracked, TrackedState(tracked))
+    assert all(torch.equal(a, b) for a, b in zip(before.model.parameters(), base.parameters(), strict=True))
