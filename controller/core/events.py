@@ -115,12 +115,14 @@ class NodeObserved(EventBase, frozen=True, kw_only=True, tag=True):
     """What the scheduler shows of a node differs from what it showed before.
 
     ``cordoned_by``: somebody other than Everstep has taken it out of service (a person, another program), with
-    ``reason``; empty when nobody has, or no longer.
+    ``reason``; empty when nobody has, or no longer. ``uncordoned``: the remedy by which Everstep took it out of
+    service, where nothing keeps it out there any more.
     """
 
     node: NodeId
     cordoned_by: str = ""
     reason: str = ""
+    uncordoned: str = ""
 
 
 class OperatorAction(StrEnum):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from controller.core import casebook, ladder
+from controller.core import casebook, ladder, remedies
 from controller.core.events import NodeObserved, OperatorCommand
 from controller.core.generations import Cause, regroup
 from controller.core.membership import computes, jobs_seated_on, least_nodes
@@ -38,7 +38,9 @@ def hold(turn: Turn, node: str, sentence: str) -> None:
     record.hold = sentence
     turn.node_changed(node)
     casebook.enter(record, turn.now, "action", sentence)
-    if record.state not in SICK:
+    if record.state in SICK:
+        remedies.cordon(turn, node, sentence)  # nothing, where it still stands
+    else:
         set_state(turn, node, NodeState.HELD, sentence)
     if record.course is not None and record.course.remedy:
         cure = record.course.ladder[record.course.rung]
@@ -60,8 +62,13 @@ def let_go(turn: Turn, node: str, sentence: str) -> None:
 def observed(turn: Turn, event: NodeObserved) -> None:
     """Somebody else has taken the node out of service with the scheduler, or given it back."""
     record = turn.state.nodes.get(event.node)
-    if record is None or record.foreign == event.cordoned_by:
+    gone = record is not None and event.uncordoned != "" and record.cordoned == event.uncordoned
+    if record is None or (record.foreign == event.cordoned_by and not gone):
         turn.ignore("node_observed.nothing_new")
+        return
+    if gone:
+        _tell_of_no_cordon(turn, record)
+    if record.foreign == event.cordoned_by:
         return
     before, record.foreign = record.foreign, event.cordoned_by
     turn.node_changed(event.node)
@@ -77,6 +84,18 @@ def observed(turn: Turn, event: NodeObserved) -> None:
     casebook.enter(record, turn.now, "action", sentence)
     turn.audit("node.observed", sentence, node=event.node)
     come_back(turn, event.node, sentence)
+
+
+def _tell_of_no_cordon(turn: Turn, record: NodeRecord) -> None:
+    """It is not set again by itself: whoever lifted it may have meant it. A hold sets it, and so does another state."""
+    record.cordoned = ""
+    turn.node_changed(record.node)
+    sentence = (
+        f"{record.node} is out of service here ({record.state}), and the scheduler does not show Everstep's cordon any "
+        "more: it may give the node work; `everstep node hold` cordons it again, `everstep node readmit` takes it back"
+    )
+    casebook.enter(record, turn.now, "action", sentence)
+    turn.audit("node.uncordoned", sentence, node=record.node)
 
 
 def come_back(turn: Turn, node: str, because: str) -> None:

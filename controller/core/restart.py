@@ -48,6 +48,8 @@ def restore(
             state.unmet.add(record.node)
         rehold(state, record.node)
     date_ties(state)
+    lost = {node: record.lost[-1] for node, record in state.nodes.items() if record.lost}
+    state.lost_lately = dict(sorted(lost.items(), key=lambda one: one[1]))
     for job in jobs:
         state.jobs[job.job] = job
         state.live_jobs[job.job] = JobLive()

@@ -223,7 +223,7 @@ class FleetState(msgspec.Struct, kw_only=True):
     which moves on while they come, up to ``reunion_by``.
     ``held``: nodes whose eviction is held, by what holds it; ``short``: jobs that can spare no node: until when that is
     taken as known, and why. ``slack_s``: the observer's own lag. ``cases``: second passes under way.
-    ``lost_lately``: nodes that were lost by themselves, and when (``flapping``).
+    ``lost_lately``: nodes that were lost by themselves, and when (``flapping``); at first those whose loss counts.
     ``partnerless_until``: until then no node is free to be a partner in a probe. ``sightings``: where and when each
     kind of finding (and XID) was seen lately; ``outbreaks``: those of them taken for no node's own, and which
     nodes are in them: true for those that wait for their end, since they show it still. (States of an older form have a

@@ -135,6 +135,10 @@ class RemedyDesk:
         """Remedies that have not ended."""
         return sum(len(queue) for queue in self._queues.values())
 
+    def settled(self, node: str) -> bool:
+        """Whether nothing is asked for, or about to be, at the node."""
+        return node not in self._workers
+
     async def stop(self) -> None:
         """Leaves what is under way to the next life."""
         workers = list(self._workers.values())

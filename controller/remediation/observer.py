@@ -26,11 +26,18 @@ class Observer:
 
     Args:
         failed: called for each look that failed unexpectedly.
+        settled: whether nothing that was asked for at a node is still under way.
     """
 
     def __init__(
-        self, remediator: Remediator, state: FleetState, tell: Tell, failed: Callable[[], None] = lambda: None
+        self,
+        remediator: Remediator,
+        state: FleetState,
+        tell: Tell,
+        failed: Callable[[], None] = lambda: None,
+        settled: Callable[[str], bool] = lambda node: True,
     ) -> None:
+        self._settled = settled
         self._remediator = remediator
         self._state = state
         self._tell = tell
@@ -50,10 +57,16 @@ class Observer:
     async def look(self) -> None:
         """One look. Raises what the remediator, or the loop, raises."""
         nodes = list(self._state.nodes)
+        ours = {node: record.cordoned for node, record in self._state.nodes.items() if self._settled(node)}
         shown = await asyncio.to_thread(guarded, self._remediator.standing, nodes)
         for node in nodes:
             seen = shown.get(node, Standing())
             foreign = "" if seen.cordoned_by == MARK else seen.cordoned_by
             record = self._state.nodes.get(node)
-            if record is not None and foreign != record.foreign:
-                await self._tell(NodeObserved(node=node, cordoned_by=foreign, reason=seen.reason[:1024]))
+            if record is None:
+                continue
+            gone = ours.get(node, "") if node in shown and not seen.cordoned_by else ""
+            gone = gone if gone == record.cordoned else ""  # it was asked for before the look
+            if gone or foreign != record.foreign:
+                reason = seen.reason[:1024]
+                await self._tell(NodeObserved(node=node, cordoned_by=foreign, reason=reason, uncordoned=gone))

@@ -6,6 +6,8 @@ import asyncio
 import random
 from collections.abc import Callable
 
+import msgspec
+
 from controller.config import ControllerSettings, read_password
 from controller.core.events import NodeObserved
 from controller.core.state import FleetState
@@ -55,7 +57,7 @@ class Outside:
             watch=self._watch,
             rows=loaded.remedies,
         )
-        self._observer = Observer(remediator, state, self._tell, failed)
+        self._observer = Observer(remediator, state, self._tell, failed, self.desk.settled)
         self._alerting = None
         if settings.alert_url:
             self._alerting = Alerting(
@@ -74,9 +76,7 @@ class Outside:
 
     async def _tell(self, event: NodeObserved) -> None:
         def stimulus(tx: Transaction, now: float) -> None:
-            tx.handle(
-                NodeObserved(node=event.node, cordoned_by=event.cordoned_by, reason=event.reason, trace=trace), now
-            )
+            tx.handle(msgspec.structs.replace(event, trace=trace), now)
 
         trace = new_trace()
         await self._loop.submit(stimulus)

@@ -6,9 +6,19 @@ whole, never queried by its inside, so columns exist only for what is looked up.
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Column, Float, Index, Integer, MetaData, PrimaryKeyConstraint, Table, Text
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Float,
+    Index,
+    Integer,
+    MetaData,
+    PrimaryKeyConstraint,
+    Table,
+    Text,
+)
 
-HEAD = "0005"
+HEAD = "0006"
 """The newest migration; a database at this revision needs no migration tool at start."""
 
 metadata = MetaData()
@@ -215,3 +225,8 @@ findings = Table(
     Index("findings_by_key", "node", "key"),
 )
 """The history of findings; what stands now is in the nodes' documents."""
+
+_STANDS, _IS_OVER = findings.c.cleared_at.is_(None), findings.c.cleared_at.is_not(None)
+Index("findings_standing", findings.c.id, sqlite_where=_STANDS, postgresql_where=_STANDS)
+Index("findings_standing_by_kind", findings.c.kind, findings.c.id, sqlite_where=_STANDS, postgresql_where=_STANDS)
+Index("findings_by_end", findings.c.cleared_at, sqlite_where=_IS_OVER, postgresql_where=_IS_OVER)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from controller.core.effects import Remedy, RemedyKind
 from controller.core.events import NodeObserved
 from controller.remediation.base import Standing
@@ -93,7 +95,7 @@ class TowardsOutside:
             backoff=BACKOFF,
             patience_s=PATIENCE_S,
         )
-        self._observer = Observer(caller, controller.state, self._tell)
+        self._observer = Observer(caller, controller.state, self._tell, settled=self.desk.settled)
 
     def start(self) -> None:
         """Call once the controller leads."""
@@ -128,7 +130,7 @@ class TowardsOutside:
 
     async def _tell(self, event: NodeObserved) -> None:
         trace = self._world.trace_id("observer")
-        seen = NodeObserved(node=event.node, cordoned_by=event.cordoned_by, reason=event.reason, trace=trace)
+        seen = msgspec.structs.replace(event, trace=trace)
         await self._submit(lambda tx, now: (tx.handle(seen, now), None)[1])
 
     def _carry_call(self, call: Callable[[], Any], answer: Callable[[Any, EverstepError | None], None]) -> None:

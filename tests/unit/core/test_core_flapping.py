@@ -98,6 +98,17 @@ def test_losses_that_others_share_are_nobodys_own_whoever_was_lost_first() -> No
     assert not any(_is_named(fleet, node) for node in fleet.state.nodes)
 
 
+def test_losses_on_both_sides_of_a_change_of_the_leader_are_shared_all_the_same() -> None:
+    fleet = _fleet()
+    _lose(fleet, "n1")
+    _lose(fleet, "n2")
+    assert len(fleet.state.nodes["n1"].lost) == len(fleet.state.nodes["n2"].lost) == 1
+    fleet.restart()
+    fleet.advance(4.0, *_others(fleet))
+    _lose(fleet, "n3")
+    assert [fleet.state.nodes[node].lost for node in ("n1", "n2", "n3")] == [[], [], []]
+
+
 def test_who_was_named_is_acquitted_when_others_are_lost_in_the_same_moment() -> None:
     fleet = _fleet()
     _flap(fleet, "n1", COUNT - 1)

@@ -437,6 +437,25 @@ def test_an_observer_whose_look_failed_as_nobody_expected_looks_again(caplog: py
     assert "invalid start byte" in caplog.text
 
 
+def test_a_cordon_of_ours_that_is_gone_is_told_where_it_was_there_before_the_look() -> None:
+    fleet, shown, told, busy = CoreFleet(), Shown(), list[NodeObserved](), set[str]()
+    fleet.start(5)
+
+    async def tell(event: NodeObserved) -> None:
+        told.append(event)
+        fleet.feed(event)
+
+    observer = Observer(shown, fleet.state, tell, settled=lambda node: node not in busy)
+    for node in ("n1", "n2", "n3", "n4"):
+        fleet.order(OperatorAction.HOLD, node=node)
+    busy.add("n2")  # its cordon is still being asked for
+    shown.nodes = {node: Standing() for node in ("n1", "n2", "n5")}
+    shown.nodes["n3"] = Standing(cordoned_by=MARK)
+    asyncio.run(observer.look())  # n4 is not known there, or not told of
+    asyncio.run(observer.look())
+    assert [(event.node, bool(event.uncordoned)) for event in told] == [("n1", True)]
+
+
 def test_a_persons_cordon_is_told_once_and_its_end_too_and_ours_never() -> None:
     fleet, shown, told = CoreFleet(), Shown(), list[NodeObserved]()
     fleet.start(3)
