@@ -102,7 +102,8 @@ def _whole(table: dict[str, Any]) -> Rule:
     try:
         rule = msgspec.convert(table, Rule)
     except msgspec.ValidationError as error:
-        raise ConfigurationError(f"rule {table.get('kind')} {table.get('name', '')}: {error}") from error
+        name = ".".join(str(table[key]) for key in ("kind", "name") if table.get(key))
+        raise ConfigurationError(f"rule {name}: {error}") from error
     for wrong, mend in _contradictions(rule):
         if wrong:
             raise ConfigurationError(f"rule {rule.id}: {mend}")

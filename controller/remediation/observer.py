@@ -38,6 +38,7 @@ class Observer:
         settled: Callable[[str], bool] = lambda node: True,
     ) -> None:
         self._settled = settled
+        self._ours: dict[str, str] = {}
         self._remediator = remediator
         self._state = state
         self._tell = tell
@@ -57,7 +58,7 @@ class Observer:
     async def look(self) -> None:
         """One look. Raises what the remediator, or the loop, raises."""
         nodes = list(self._state.nodes)
-        ours = {node: record.cordoned for node, record in self._state.nodes.items() if self._settled(node)}
+        before = {} if self._state.store_away else self._cordoned()
         shown = await asyncio.to_thread(guarded, self._remediator.standing, nodes)
         for node in nodes:
             seen = shown.get(node, Standing())
@@ -65,8 +66,19 @@ class Observer:
             record = self._state.nodes.get(node)
             if record is None:
                 continue
-            gone = ours.get(node, "") if node in shown and not seen.cordoned_by else ""
-            gone = gone if gone == record.cordoned else ""  # it was asked for before the look
+            gone = "" if seen.cordoned_by or node not in shown else self._gone(node, record.cordoned, before)
+            if seen.cordoned_by == MARK and node in before:
+                self._ours[node] = before[node]
             if gone or foreign != record.foreign:
                 reason = seen.reason[:1024]
                 await self._tell(NodeObserved(node=node, cordoned_by=foreign, reason=reason, uncordoned=gone))
+
+    def _cordoned(self) -> dict[str, str]:
+        """Nodes that Everstep has out of service with the scheduler, by the remedy that is not under way any more."""
+        nodes = self._state.nodes.items()
+        return {node: record.cordoned for node, record in nodes if record.cordoned and self._settled(node)}
+
+    def _gone(self, node: str, cordoned: str, before: dict[str, str]) -> str:
+        """The remedy whose cordon an earlier look has shown, and which stood in the records before this one and after;
+        empty where there is none: what is only decided, or was never taken, is not gone."""
+        return cordoned if cordoned and cordoned == before.get(node) == self._ours.get(node) else ""

@@ -12,7 +12,7 @@ import typer
 from everstep.cli import tables
 from everstep.cli.client import Client
 from everstep.cli.context import Json, console, controller, show
-from everstep.errors import ConfigurationError
+from everstep.errors import ConfigurationError, Conflict
 from everstep.trials import together
 from everstep.wire.v1 import history as past
 
@@ -74,9 +74,9 @@ def check(context: typer.Context, file: Change, as_json: Json = False) -> None:
         for name, change in checked.changes.items():
             view.add_row(name, change)
         if checked.ok or as_json:
-            show(checked, as_json, view)
+            show(checked, as_json, view if checked.changes else "it would change nothing")
         if not checked.ok:
-            raise ConfigurationError(f"{file}: {checked.complaint}")
+            raise Conflict(f"{file}: {checked.complaint}")
 
 
 @app.command("try")

@@ -50,6 +50,11 @@ def test_every_service_has_a_health_check(name: str) -> None:
     assert "healthcheck" in service or "HEALTHCHECK" in stage(service["build"]["target"])
 
 
+def test_a_controller_that_stands_by_is_well() -> None:
+    assert "/healthz" in stage("controller")
+    assert "/readyz" not in stage("controller").partition("HEALTHCHECK")[2]
+
+
 def stage(target: str) -> str:
     """The part of the Dockerfile that makes ``target``."""
     return re.split(r"^FROM ", DOCKERFILE.split(f" AS {target}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]

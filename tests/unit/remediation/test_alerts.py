@@ -449,8 +449,17 @@ def test_a_cordon_of_ours_that_is_gone_is_told_where_it_was_there_before_the_loo
     for node in ("n1", "n2", "n3", "n4"):
         fleet.order(OperatorAction.HOLD, node=node)
     busy.add("n2")  # its cordon is still being asked for
+    shown.nodes = {node: Standing() for node in ("n1", "n5")}  # not seen yet: it may never have been taken
+    asyncio.run(observer.look())
+    assert told == []
+    shown.nodes = {node: Standing(cordoned_by=MARK) for node in ("n1", "n2", "n3", "n4")}
+    asyncio.run(observer.look())
     shown.nodes = {node: Standing() for node in ("n1", "n2", "n5")}
     shown.nodes["n3"] = Standing(cordoned_by=MARK)
+    fleet.feed(StoreChanged(away=True, reason="gone", trace="away"))
+    asyncio.run(observer.look())
+    assert told == []
+    fleet.feed(StoreChanged(away=False, trace="back"))
     asyncio.run(observer.look())  # n4 is not known there, or not told of
     asyncio.run(observer.look())
     assert [(event.node, bool(event.uncordoned)) for event in told] == [("n1", True)]
