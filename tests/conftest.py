@@ -90,6 +90,16 @@ def program_forks() -> Iterator[ForkPool]:
 
 
 @pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    import torch.distributed as dist  # most workers need no torch
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def short_path() -> Iterator[Path]:
     """As tmp_path, for what keeps unix sockets: their paths end at 107 bytes, and tmp_path has the names of the user,
     of pytest's worker and of the test in it."""

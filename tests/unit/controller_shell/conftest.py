@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import Engine
 
+from controller.store.database import open_database
+from controller.store.writer import Writer
 from tests.support.postgres import postgres, postgres_server
 
 __all__ = ["database", "postgres", "postgres_server"]
@@ -19,3 +22,20 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield f"sqlite:///{tmp_path / 'controller.db'}"
     else:
         yield request.getfixturevalue("postgres")
+
+
+@pytest.fixture
+def engine(database: str) -> Iterator[Engine]:
+    """That database, with the newest schema."""
+    engine = open_database(database)
+    yield engine
+    engine.dispose()
+
+
+@pytest.fixture
+def writer(engine: Engine) -> Iterator[Writer]:
+    """Of the controller that leads."""
+    writer = Writer(engine)
+    writer.take_over()
+    yield writer
+    writer.close()

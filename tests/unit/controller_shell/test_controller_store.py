@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -29,21 +28,6 @@ from controller.store.tables import HEAD, metadata
 from controller.store.trouble import StoreAway, Superseded
 from controller.store.writer import Writer
 from everstep.errors import ConfigurationError
-
-
-@pytest.fixture
-def engine(database: str) -> Iterator[Engine]:
-    engine = open_database(database)
-    yield engine
-    engine.dispose()
-
-
-@pytest.fixture
-def writer(engine: Engine) -> Iterator[Writer]:
-    writer = Writer(engine)
-    writer.take_over()
-    yield writer
-    writer.close()
 
 
 def commit(writer: Writer, batch: Batch) -> None:

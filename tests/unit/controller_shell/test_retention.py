@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -20,21 +19,6 @@ from controller.store.trouble import StoreAway
 from controller.store.writer import Writer
 
 EVERYTHING = Keep(since=0.0, events=1_000_000, rows=1_000_000, generations=1_000_000)
-
-
-@pytest.fixture
-def engine(database: str) -> Iterator[Engine]:
-    engine = open_database(database)
-    yield engine
-    engine.dispose()
-
-
-@pytest.fixture
-def writer(engine: Engine) -> Iterator[Writer]:
-    writer = Writer(engine)
-    writer.take_over()
-    yield writer
-    writer.close()
 
 
 def keep(**changed: float) -> Keep:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from tests.support.core_fleet import START
 from tests.support.findings import xid
 from tests.support.forked import ForkPool
 from tests.support.journaled import JournaledFleet
+from tests.support.waiting import until
 
 TRY = past.TryPolicy(change=past.PolicyChange(knobs={"eviction_count": 1}), hours=1.0)
 """Of a fleet whose budget was four."""
@@ -102,13 +101,13 @@ def test_the_command_tells_of_all_that_two_controllers_recorded_one_after_the_ot
             options = {"database": postgres, "arguments": ("--settings", str(settings))}
             pair.append(stack.enter_context(controller_process(tmp_path / name, program_forks, **options)))
         for leader, other, node in ((pair[0], pair[1], "n1"), (pair[1], pair[0], "n2")):
-            _wait_for(leader.leads)
+            until(leader.leads, "the first one to lead")
             assert leader.ask("POST", f"/v1/agents/{node}/register", registration(node), _agent(node))[0] == 200
             evict = leader.ask("POST", f"/v1/nodes/{node}/evict", op.Because(reason="to see it"))
             assert evict[0] == 200, evict
             if node == "n1":
                 assert leader.terminate() == 0
-                _wait_for(other.leads)
+                until(other.leads, "another one to lead")
                 leader.start()
         token, change = tmp_path / "token", tmp_path / "change.toml"
         token.write_text(mint(SECRET, TokenRole.VIEWER, "vera"))
@@ -127,10 +126,3 @@ def test_the_command_tells_of_all_that_two_controllers_recorded_one_after_the_ot
 
 def _agent(node: str) -> dict[str, str]:
     return bearer(TokenRole.AGENT, node)
-
-
-def _wait_for(condition: Callable[[], bool], deadline_s: float = 40.0) -> None:
-    end = time.perf_counter() + deadline_s
-    while not condition():
-        assert time.perf_counter() < end, "nobody leads"
-        time.sleep(0.01)

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from sqlalchemy import Connection, Engine, event, select
 
 from controller.store import bulk, tables, writer
-from controller.store.database import open_database
 from controller.store.upsert import upsert
 
 MANY = 50
-
-
-@pytest.fixture
-def engine(database: str) -> Iterator[Engine]:
-    engine = open_database(database)
-    yield engine
-    engine.dispose()
 
 
 def _audit(number: int) -> dict[str, Any]:

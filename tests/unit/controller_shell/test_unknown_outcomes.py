@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import psycopg
 import pytest
 from sqlalchemy import Engine, text
 
-from controller.store.database import open_database
 from controller.store.records import AuditRow, Batch
 from controller.store.threads import Store
 from controller.store.trouble import StoreAway
@@ -43,13 +41,6 @@ class Answers:
 
         monkeypatch.setattr(engine.dialect, "do_commit", committing)
         monkeypatch.setattr(engine.dialect, "connect", connecting)
-
-
-@pytest.fixture
-def engine(database: str) -> Iterator[Engine]:
-    engine = open_database(database)
-    yield engine
-    engine.dispose()
 
 
 @pytest.fixture

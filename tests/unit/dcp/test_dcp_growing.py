@@ -16,14 +16,10 @@ from trainer_hooks.dcp import Tier, VaultLoadPlanner, VaultReader, VaultSavePlan
 
 
 @pytest.fixture
-def tier(program_forks: ForkPool) -> Iterator[Tier]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with lone_rank(program_forks) as made:
-            spec = generation(1)
-            yield Tier(made.client, spec, spec.roster[0], dist.HashStore())
-    finally:
-        dist.destroy_process_group()
+def tier(program_forks: ForkPool, alone: None) -> Iterator[Tier]:
+    with lone_rank(program_forks) as made:
+        spec = generation(1)
+        yield Tier(made.client, spec, spec.roster[0], dist.HashStore())
 
 
 def test_one_that_did_not_fit_into_the_slots_there_were_is_the_newest(tier: Tier) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -151,15 +150,11 @@ def test_a_mean_of_one_replica_keeps_the_dtype_and_the_shape():
     assert torch.equal(parallel.mean(value, 2.0), value * 2)
 
 
-def test_a_single_rank_of_a_group_has_a_replica_like_any_so_that_a_job_may_shrink_to_it():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        device = torch.device("cpu")
-        place = Place(device=device, mesh=lambda: init_device_mesh("cpu", (1,)))
-        model = Run(place, IdleKeeper()).replicate(nn.Linear(2, 1))
-        with model.no_sync():
-            model(torch.ones(1, 2)).sum().backward()
-        model(torch.ones(3, 2)).sum().backward()
-        assert model.module.weight.grad.tolist() == [[4.0, 4.0]]
-    finally:
-        dist.destroy_process_group()
+def test_a_single_rank_of_a_group_has_a_replica_like_any_so_that_a_job_may_shrink_to_it(alone: None):
+    device = torch.device("cpu")
+    place = Place(device=device, mesh=lambda: init_device_mesh("cpu", (1,)))
+    model = Run(place, IdleKeeper()).replicate(nn.Linear(2, 1))
+    with model.no_sync():
+        model(torch.ones(1, 2)).sum().backward()
+    model(torch.ones(3, 2)).sum().backward()
+    assert model.module.weight.grad.tolist() == [[4.0, 4.0]]

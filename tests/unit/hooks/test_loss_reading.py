@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -33,14 +32,10 @@ def test_what_is_not_one_number_is_refused_where_it_is_reported(loss):
     assert reading.value() == 1.5
 
 
-def test_of_a_distributed_tensor_this_ranks_own_is_read_and_no_collective_is_made():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        reading = LossReading()
-        reading.offer(distribute_tensor(torch.tensor(0.5), mesh, [Replicate()]))
-        assert reading.value() == 0.5
-        with pytest.raises(ValueError, match="full_tensor"):
-            reading.offer(distribute_tensor(torch.ones(1), mesh, [Shard(0)]))
-    finally:
-        dist.destroy_process_group()
+def test_of_a_distributed_tensor_this_ranks_own_is_read_and_no_collective_is_made(alone: None):
+    mesh = init_device_mesh("cpu", (1,))
+    reading = LossReading()
+    reading.offer(distribute_tensor(torch.tensor(0.5), mesh, [Replicate()]))
+    assert reading.value() == 0.5
+    with pytest.raises(ValueError, match="full_tensor"):
+        reading.offer(distribute_tensor(torch.ones(1), mesh, [Shard(0)]))

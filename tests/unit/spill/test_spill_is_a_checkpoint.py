@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -29,14 +28,6 @@ from trainer_hooks.state import TrackedState
 VERSION = Version(3, 12)
 ANY_TORCH = pytest.mark.filterwarnings("ignore")
 """torch.distributed.checkpoint warns of its own use of deprecated functions, and of running in a single process."""
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A process group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Trained:

@@ -7,7 +7,6 @@ import io
 import os
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,6 @@ import fsspec
 import msgspec
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -111,13 +109,6 @@ def test_a_job_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
         train(job.model, job.optimizer, 3)
         job.schedule.step()
     assert after.contents() == before.contents()
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @ANY_TORCH

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 from typer.testing import CliRunner
 
 from everstep.cli.main import app
 from everstep.ids import Version
-from tests.support.forked import ForkPool
-from tests.support.vaults import JOB, RankMemory, VaultProcess, Vaults, process_gone, vaults
+from tests.support.vaults import JOB, RankMemory, VaultProcess, Vaults, process_gone
 from tests.support.waiting import until
 
 command = CliRunner()
-
-
-@pytest.fixture
-def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
-    with vaults(program_forks) as running:
-        yield running
 
 
 @pytest.fixture

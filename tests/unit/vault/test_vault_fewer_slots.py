@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -23,13 +20,6 @@ from tests.support.vaults import JOB
 SLOT = 64 * PAGE
 OLD = segment_bytes(5, SLOT)
 KEY = SegmentKey(JOB, "replica", 0)
-
-
-@pytest.fixture
-def shared() -> Iterator[Path]:
-    made = Path(tempfile.mkdtemp(prefix="everstep-test-", dir="/dev/shm"))
-    yield made
-    shutil.rmtree(made)
 
 
 def five(directory: Path, limit: int | None = None) -> tuple[SegmentStore, Segment]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,16 +15,9 @@ from everstep.segment_records import RECORD_PLACES
 from everstep.slots import _MENDING, SegmentView, SlotState, slot_bytes_for
 from everstep.vocabulary import FindingKind
 from everstep.wire.v1 import local
-from tests.support.forked import ForkPool
-from tests.support.vaults import DEADLINE_S, JOB, RankMemory, Vaults, map_segment, vaults
+from tests.support.vaults import DEADLINE_S, JOB, RankMemory, Vaults, map_segment
 
 KEY = SegmentKey(JOB, "own", 0)
-
-
-@pytest.fixture
-def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
-    with vaults(program_forks) as running:
-        yield running
 
 
 def flip(path: Path, at: int, bit: int) -> None:

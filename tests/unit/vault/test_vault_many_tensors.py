@@ -3,7 +3,6 @@ read from afar, found again, and mended."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -19,8 +18,7 @@ from everstep.vocabulary import FindingKind
 from everstep.wire.v1 import local, supervision
 from everstep.wire.v1.transfer import MAX_TRANSFER_FRAME_BYTES
 from tests.support.borrowing import borrowed, rank_of, read
-from tests.support.forked import ForkPool
-from tests.support.vaults import JOB, RankMemory, VaultClient, VaultProcess, Vaults, map_segment, noise, vaults
+from tests.support.vaults import JOB, RankMemory, VaultClient, VaultProcess, Vaults, map_segment, noise
 from tests.support.waiting import until
 
 MANY = 100_000
@@ -50,12 +48,6 @@ def manifest_of(count: int) -> Manifest:
 MANIFEST = manifest_of(MANY)
 ENCODED = encode_manifest(MANIFEST)
 PAYLOADS = {V1: noise(MANIFEST.payload_bytes), V2: noise(MANIFEST.payload_bytes, seed=2)}
-
-
-@pytest.fixture
-def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
-    with vaults(program_forks) as running:
-        yield running
 
 
 def owner(vault: VaultProcess) -> RankMemory:

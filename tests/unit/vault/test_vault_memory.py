@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import mmap
-import shutil
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,13 +18,6 @@ from tests.support.vaults import DEADLINE_S, JOB
 
 PAGES = 1 << 20
 ONE = segment_bytes(1, PAGES)
-
-
-@pytest.fixture
-def shared() -> Iterator[Path]:
-    made = Path(tempfile.mkdtemp(prefix="everstep-test-", dir="/dev/shm"))
-    yield made
-    shutil.rmtree(made)
 
 
 class BeingMade:

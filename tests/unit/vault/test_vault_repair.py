@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,7 @@ from everstep.slots import CHUNK_BYTES, SegmentView, slot_bytes_for
 from everstep.vocabulary import Finding, FindingKind
 from everstep.wire.v1 import supervision
 from everstep.wire.v1.training import Holder
-from tests.support.forked import ForkPool
-from tests.support.vaults import JOB, SECRET, RankMemory, Vaults, map_segment, noise, vaults
+from tests.support.vaults import JOB, SECRET, RankMemory, Vaults, map_segment, noise
 from tests.support.waiting import until
 
 V = Version(1, 1)
@@ -23,12 +21,6 @@ SIZE = 2 * CHUNK_BYTES + 1000
 PAYLOAD = noise(SIZE)
 SCRUB = ("--scrub-interval", "0.02")
 NO_SCRUB = ("--scrub-interval", "0")
-
-
-@pytest.fixture
-def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
-    with vaults(program_forks) as running:
-        yield running
 
 
 def owner(fleet: Vaults) -> RankMemory:

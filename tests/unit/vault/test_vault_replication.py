@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,19 +11,12 @@ from everstep.ids import Version
 from everstep.slots import CHUNK_BYTES, SegmentView, SlotState, slot_bytes_for
 from everstep.vocabulary import FindingKind, Severity
 from everstep.wire.v1 import local, supervision
-from tests.support.forked import ForkPool
-from tests.support.vaults import JOB, RankMemory, VaultClient, Vaults, map_segment, noise, vaults
+from tests.support.vaults import JOB, RankMemory, VaultClient, Vaults, map_segment, noise
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
 BIG = 40 * CHUNK_BYTES
-
-
-@pytest.fixture
-def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
-    with vaults(program_forks) as running:
-        yield running
 
 
 def statistics(client: VaultClient) -> supervision.StatisticsAnswer:

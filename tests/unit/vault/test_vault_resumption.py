@@ -16,17 +16,10 @@ from everstep.ids import Version
 from everstep.slots import CHUNK_BYTES, slot_bytes_for
 from everstep.wire.v1 import local, supervision
 from everstep.wire.v1.transfer import chunk_bits, chunks_without
-from tests.support.forked import ForkPool
-from tests.support.vaults import JOB, RankMemory, VaultClient, VaultProcess, Vaults, map_segment, noise, vaults
+from tests.support.vaults import JOB, RankMemory, VaultClient, VaultProcess, Vaults, map_segment, noise
 
 CHUNKS = 12
 SIZE = CHUNKS * CHUNK_BYTES
-
-
-@pytest.fixture
-def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
-    with vaults(program_forks) as running:
-        yield running
 
 
 def counters(client: VaultClient) -> dict[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,8 +28,7 @@ from everstep.slots import CHUNK_BYTES, SegmentView, SlotState, slot_bytes_for
 from everstep.vocabulary import Action, FindingKind, Mode, Severity
 from everstep.wire.v1 import local, supervision
 from everstep.wire.v1.training import FindingRaised
-from tests.support.forked import ForkPool
-from tests.support.vaults import JOB, RankMemory, Vaults, map_segment, noise, vaults
+from tests.support.vaults import JOB, RankMemory, Vaults, map_segment, noise
 
 SIZE = CHUNK_BYTES + 100
 
@@ -68,12 +66,6 @@ class Bench:
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path / "segments")
-
-
-@pytest.fixture
-def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
-    with vaults(program_forks) as running:
-        yield running
 
 
 def test_good_slots_are_hashed_and_left_alone(bench: Bench) -> None:

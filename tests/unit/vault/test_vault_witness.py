@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
-
-import pytest
 
 from agent.vault.jobs import JobBook
 from agent.vault.witness import Witness
@@ -14,15 +11,8 @@ from everstep.clock import ManualClock
 from everstep.ids import Version
 from everstep.wire.v1 import local, supervision
 from everstep.wire.v1.training import Holder, PeerLost
-from tests.support.forked import ForkPool
-from tests.support.vaults import JOB, SECRET, RankMemory, Vaults, noise, vaults
+from tests.support.vaults import JOB, SECRET, RankMemory, Vaults, noise
 from tests.support.waiting import until
-
-
-@pytest.fixture
-def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
-    with vaults(program_forks) as made:
-        yield made
 
 
 def replicated(fleet: Vaults, step: int = 1) -> RankMemory:
