@@ -125,7 +125,8 @@ class SegmentView:
         self.mended_header = not intact
         self.slots = self.segment.slots
         self.slot_bytes = self.segment.slot_bytes
-        self._records = Records(buffer, self.segment, self._fits)
+        size = self.slot_bytes  # no method of ours: the memory is to go with its last holder, not with the next gc
+        self._records = Records(buffer, self.segment, lambda said, held: _payload_offset(said, held) + held <= size)
         self._copied = 0
         known = [self._records.header(slot) for slot in range(self.slots)]
         self._sequence = max((header.sequence for header in known if header is not None), default=0)
@@ -133,9 +134,6 @@ class SegmentView:
     def _clue(self, base: int) -> tuple[bytes, int, int] | None:
         found = (clue(bytes(self._buffer[base + at : base + at + RECORD_BYTES])) for at in RECORD_PLACES)
         return next((each for each in found if each is not None), None)
-
-    def _fits(self, manifest_bytes: int, payload_bytes: int) -> bool:
-        return _payload_offset(manifest_bytes, payload_bytes) + payload_bytes <= self.slot_bytes
 
     def _base(self, slot: int) -> int:
         if not 0 <= slot < self.slots:

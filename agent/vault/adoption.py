@@ -118,8 +118,10 @@ class Adoption:
             if not self._hash(segment, slot, header):
                 return
         except (DigestMismatch, IndexError) as error:
-            if segment.discard(slot, header):  # else its rank fills it anew
+            if segment.discard(slot, header):
                 self._store.tell(segment.damage(slot, header, f"{error}; the slot is discarded"))
+            elif segment.view.header(slot) == header:
+                return  # it could not be discarded: nobody believes it all the same
         with self._changed:
             segment.unchecked.pop(slot, None)
             self._changed.notify_all()

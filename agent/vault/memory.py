@@ -150,7 +150,7 @@ class Budget:
 
     def _left_bytes(self) -> int:
         """What the file system, and on a memory file system the machine, has left."""
-        found = os.statvfs(self._directory)
+        found = os.statvfs(next(path for path in (self._directory, *self._directory.parents) if path.exists()))
         return min(found.f_bavail * found.f_frsize, _available_memory())
 
 

@@ -135,10 +135,18 @@ class Peers:
             raise
         return channel
 
+    def configured(self, facts: JobFacts) -> None:
+        """Closes the idle connections of the job that lead to no holder any more: another address, or secret."""
+        here = {(facts.job, node, address, facts.secret) for node, address in facts.holders.items()}
+        self._close_idle(lambda key: key[0] == facts.job and key not in here)
+
     def forget(self, job: str) -> None:
         """Closes the idle connections of a job that is over."""
+        self._close_idle(lambda key: key[0] == job)
+
+    def _close_idle(self, chosen: Callable[[Key], bool]) -> None:
         with self._lock:
-            dead = [c for key in list(self._idle) if key[0] == job for c in self._idle.pop(key)]
+            dead = [channel for key in list(self._idle) if chosen(key) for channel in self._idle.pop(key)]
         for channel in dead:
             channel.close()
 

@@ -87,6 +87,7 @@ class Receiver:
             need = slot_bytes_for(put.manifest_bytes, put.payload_bytes)
             segment = self._store.open(key, max(put.slot_bytes, need), put.slots, self._to_keep(key, put))
             self._book.require(job, self._store.forget)
+            self._end_stale(key)
             if _holds(segment, put):
                 return None
             if (resumed := self._resumed(segment, sender, put)) is not None:
@@ -120,6 +121,18 @@ class Receiver:
                 found.id, found.put, found.left = secrets.token_bytes(16), put, False
                 self._incoming[found.id] = found
             return found
+
+    def _end_stale(self, key: SegmentKey) -> None:
+        """Transfers of a generation that is over cannot be finished; whose sender is gone without a word would hold its
+        slot until its connection is given up."""
+        generation = self._book.facts(key.job).generation
+        with self._lock:
+            for incoming in [i for i in self._incoming.values() if i.segment.key == key]:
+                if incoming.put.generation < generation and not incoming.left:  # what was left may be gone on with
+                    incoming.given_up = True
+                    for writer in incoming.writers:
+                        writer.shutdown()
+                    self._release(incoming)
 
     def forget(self, job: str) -> None:
         """The job is over; its transfers find no segment to seal in."""
@@ -190,6 +203,7 @@ class Receiver:
         failure: EverstepError | None = None
         for index in range(part.first, part.first + part.chunks):
             chunk = incoming.chunk(index)
+            incoming.done.discard(index)  # sent once more, and perhaps cut off in the middle
             channel.receive_into(chunk)
             if not channel.status():
                 return failure or _moved_on(incoming)
@@ -243,6 +257,9 @@ class Receiver:
             incoming = self._incoming.get(transfer)
             if incoming is not None:
                 incoming.left = True
+                if self._store.get(incoming.segment.key) is not incoming.segment:  # nobody can go on with it
+                    incoming.given_up = True
+                    self._release(incoming)
 
     def give_up(self, transfer: bytes) -> None:
         """Ends a transfer that is not finished, and frees its slot once nobody writes into it."""
@@ -278,9 +295,9 @@ def fill_from_other_versions(incoming: Incoming) -> int:
             manifest, *theirs = view.digests(slot)
             if not incoming.has_manifest and manifest == incoming.digests[0]:
                 _copy_manifest(incoming, view.manifest(slot))
+            payload = view.payload(slot)
         except EverstepError:  # filled anew, or rotten: whoever looks after that slot says so
             continue
-        payload = view.payload(slot)
         for place, digest in enumerate(theirs if wanted else ()):
             chunk = payload[place * CHUNK_BYTES : (place + 1) * CHUNK_BYTES]
             for index in wanted.pop(digest, ()):

@@ -67,7 +67,10 @@ class Scrubber:
     def _run(self) -> None:
         while not self._stopping.is_set():
             begun = self._clock.monotonic()
-            self.round()
+            try:
+                self.round()
+            except Exception:  # a machine that is short of something for a moment; slots rot on
+                log.exception("a round over the slots was broken off; the next one begins anew")
             self._stopping.wait(max(0.0, begun + self._interval_s - self._clock.monotonic()))
 
     def round(self) -> None:

@@ -91,7 +91,7 @@ class Segment:
             return False
         try:
             write_header(self._writable_bytes(), self._header)
-        except (FileNotFoundError, DigestMismatch):
+        except (OSError, DigestMismatch):
             return False
         return True
 
@@ -125,11 +125,11 @@ class Segment:
             os.close(descriptor)
 
     def _mend(self, work: Callable[[SegmentView], bool]) -> bool:
-        """One at a time, and only in the file that still is the segment, and one that can be made out."""
+        """One at a time, and only in the file that still is the segment, and one that can be made out and opened."""
         with self._mending:
             try:
                 return work(self._writable())
-            except (FileNotFoundError, DigestMismatch):
+            except (OSError, DigestMismatch):
                 return False
 
     def settle(self, slot: int) -> None:
@@ -300,7 +300,7 @@ class SegmentStore:
         self, key: SegmentKey, old: Segment | None, slot_bytes: int, slots: int, keep: Sequence[Version] | None
     ) -> Segment:
         draft, path = self.paths(key)
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+        self._make_folder(key.job)
         what = f"{slots} slots of {slot_bytes} bytes for {key.job}/{key.filename}"
         length = segment_bytes(slots, slot_bytes)
         if old is not None:
@@ -318,6 +318,16 @@ class SegmentStore:
                 draft.unlink(missing_ok=True)
                 raise
         return self.add(Segment(key, path))
+
+    def _make_folder(self, job: str) -> None:
+        if not self.directory.exists():
+            words = (
+                f"{self.directory} was removed while its vault runs (logind does that where its user logs out, unless "
+                "RemoveIPC=no): slots are made anew, and what was there is lost to processes that begin"
+            )
+            self.tell(Damage(job, f"{job}/{self.directory.name}", words, {"path": str(self.directory)}))
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self.directory / job).mkdir(mode=0o700, exist_ok=True)
 
     def _draft(self, key: SegmentKey, draft: Path, length: int, slot_bytes: int, slots: int, what: str) -> None:
         draft.unlink(missing_ok=True)

@@ -54,6 +54,10 @@ CHECKED_WITHIN_S = 0.25
 ACCEPT_AGAIN_S = 0.05
 """After a connection that could not be taken, for want of file descriptors as a rule."""
 
+MOST_UNPROVED = 256
+"""Connections that have not proved themselves yet. Where one more comes the oldest of them gives way: a peer proves
+itself within milliseconds, and a stranger may be silent for as long as it likes."""
+
 _OUT_OF_STEP = (Unavailable, MalformedMessage, AuthenticationError)
 """After these, what the peer sends next cannot be told apart from bulk bytes, or is not wanted."""
 
@@ -79,6 +83,7 @@ class TransferServer:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._connections: dict[Channel, threading.Thread] = {}
+        self._unproved: dict[Channel, None] = {}
         self._listener = _listen(*settings.listen_address)
         self._accepting = threading.Thread(target=self._accept, name="transfer-accept", daemon=True)
 
@@ -119,19 +124,44 @@ class TransferServer:
                 if not self._stopping.wait(ACCEPT_AGAIN_S):
                     log.warning("cannot take a connection: %s", error, extra={"node": self._settings.node})
                 continue
-            if len(self._connections) >= self._settings.max_connections:
-                self._tally.refuse(Unavailable.code)
-                channel.close()
-                continue
-            thread = threading.Thread(target=self._serve, args=(channel,), name="transfer", daemon=True)
-            with self._lock:
-                self._connections[channel] = thread
-            thread.start()
+            try:
+                self._begin(channel)
+            except RuntimeError as error:  # no more threads; those that there are go on
+                self._forget(channel)
+                if not self._stopping.wait(ACCEPT_AGAIN_S):
+                    log.warning("cannot serve a connection: %s", error, extra={"node": self._settings.node})
+
+    def _begin(self, channel: Channel) -> None:
+        """Raises RuntimeError where no thread can be started."""
+        thread = threading.Thread(target=self._serve, args=(channel,), name="transfer", daemon=True)
+        with self._lock:
+            self._connections[channel] = thread
+            self._unproved[channel] = None
+            oldest = next(iter(self._unproved)) if len(self._unproved) > MOST_UNPROVED else None
+            if oldest is not None:
+                del self._unproved[oldest]
+                oldest.shutdown()
+        thread.start()
+
+    def _proved(self, channel: Channel) -> None:
+        """Raises Unavailable where there are as many already as may be."""
+        with self._lock:
+            self._unproved.pop(channel, None)
+            others = len(self._connections) - len(self._unproved) - 1
+        if others >= self._settings.max_connections:
+            raise Unavailable(f"{others} connections are open here, and no more are taken; try again")
+
+    def _forget(self, channel: Channel) -> None:
+        channel.close()
+        with self._lock:
+            self._unproved.pop(channel, None)
+            self._connections.pop(channel, None)
 
     def _serve(self, channel: Channel) -> None:
         conversation = None
         try:
             facts, greeting = admit(channel, self._book, self._settings.node)
+            self._proved(channel)
             channel.peer = greeting.node
             conversation = Conversation(greeting, channel, self._settings, self._answers)
             while True:
@@ -143,12 +173,13 @@ class TransferServer:
                 self._answer(conversation, request)
         except EverstepError as error:
             self._part_with(channel, error, conversation)
+        except Exception as error:  # whoever asked should know, and not take this vault for one that is gone
+            log.exception("a request of %s failed", channel.peer, extra={"node": self._settings.node})
+            self._part_with(channel, EverstepError(f"{type(error).__name__}: {error}"), conversation)
         finally:
             if conversation is not None:
                 conversation.end()
-            channel.close()
-            with self._lock:
-                self._connections.pop(channel, None)
+            self._forget(channel)
 
     def _answer(self, conversation: Conversation, request: Request) -> None:
         try:

@@ -194,7 +194,7 @@ class Vault:
             case Inventory():
                 return await self._inventory(message)
             case Configure():
-                self._book.configure(message)
+                self._peers.configured(self._book.configure(message))
                 return Done(request=message.request)
             case Forget():
                 return await self._forget(message)

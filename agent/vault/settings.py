@@ -51,7 +51,7 @@ class VaultSettings(msgspec.Struct, frozen=True, kw_only=True):
     ``introduction_s``: how long a peer that does not know the job yet is asked again; a generation reaches the nodes
     within tens of milliseconds of one another.
 
-    ``max_connections``: from peers; each job and peer may use ``streams`` for each rank that replicates at once.
+    ``max_connections``: from proved peers; each job and peer may use ``streams`` for each rank that replicates at once.
     ``workers``: threads for requests that move bytes or make files.
     """
 

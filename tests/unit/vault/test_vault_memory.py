@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import threading
 from collections.abc import Callable
@@ -140,3 +141,21 @@ def test_without_a_limit_what_is_free_is_what_the_machine_has_left(tmp_path: Pat
         budget.admit(tmp_path / "a", 1 << 60, "all"),
     ):
         pass
+
+
+def test_the_memory_of_a_segment_that_is_replaced_or_forgotten_is_free_at_once(shared: Path) -> None:
+    """It may be hundreds of gigabytes, and a quiet vault looks for cycles of garbage once in a long while."""
+    store = SegmentStore(shared, "n1", None)
+    gc.disable()
+    try:
+        for slot_bytes, slots in ((PAGES, 3), (2 * PAGES, 3), (3 * PAGES, 2)):
+            store.open(own(0), slot_bytes, slots, [])
+            assert _mapped(shared) == 1
+        store.forget(JOB)
+        assert _mapped(shared) == 0
+    finally:
+        gc.enable()
+
+
+def _mapped(folder: Path) -> int:
+    return sum(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,7 +29,7 @@ from everstep.slots import CHUNK_BYTES, SegmentView, SlotState, slot_bytes_for
 from everstep.vocabulary import Action, FindingKind, Mode, Severity
 from everstep.wire.v1 import local, supervision
 from everstep.wire.v1.training import FindingRaised
-from tests.support.vaults import JOB, RankMemory, Vaults, map_segment, noise
+from tests.support.vaults import JOB, RankMemory, Vaults, map_segment, noise, until
 
 SIZE = CHUNK_BYTES + 100
 
@@ -252,3 +253,40 @@ def test_the_supervisor_hears_of_it_even_when_it_connects_later(fleet: Vaults) -
     supervisor = vault.client()
     supervisor.post(supervision.Statistics)
     assert supervisor.finding().finding.finding.subject == "job/rank2/1:1"
+
+
+def test_a_round_that_is_broken_off_is_not_the_last_one(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.fill(0, Version(1, 1))
+    mend, short = bench.segment.mend_header, [True, True]
+
+    def none_left() -> bool:
+        if short:
+            short.pop()
+            raise OSError(errno.EMFILE, "Too many open files")
+        return mend()
+
+    monkeypatch.setattr(bench.segment, "mend_header", none_left)
+    monkeypatch.setattr(bench.scrubber, "_interval_s", 0.0)
+    bench.scrubber.start()
+    try:
+        until(lambda: bench.tally.read()[0]["scrubbed_slots"], "it is hashed all the same")
+    finally:
+        bench.scrubber.stop()
+
+
+def test_a_slot_that_cannot_be_opened_to_be_mended_is_looked_at_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.fill(0, Version(1, 1))
+    bench.rounds(1)
+    bench.rank.payload(0)[7] ^= 1
+
+    def none_left(*_: object) -> object:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("agent.vault.segments._map", none_left)
+        bench.rounds(2)
+    assert bench.told == []
+    bench.rounds(1)
+    assert [one.finding.kind for one in bench.told] == [FindingKind.SLOT_CORRUPT]
