@@ -130,7 +130,7 @@ class Directory:
     def remove(self, name: str) -> None:
         path = self._root / name
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            shutil.rmtree(path, onerror=_unless_gone)
         else:
             path.unlink(missing_ok=True)
 
@@ -161,6 +161,12 @@ class _GrowingFile:
 
     def abandon(self) -> None:
         self._file.close()
+
+
+def _unless_gone(_: object, path: str, why: tuple[Any, BaseException, Any]) -> None:
+    """Vaults that finish a version at once prune at once, and remove the same files."""
+    if not isinstance(why[1], FileNotFoundError):
+        raise why[1]
 
 
 def _sync_folder(folder: Path) -> None:

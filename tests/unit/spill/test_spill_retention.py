@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.spill.retention import Stored, folder_of, superfluous, version_of
+from agent.spill.target import Directory
+from agent.spill.work import METADATA, prune
 from everstep.ids import Version
 
 versions = st.builds(Version, st.integers(1, 5), st.integers(0, 20))
@@ -46,3 +54,39 @@ def test_a_job_that_counts_its_generations_anew_loses_the_old_ones_first() -> No
 def test_one_that_is_being_written_stays() -> None:
     stored = [Stored(Version(1, 10), 5.0), Stored(Version(1, 20), None), Stored(Version(1, 5), None)]
     assert superfluous(stored, 1) == [Version(1, 5)]
+
+
+def test_two_vaults_that_prune_at_once_remove_what_is_to_go_and_neither_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both had finished the version; to one the storage seemed to have failed."""
+    for step in (1, 2, 3, 4):
+        folder = tmp_path / folder_of(Version(1, step))
+        (folder / ".everstep").mkdir(parents=True)
+        for name in ("__0_0.distcp", "__1_0.distcp", ".everstep/0", METADATA):
+            (folder / name).write_bytes(b"x")
+        os.utime(folder / METADATA, (step, step))
+    unlink, others = os.unlink, [Version(1, 1), Version(1, 2)]
+
+    def and_the_other_was_quicker(*path: Any, **where: Any) -> None:
+        if others and where:
+            with monkeypatch.context() as undisturbed:
+                undisturbed.setattr(os, "unlink", unlink)
+                shutil.rmtree(tmp_path / folder_of(others.pop(0)))
+        unlink(*path, **where)
+
+    monkeypatch.setattr(os, "unlink", and_the_other_was_quicker)
+    gone, left = prune(Directory(tmp_path), 2, Version(1, 4))
+    assert (gone, left) == ([Version(1, 1), Version(1, 2)], [Version(1, 3), Version(1, 4)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [folder_of(version) for version in left]
+
+
+def test_what_cannot_be_removed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder").mkdir()
+
+    def read_only(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "rmdir", read_only)
+    with pytest.raises(OSError, match="Read-only"):
+        Directory(tmp_path).remove("folder")
