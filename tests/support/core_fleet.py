@@ -197,6 +197,15 @@ class CoreFleet:
         name = next(name for name, probe in reversed(self.state.probes.items()) if node in probe.nodes)
         return self.report(node, ProbeFinished(probe=name, ok=ok, detail=detail, rows=((8, 1e-4, 1e6),), began=True))
 
+    def finish_probe(self, candidate: str, *, ok: bool) -> list[Effect]:
+        """All sides of the newest probe that tries ``candidate`` report it, until it is decided."""
+        before = len(self.effects)
+        name, probe = next((n, p) for n, p in reversed(self.state.probes.items()) if p.candidate == candidate)
+        for node in probe.nodes:
+            if name in self.state.probes:
+                self.report(node, ProbeFinished(probe=name, ok=ok, began=True, detail="" if ok else "timed out"))
+        return self.effects[before:]
+
     def order(self, kind: OperatorAction, **subject: Any) -> list[Effect]:
         return self.feed(OperatorCommand(kind=kind, actor="ada", reason="because", trace=self.trace(), **subject))
 

@@ -149,20 +149,10 @@ def test_a_good_partner_that_fails_is_not_evicted_where_the_rule_only_says_so() 
     fleet.advance(2.5, *fleet.state.nodes)
     tried = next(probe for probe in fleet.state.probes.values() if probe.candidate == "n2")
     partner = next(node for node in tried.nodes if node != "n2")
-    _answer(fleet, "n2", ok=False)
-    _answer(fleet, partner, ok=False)
-    assert (partner, "recommend") in _answer(fleet, "n2", ok=True)
+    decisions(fleet.finish_probe("n2", ok=False))
+    decisions(fleet.finish_probe(partner, ok=False))
+    assert (partner, "recommend") in decisions(fleet.finish_probe("n2", ok=True))
     assert fleet.node_state(partner) is NodeState.HEALTHY
-
-
-def _answer(fleet: CoreFleet, node: str, ok: bool) -> list[tuple[str, str]]:
-    """All sides of the probe that tries the node report it."""
-    before = len(fleet.effects)
-    name, probe = next((name, probe) for name, probe in fleet.state.probes.items() if probe.candidate == node)
-    for side in probe.nodes:
-        if name in fleet.state.probes:
-            fleet.report(side, ProbeFinished(probe=name, ok=ok, began=True, detail="" if ok else "timed out"))
-    return decisions(fleet.effects[before:])
 
 
 def test_of_two_liars_one_may_be_held_by_the_budget_and_the_other_leaves_at_once() -> None:
@@ -227,8 +217,8 @@ def test_a_node_at_the_slow_end_of_a_link_is_tried_again_after_a_while() -> None
     fleet.feed(ProbeRequested(nodes=("n1", "n2"), actor="ada"))
     name = next(iter(fleet.state.probes))
     fleet.report("n1", ProbeFinished(probe=name, ok=True, rows=((1 << 20, 0.01, 4e8),)))
-    _answer(fleet, "n2", ok=True)
-    assert _answer(fleet, "n1", ok=False) == [("n1", "evict")]
+    decisions(fleet.finish_probe("n2", ok=True))
+    assert decisions(fleet.finish_probe("n1", ok=False)) == [("n1", "evict")]
     fleet.advance(6.0, *fleet.state.nodes)
     assert fleet.node_state("n1") is NodeState.QUARANTINED, "clear for 5 s since it was not seen again after 2"
     fleet.advance(8.0, *fleet.state.nodes)

@@ -31,22 +31,12 @@ def _released(fleet: CoreFleet, *, min_nodes: int = 4, spares: int = 1) -> CoreF
     return fleet
 
 
-def _answer(fleet: CoreFleet, suspect: str, *, ok: bool) -> list[Effect]:
-    """Both sides report the suspect's probe."""
-    before = len(fleet.effects)
-    name, probe = next((n, p) for n, p in reversed(fleet.state.probes.items()) if p.candidate == suspect)
-    for node in probe.nodes:
-        if name in fleet.state.probes:
-            fleet.report(node, ProbeFinished(probe=name, ok=ok, began=True, detail="" if ok else "time-out"))
-    return fleet.effects[before:]
-
-
 def _fail_with_two(fleet: CoreFleet) -> list[Effect]:
     """Its all-reduce fails, and fails with another good partner too."""
     partner = next(p.nodes[0] for p in fleet.state.probes.values() if p.candidate == "n2")
-    _answer(fleet, "n2", ok=False)
-    _answer(fleet, partner, ok=True)
-    return _answer(fleet, "n2", ok=False)
+    fleet.finish_probe("n2", ok=False)
+    fleet.finish_probe(partner, ok=True)
+    return fleet.finish_probe("n2", ok=False)
 
 
 def _stays(fleet: CoreFleet) -> None:
@@ -97,7 +87,7 @@ def test_it_is_tried_again_after_a_wait_that_doubles_and_comes_back_when_it_pass
         fleet.advance(1.0, *FIVE)
         assert _is_tried(fleet)
     _alone(fleet, ok=True)
-    _answer(fleet, "n2", ok=True)
+    fleet.finish_probe("n2", ok=True)
     fleet.advance(2.0, *FIVE)
     assert fleet.node_state("n2") is NodeState.HEALTHY
     assert fleet.state.nodes["n2"].own == {}
@@ -148,7 +138,7 @@ def test_what_holds_an_eviction_holds_that_of_a_proof_too(knobs: dict[str, Any],
     fleet.advance(1.0, *everyone)
     assert not [p for p in fleet.state.probes.values() if p.candidate == "n2"], "it waits before it is tried again"
     fleet.advance(3.0, *everyone)
-    _answer(fleet, "n2", ok=True)
+    fleet.finish_probe("n2", ok=True)
     fleet.advance(2.0, *everyone)
     assert (fleet.node_state("n2"), fleet.state.nodes["n2"].overruled) == (NodeState.HEALTHY, "")
 

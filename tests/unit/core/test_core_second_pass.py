@@ -27,16 +27,6 @@ def _pairs(fleet: CoreFleet) -> dict[str, str]:
     return {str(p.candidate): next(n for n in p.nodes if n != p.candidate) for p in fleet.state.probes.values()}
 
 
-def _answer(fleet: CoreFleet, suspect: str, *, ok: bool) -> list[tuple[str, str]]:
-    """Both sides report the suspect's probe."""
-    before = len(fleet.effects)
-    name, probe = next((n, p) for n, p in fleet.state.probes.items() if p.candidate == suspect)
-    for node in probe.nodes:
-        if name in fleet.state.probes:
-            fleet.report(node, ProbeFinished(probe=name, ok=ok, began=True, detail="" if ok else "time-out"))
-    return decisions(fleet.effects[before:])
-
-
 def test_both_suspects_of_a_slow_link_are_tried_and_never_with_one_another() -> None:
     fleet = _fleet()
     assert decisions(fleet.raise_finding("n1", slow_link())) == []
@@ -52,7 +42,9 @@ def test_both_suspects_of_a_slow_link_are_tried_and_never_with_one_another() -> 
 def test_who_fails_with_a_good_partner_too_is_convicted_and_nobody_else(bad: set[str], evicted: set[str]) -> None:
     fleet = _fleet()
     fleet.raise_finding("n1", slow_link())
-    said = [verdict for suspect in ("n1", "n2") for verdict in _answer(fleet, suspect, ok=suspect not in bad)]
+    said = [
+        verdict for suspect in ("n1", "n2") for verdict in decisions(fleet.finish_probe(suspect, ok=suspect not in bad))
+    ]
     assert {node for node, decision in said if decision == "evict"} == evicted
     assert fleet.state.cases == {}
     if not bad:
@@ -82,7 +74,7 @@ def test_a_partner_that_falls_ill_during_the_probe_proves_nothing_and_another_is
     fleet.raise_finding("n1", slow_link())
     partner = _pairs(fleet)["n1"]
     fleet.raise_finding(partner, xid())
-    assert _answer(fleet, "n1", ok=False) == []
+    assert decisions(fleet.finish_probe("n1", ok=False)) == []
     assert _pairs(fleet)["n1"] not in (partner, "n2")
 
 
@@ -109,7 +101,7 @@ def test_a_suspect_waits_for_a_partner_that_takes_part_in_another_probe() -> Non
     assert list(_pairs(fleet).values()) == ["n3"]
     first = next(iter(_pairs(fleet)))
     other = "n2" if first == "n1" else "n1"
-    _answer(fleet, first, ok=True)
+    decisions(fleet.finish_probe(first, ok=True))
     fleet.advance(0.6, "n1", "n2", "n3")
     assert _pairs(fleet) == {other: "n3"}
 
@@ -122,10 +114,10 @@ def test_a_node_on_its_way_back_is_cleared_by_a_second_partner_and_the_first_is_
     everyone = [f"n{i}" for i in range(1, 6)]
     fleet.advance(2.5, *everyone)
     first = _pairs(fleet)["n2"]
-    assert _answer(fleet, "n2", ok=False) == []
+    assert decisions(fleet.finish_probe("n2", ok=False)) == []
     assert set(_pairs(fleet)) == {"n2", first}
-    assert _answer(fleet, first, ok=False) == []
-    said = _answer(fleet, "n2", ok=True)
+    assert decisions(fleet.finish_probe(first, ok=False)) == []
+    said = decisions(fleet.finish_probe("n2", ok=True))
     assert (first, "evict") in said
     assert ("n2", "quarantine") not in said
 
@@ -171,7 +163,9 @@ def test_a_slow_probe_that_a_person_asked_for_is_settled_with_good_partners(bad:
     fleet.report("n1", ProbeFinished(probe=name, ok=True, rows=((1 << 20, 0.01, 4e8),)))
     assert set(_pairs(fleet)) == {"n1", "n2"}
     assert set(_pairs(fleet).values()) == {"n3", "n4"}
-    said = [verdict for suspect in ("n1", "n2") for verdict in _answer(fleet, suspect, ok=suspect not in bad)]
+    said = [
+        verdict for suspect in ("n1", "n2") for verdict in decisions(fleet.finish_probe(suspect, ok=suspect not in bad))
+    ]
     assert {node for node, decision in said if decision == "evict"} == bad
     kinds = {node: [found.kind for found in fleet.state.nodes[node].own.values()] for node in ("n1", "n2")}
     assert kinds["n2"] == []
@@ -252,6 +246,6 @@ def test_two_pairs_that_fail_while_all_partners_are_busy_are_both_tried() -> Non
     for pair in ("n1", "n2"), ("n3", "n4"):
         fleet.advance(2.0, *everybody)
         for suspect in pair:
-            _answer(fleet, suspect, ok=True)
+            decisions(fleet.finish_probe(suspect, ok=True))
     assert fleet.state.cases == {}
     assert len(audits(fleet.effects, "second_pass.nobody")) == 2

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from everstep.manifests import Lies, Manifest, Tensor, decode_manifest, encode_manifest
+from tests.support.sharing_optimizer import SharingOptimizer
 from trainer_hooks.moments import is_complete, lies_of, moment_like
 from trainer_hooks.python_state import Merged, decode
 from trainer_hooks.snapshot.plan import divide, manifest_for
@@ -136,27 +137,6 @@ def test_of_a_larger_parameter_a_scalar_lies_where_it_lay() -> None:
             assert moment_like(parameter, "eta", stored, capturable=False).device.type == device
 
 
-class Sharing(torch.optim.Optimizer):
-    """All parameters have one counter, and each its own average; the first parameter is its own anchor, too."""
-
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        (group,) = self.param_groups
-        first = group["params"][0]
-        if not self.state:
-            counter = torch.zeros(())
-            for parameter in group["params"]:
-                self.state[parameter] = {"step": counter, "average": torch.zeros_like(parameter)}
-            self.state[first]["anchor"] = first.detach()
-        self.state[first]["step"] += 1
-        for parameter in group["params"]:
-            self.state[parameter]["average"] += self.state[parameter]["step"]
-            parameter -= self.state[parameter]["average"]
-
-
 def restored_into(model: nn.Module, optimizer: torch.optim.Optimizer, fresh: nn.Module) -> torch.optim.Optimizer:
     """A new optimizer of ``fresh``, with the state of the one that trained ``model``."""
     state = TrackedState({"model": model, "optimizer": optimizer})
@@ -174,7 +154,7 @@ def restored_into(model: nn.Module, optimizer: torch.optim.Optimizer, fresh: nn.
 
 def test_what_parameters_share_in_an_optimizer_they_share_again() -> None:
     model, fresh = nn.Linear(3, 3), nn.Linear(3, 3)
-    optimizer = Sharing(model.parameters())
+    optimizer = SharingOptimizer(model.parameters())
     optimizer.step()
     other = restored_into(model, optimizer, fresh)
     one, two = (other.state[parameter] for parameter in fresh.parameters())
@@ -197,7 +177,7 @@ class Late(nn.Module):
 
 def test_a_stage_without_the_first_of_them_has_what_it_shared() -> None:
     model = nn.Linear(3, 3)
-    optimizer = Sharing(model.parameters())
+    optimizer = SharingOptimizer(model.parameters())
     optimizer.step()
     other = restored_into(model, optimizer, Late(nn.Parameter(torch.zeros(3))))
     (state,) = other.state.values()

@@ -15,6 +15,7 @@ from torch import nn
 
 from agent.spill.__main__ import carry_out
 from everstep.ids import Version
+from tests.support.sharing_optimizer import SharingOptimizer
 from tests.support.spilling import fill_slots, start_alone
 from trainer_hooks.state import TrackedState
 
@@ -22,28 +23,7 @@ VERSION = Version(2, 5)
 FORMS = ("spill", "file")
 
 
-class Sharing(torch.optim.Optimizer):
-    """All parameters have one counter; the first is its own anchor, too; each has an average of its own."""
-
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        (group,) = self.param_groups
-        first = group["params"][0]
-        if not self.state:
-            counter = torch.zeros(())
-            for parameter in group["params"]:
-                self.state[parameter] = {"step": counter, "average": torch.zeros_like(parameter)}
-            self.state[first]["anchor"] = first.detach()
-        self.state[first]["step"] += 1
-        for parameter in group["params"]:
-            self.state[parameter]["average"] += self.state[parameter]["step"]
-            parameter -= self.state[parameter]["average"]
-
-
-def job(kind: Any = Sharing, **how: Any) -> dict[str, Any]:
+def job(kind: Any = SharingOptimizer, **how: Any) -> dict[str, Any]:
     model = nn.Linear(3, 3)
     return {"model": model, "optimizer": kind(model.parameters(), **how)}
 
