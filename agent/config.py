@@ -19,9 +19,12 @@ from typing import Annotated, Any
 import msgspec
 
 from agent.settings_checks import check, refuse
+from everstep.environment import unknown
 from everstep.errors import ConfigurationError
 
 ENVIRONMENT_PREFIX = "EVERSTEP_AGENT_"
+LAUNCHERS_SOCKET = "EVERSTEP_AGENT_SOCKET"
+"""By which a launcher is told where its agent is; a user's profile may have it."""
 
 
 def _doc(text: str) -> msgspec.Meta:
@@ -286,8 +289,8 @@ def _convert(name: str, kind: Any, text: str) -> Any:
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     names = {ENVIRONMENT_PREFIX + field.upper(): (field, kind) for field, (kind, _) in _field_types().items()}
-    unknown = sorted(n for n in environ if n.startswith(ENVIRONMENT_PREFIX) and n not in names)
-    refuse(bool(unknown), f"{', '.join(unknown)}: no such setting; known are {', '.join(sorted(names))}")
+    wrong = unknown(environ, ENVIRONMENT_PREFIX, names, others=(LAUNCHERS_SOCKET,))
+    refuse(bool(wrong), f"{', '.join(wrong)}: no such setting; known are {', '.join(sorted(names))}")
     return {names[n][0]: _convert(n, names[n][1], text) for n, text in environ.items() if n in names}
 
 

@@ -6,6 +6,7 @@ import os
 import stat
 import tomllib
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
@@ -14,6 +15,7 @@ import msgspec
 
 from controller.core.policy import CorePolicy
 from controller.rulebook import with_rules
+from everstep.environment import unknown
 from everstep.errors import ConfigurationError
 from everstep.ids import split_address
 from everstep.tokens import check_secret, split_secrets
@@ -21,6 +23,8 @@ from everstep.vocabulary import Mode
 
 ENVIRONMENT_PREFIX = "EVERSTEP_CONTROLLER_"
 POLICY_PREFIX = ENVIRONMENT_PREFIX + "POLICY_"
+SECRETS_COMMAND = ENVIRONMENT_PREFIX + "COMMAND"
+"""By which deploy/make-secrets.sh is told where this program is."""
 PRESETS = ("production", "lab")
 
 
@@ -274,6 +278,7 @@ def load_settings(
     Environment variables are ``EVERSTEP_CONTROLLER_`` and a setting's name in capitals; for the policy's knobs,
     ``EVERSTEP_CONTROLLER_POLICY_``. Raises ConfigurationError for a wrong name, a wrong type or a contradiction.
     """
+    _check_environment(environment)
     base = ControllerSettings.preset(preset)
     values: dict[str, Any] = {name: getattr(base, name) for name in base.__struct_fields__ if name != "policy"}
     policy: dict[str, Any] = msgspec.structs.asdict(base.policy)
@@ -293,8 +298,22 @@ def load_settings(
 
 
 def _from_environment(environment: Mapping[str, str], prefix: str, kind: type[msgspec.Struct]) -> dict[str, str]:
-    names = {prefix + name.upper(): name for name in kind.__struct_fields__ if name != "policy"}
+    names = _variables(prefix, kind)
     return {names[key]: value for key, value in environment.items() if key in names}
+
+
+def _variables(prefix: str, kind: type[msgspec.Struct]) -> dict[str, str]:
+    """Fields by the names of their environment variables."""
+    return {prefix + name.upper(): name for name in kind.__struct_fields__ if name not in ("policy", "rules")}
+
+
+def _check_environment(environment: Mapping[str, str]) -> None:
+    """Raises ConfigurationError for a variable that would be a setting, were it spelled as one."""
+    known = _variables(ENVIRONMENT_PREFIX, ControllerSettings) | _variables(POLICY_PREFIX, CorePolicy)
+    if wrong := unknown(environment, ENVIRONMENT_PREFIX, known, others=(SECRETS_COMMAND,)):
+        near = get_close_matches(wrong[0], known, n=1)
+        mend = f"do you mean {near[0]}?" if near else "docs/operations.md says where settings are named"
+        raise ConfigurationError(f"{', '.join(wrong)}: no such setting; {mend}")
 
 
 def _read_toml(file: Path) -> dict[str, Any]:

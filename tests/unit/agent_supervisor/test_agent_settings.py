@@ -46,6 +46,11 @@ def test_an_option_wins_over_the_environment_and_that_over_the_preset() -> None:
     assert parsed().metrics_listen == "127.0.0.1:0"
 
 
+def test_what_a_launcher_or_kubernetes_reads_is_no_setting_of_the_agents() -> None:
+    beside = {"EVERSTEP_AGENT_SOCKET": "/run/everstep/agent.sock", "EVERSTEP_AGENT_SERVICE_HOST": "10.0.0.1"}
+    assert parsed(**beside) == parsed()
+
+
 def test_the_environment_has_the_same_types() -> None:
     settings = parsed(
         EVERSTEP_AGENT_DIE_WITH_PARENT="yes", EVERSTEP_AGENT_SPOOL_REPORTS="100", EVERSTEP_AGENT_SILENCE_S="0.5"

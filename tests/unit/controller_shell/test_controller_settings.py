@@ -32,6 +32,22 @@ def test_an_explicit_argument_wins_over_file_environment_and_preset(tmp_path: Pa
     assert settings.policy.growth_interval_s == CorePolicy.lab().growth_interval_s
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("POLICY_EVICTON_COUNT", "POLICY_EVICTION_COUNT"), ("RETENTION_DYAS", "RETENTION_DAYS"), ("POLICY_RULES", "")],
+)
+def test_a_misspelt_variable_is_refused_with_the_one_that_was_meant(name: str, meant: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"EVERSTEP_CONTROLLER_{name}: no such setting; .*{meant}"):
+        load_settings(GIVEN, environment={f"EVERSTEP_CONTROLLER_{name}": "2"})
+
+
+def test_every_link_to_a_service_of_that_name_is_passed_over() -> None:
+    links = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTPS", "PORT", "PORT_7700_TCP", "PORT_7700_TCP_PROTO",
+             "PORT_7700_TCP_PORT", "PORT_7700_TCP_ADDR", "COMMAND")  # fmt: skip
+    environment = {f"EVERSTEP_CONTROLLER_{link}": "x" for link in links}
+    assert load_settings(GIVEN, environment=environment) == load_settings(GIVEN, environment={})
+
+
 def test_what_a_platform_puts_into_the_environment_is_not_taken_for_a_setting() -> None:
     environment = {"EVERSTEP_CONTROLLER_PORT": "tcp://10.0.0.1:7700", "EVERSTEP_CONTROLLER": "http://c:7700"}
     plain = ControllerSettings(secret_file="secret", policy=with_rules(CorePolicy()))
