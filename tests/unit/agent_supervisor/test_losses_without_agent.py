@@ -8,12 +8,7 @@ import pytest
 from everstep.wire.v1.directives import NewGeneration
 from everstep.wire.v1.local import RankExited, Role
 from everstep.wire.v1.training import RankLost
-from tests.unit.agent_supervisor.test_local_jobs import FakePeer, Node, generation
-
-
-@pytest.fixture
-def node() -> Node:
-    return Node()
+from tests.support.local_node import FakePeer, Node, generation
 
 
 def ended(pid: int, generation: int | None, local_rank: int = 0) -> RankExited:
