@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
@@ -74,6 +74,9 @@ T = TypeVar("T")
 
 CHECKED_WITHIN_S = 5.0
 """How long the answer to a rank waits for slots that are yet to be checked; half of the time that it waits itself."""
+MOST_ASKED_AT_ONCE = 128
+"""Other vaults that are asked at once what they hold. Of a rack that lost its power each takes its whole time-out, and
+who answers must not wait for its turn behind them."""
 MOST_UNTOLD_FINDINGS = 256
 """Findings kept while no supervisor is connected; the oldest give way."""
 
@@ -231,24 +234,32 @@ class Vault:
     async def _inventory(self, message: Inventory) -> InventoryAnswer:
         here = self._in_thread(lambda: self._adoption.inventory(message.job, CHECKED_WITHIN_S))
         others = dict.fromkeys(node for node in message.nodes if node != self._settings.node)
-        answers = await asyncio.gather(here, *(self._ask(message, node) for node in others))
+        turns = asyncio.Semaphore(MOST_ASKED_AT_ONCE)
+        threads = ThreadPoolExecutor(MOST_ASKED_AT_ONCE, "ask")  # which starts no more than it needs
+        try:
+            answers = await asyncio.gather(here, *(self._ask(message, node, turns, threads) for node in others))
+        finally:
+            threads.shutdown(wait=False)
         return InventoryAnswer(
             request=message.request,
             slots=tuple(slot for slots, _ in answers for slot in slots),
             unchecked=sum(unchecked for _, unchecked in answers),
         )
 
-    async def _ask(self, message: Inventory, node: str) -> tuple[tuple[SlotInfo, ...], int]:
-        """A peer's slots, and how many it has yet to check; none where it does not answer in time."""
+    async def _ask(
+        self, message: Inventory, node: str, turns: asyncio.Semaphore, threads: Executor
+    ) -> tuple[tuple[SlotInfo, ...], int]:
+        """A peer's slots, and how many it has yet to check; none where it does not answer in time, from its turn on."""
 
         def ask(channel: Channel) -> tuple[tuple[SlotInfo, ...], int]:
             channel.send(InventoryAsk())
             answer = channel.answer(InventoryList)
             return answer.slots, answer.unchecked
 
-        asked = self._in_thread(lambda: self._peers.call(message.job, node, ask, message.timeout_s))
+        call = partial(self._peers.call, message.job, node, ask, message.timeout_s)
         try:
-            return await asyncio.wait_for(asked, message.timeout_s)
+            async with turns:
+                return await asyncio.wait_for(self._loop.run_in_executor(threads, call), message.timeout_s)
         except (EverstepError, TimeoutError) as error:
             log.info("%s is left out of the inventory: %s", node, error, extra=self._context(message.job))
             return (), 0

@@ -25,16 +25,11 @@ from everstep.errors import EverstepError
 from everstep.ids import Version, split_address
 from everstep.vocabulary import FindingKind
 from everstep.wire.v1 import local, supervision
+from everstep.wire.v1.training import Holder
 from everstep.wire.v1.transfer import InventoryAsk, InventoryList, Ready
 from tests.support.forked import ForkPool
-from tests.support.vaults import JOB, RankMemory, VaultClient, Vaults, two_vaults, until, vaults
+from tests.support.vaults import JOB, RankMemory, VaultClient, Vaults, two_vaults, until
 from tests.unit.vault.test_vault_strangers import Wire, put
-
-
-@pytest.fixture
-def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
-    with vaults(program_forks) as running:
-        yield running
 
 
 @pytest.fixture
@@ -153,3 +148,18 @@ def test_connections_to_where_a_job_has_nobody_any_more_are_closed(pair: Vaults)
         n2.start()
         client = pair.configure(generation=generation + 1)["n1"]
         assert _connections(client) == 0, "the one that there was led to another address"
+
+
+def test_who_answers_is_listed_however_many_do_not(pair: Vaults) -> None:
+    """A rack that lost its power: its vaults refuse nothing, and say nothing."""
+    n1, n2 = pair.all
+    rank = RankMemory(n2.client(), rank=1)
+    rank.fill(0, Version(1, 1), b"what only n2 has")
+    gone = [f"gone-{number}" for number in range(80)]
+    with socket.create_server(("127.0.0.1", 0), backlog=256) as silent:
+        address = "{}:{}".format(*silent.getsockname())
+        holders = (*pair.holders(), *(Holder(node=node, vault=address) for node in gone))
+        client = pair.configure(n1, generation=2, holders=holders)["n1"]
+        answer = client.ask(local.Inventory, job=JOB, nodes=(*gone, "n2"), timeout_s=2.0)
+    assert isinstance(answer, local.InventoryAnswer)
+    assert [slot.node for slot in answer.slots] == ["n2"]
