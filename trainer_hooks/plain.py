@@ -27,6 +27,7 @@ from trainer_hooks.snapshot.blob import as_bytes, dtype_name
 from trainer_hooks.snapshot.copy import part_of
 from trainer_hooks.snapshot.layout import Part, Sharing, Tensor
 from trainer_hooks.state import TrackedState, TrackedTensor
+from trainer_hooks.ties import Aliases
 from trainer_hooks.tracked_objects import TrackedObjects
 
 log = logging.getLogger(__name__)
@@ -109,9 +110,11 @@ class Start:
         parts = {p.name: p for p in self._state.layout(live, self._rank, world).parts}
         mine = [p for p in parts.values() if p.name.partition(".")[0] in self._tops]
         keys = self._modules.keys_of(mine)
-        catalog = [self._as_stored(part, keys[part.name]) for part in mine]
+        tied_there = self._tied_there(keys)
+        catalog = [self._as_stored(part, keys[part.name], tied_there.get(part.name, ())) for part in mine]
         tied = {self._checkpoint.origin(keys[t.name]): n for n, t in enumerate(catalog) if not t.own}
-        for moment in self._optimizers.moments({id(t.place[t.key]): t.name for t in live if t.parameter}):
+        names = {id(t.place[t.key]): t.name for t in live if t.parameter}
+        for moment in self._optimizers.moments(names, tied_there):
             if moment.keys[0] not in self._checkpoint.tensors or len(moment.keys) > 1:
                 value = to_live(moment.optimizer, moment.parameter, self._optimizers.value(moment))
                 moment.optimizer.state[moment.parameter][moment.name] = value
@@ -128,7 +131,18 @@ class Start:
         for index, target in self._state.targets(tuple(catalog)):
             self._fill(target, catalog[index], keys[catalog[index].name])
 
-    def _as_stored(self, part: Part, key: str) -> Tensor:
+    def _tied_there(self, keys: Mapping[str, str]) -> Aliases:
+        """Other names that a vault wrote a live tensor under: its state in an optimizer is under one of these."""
+        if _VERSION not in self._checkpoint.tensors:
+            return {}
+        places: dict[object, list[str]] = defaultdict(list)
+        for key in self._checkpoint.tensors:
+            if key.partition(".")[0] in self._tops:
+                places[self._checkpoint.origin(key)].append(key)
+        alike = {name: tuple(places[self._checkpoint.origin(key)]) for name, key in keys.items()}
+        return {name: tuple(key for key in all_ if key != name) for name, all_ in alike.items() if len(all_) > 1}
+
+    def _as_stored(self, part: Part, key: str, aliases: tuple[str, ...] = ()) -> Tensor:
         """A catalog entry that the live tensor fits; torch converts between dtypes while it copies."""
         shape = part.shape[1:] if part.sharing is Sharing.OWN else part.shape
         stored = self._checkpoint.tensors
@@ -138,7 +152,7 @@ class Start:
             )
         rows = sorted(self._rows.get(part.name, ()))
         if not rows:
-            return Tensor(part.name, part.dtype, part.itemsize, shape, False)
+            return Tensor(part.name, part.dtype, part.itemsize, shape, False, aliases)
         return Tensor(part.name, part.dtype, part.itemsize, (rows[-1] + 1, *shape), True, ranks=tuple(rows))
 
     def _fill(self, target: TrackedTensor, tensor: Tensor, key: str) -> None:

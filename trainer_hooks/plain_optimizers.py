@@ -15,6 +15,7 @@ from everstep.errors import NotRestorable
 from trainer_hooks.plain_files import Checkpoint
 from trainer_hooks.plain_keys import Keys, joined, nested, plain, prefixes
 from trainer_hooks.python_state import difference
+from trainer_hooks.ties import Aliases
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +54,11 @@ class StoredOptimizers:
                 self._depth[key] = at + 1
             self._within[above][name].append(key)
 
-    def moments(self, names: dict[int, str]) -> Iterator[Moment]:
-        """What there is of the state of parameters, whose full names are given by identity."""
+    def moments(self, names: dict[int, str], aliases: Aliases) -> Iterator[Moment]:
+        """What there is of the state of parameters, whose full names are given by identity.
+
+        ``aliases``: other names under which their state may be.
+        """
         self._names = names
         for top, optimizers in self._optimizers.items():
             prefix, number = self._prefix(top), -1
@@ -62,7 +66,9 @@ class StoredOptimizers:
                 for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                     number += 1
                     name = names.get(id(parameter), "")
-                    for called in (name.partition(".")[2], name, str(number)) if name and prefix else ():
+                    called_by = (name.partition(".")[2], name, str(number))
+                    others = (other.partition(".")[2] for other in aliases.get(name, ()))
+                    for called in (*called_by, *others) if name and prefix else ():
                         found = self._within.get(f"{prefix}.state.{called}", {})
                         for part, keys in found.items():
                             yield Moment(optimizer, parameter, f"{top}.{name}.{part}", part, tuple(keys))

@@ -153,6 +153,10 @@ class Merged:
                 self._by_index |= {(top, index): group.options for index, group in enumerate(groups)}
                 self._group_of |= {(top, fqn): group.options for group in groups for fqn in group.members}
 
+    def knows(self, top: str, fqn: str) -> bool:
+        """Whether an optimizer trained a parameter of this name."""
+        return (top, fqn) in self._group_of
+
     def scalars(self, top: str, fqn: str) -> dict[str, Any]:
         """An optimizer's state of a parameter that is no tensor."""
         return self._scalars.get((top, fqn), {})

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
 from everstep.manifests import Lies
 from trainer_hooks.module_names import named_modules
@@ -41,6 +40,7 @@ from trainer_hooks.snapshot.identity import Identity
 from trainer_hooks.snapshot.layout import Layout, Sharing, Tensor
 from trainer_hooks.snapshot.live import Still, TrackedTensor, local_parts, require_dense, still
 from trainer_hooks.snapshot.refusals import lacks, refuse_fsdp1, refuse_long_history
+from trainer_hooks.ties import StoredNames, Twin, aliases_in, require_alike
 from trainer_hooks.tracked_objects import TrackedObjects
 
 __all__ = ["TrackedState", "TrackedTensor"]
@@ -76,6 +76,8 @@ class TrackedState:
         self._tied: dict[str, dict[str, None]] = defaultdict(dict)
         """Optimizer state that is another tensor too, by the name that this has."""
         self._marks = marks_of(self._others)
+        self._stored = StoredNames()
+        self._apart: list[Twin] = []
         self._looked = False
         self._changing: set[str] = set()
         self.settle()
@@ -252,23 +254,10 @@ class TrackedState:
 
     def layout(self, tensors: list[TrackedTensor], rank: int, world: int) -> Layout:
         """What this rank holds, for the plan."""
-        aliases, groups = self._aliases(tensors), self._groups()
+        aliases, groups = {**aliases_in(self._modules, tensors)}, self._groups()
         for name, others in self._tied.items():
             aliases[name] = (*aliases.get(name, ()), *others)
         return Layout(tuple(t.part(rank, world, aliases.get(t.name, ()), groups.get(t.name, ())) for t in tensors))
-
-    def _aliases(self, tensors: list[TrackedTensor]) -> dict[str, tuple[str, ...]]:
-        """The other names of tied tensors, and of those in modules that stand in several places."""
-        first = {_memory(t.place[t.key]): t.name for t in tensors}
-        aliases: dict[str, tuple[str, ...]] = {}
-        for top, root in self._modules:
-            for prefix, module in named_modules(top, root, remove_duplicate=False):
-                for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-                    name = f"{prefix}.{key}"
-                    known = first.get(_memory(tensor)) if tensor is not None else None
-                    if known not in (None, name) and key not in module._non_persistent_buffers_set:
-                        aliases[known] = (*aliases.get(known, ()), name)
-        return aliases
 
     def _groups(self) -> dict[str, tuple[tuple[str, int], ...]]:
         """Which optimizers train a parameter, each with the index of its parameter group."""
@@ -287,22 +276,19 @@ class TrackedState:
 
         Raises NotRestorable where a tensor was not stored, or as another one.
         """
-        index_of = {tensor.name: index for index, tensor in enumerate(catalog)}
-        tops = {f"{top}." for top, _ in self._optimizers}
-        for index, tensor in enumerate(catalog):  # what is one tensor there may be several here, or have another name
-            for alias in tensor.aliases:
-                if alias.startswith(tuple(tops)):
-                    index_of.setdefault(alias, index)
+        self._stored = StoredNames(catalog, [top for top, _ in self._optimizers])
+        index_of = self._stored.index_of
         self._changing.update(tensor.name for tensor in catalog if tensor.own)
         self._create_moments(catalog)
         live = [t for t in self.tensors() if t.name in index_of or t.name not in self._marks]
         refuse_other_model(live, index_of, catalog)
-        return [(index_of[t.name], t) for t in live]
+        self._apart = self._stored.apart(live, aliases_in(self._modules, live))
+        return [*((index_of[t.name], t) for t in live), *((index_of[name], beside) for name, _, beside in self._apart)]
 
     def _create_moments(self, catalog: tuple[Tensor, ...]) -> None:
         wanted: dict[str, list[tuple[str, Tensor]]] = {}
         for tensor in catalog:
-            for name in (tensor.name, *tensor.aliases):
+            for name in self._stored.of(tensor.name):
                 if not self._exclude.covers(name):
                     prefix, _, key = name.rpartition(".")
                     wanted.setdefault(prefix, []).append((key, tensor))
@@ -351,8 +337,10 @@ class TrackedState:
 
     def require_python(self, stored: Merged) -> None:
         """Raises NotRestorable where ``load_python`` would not find what it needs, or would have to mix it."""
+        require_alike(self._apart)
+        self._apart = []
         for top, index, group in self._all_groups():
-            stored.options(top, index, self._names_in(group, index))
+            stored.options(top, index, self._stored_names(stored, top, self._names_in(group, index)))
         for top, optimizer in self._optimizers:
             if is_of_all(optimizer):
                 require_same_vector(top, stored.members(top), [name for name, *_ in self._trained(optimizer)])
@@ -361,10 +349,12 @@ class TrackedState:
     def load_python(self, stored: Merged) -> None:
         """Puts stored Python state into the objects. Raises NotRestorable where they are others than were stored."""
         for top, index, group in self._all_groups():
-            put_options(group, stored.options(top, index, self._names_in(group, index)))
+            names = self._stored_names(stored, top, self._names_in(group, index))
+            put_options(group, stored.options(top, index, names))
         for top, optimizer in self._optimizers:
             for fqn, parameter, _ in self._trained(optimizer):
-                if scalars := stored.scalars(top, fqn):
+                (name,) = self._stored_names(stored, top, [fqn])
+                if scalars := stored.scalars(top, name):
                     optimizer.state[parameter].update(to_live(optimizer, parameter, scalars))
         stored.require(self.python_names())
         for name, module in self._extra:
@@ -384,14 +374,10 @@ class TrackedState:
     def _names_in(self, group: dict[str, Any], index: int) -> list[str]:
         return [self._fqns.get(id(p), f"group{index}.{i}") for i, p in enumerate(group["params"])]
 
+    def _stored_names(self, stored: Merged, top: str, names: list[str]) -> list[str]:
+        return [next((n for n in self._stored.alike(name) if stored.knows(top, n)), name) for name in names]
+
     def _packed_names(self) -> list[bytes]:
         if self._packed is None:
             self._packed = [pack_names(self._names_in(group, index)) for _, index, group in self._all_groups()]
         return self._packed
-
-
-def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What two tensors have in common that are tied."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    dense = not is_lazy(local) and local.layout is torch.strided and local.numel()
-    return (local.data_ptr(), local.size(), local.stride(), local.dtype) if dense else (id(tensor),)

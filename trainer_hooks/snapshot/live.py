@@ -80,7 +80,7 @@ class Still(msgspec.Struct):
         if now.device.type != "cpu":  # a comparison would wait for the GPU: small buffers count as changing there
             return writes == self.version != UNCOUNTED and now.nbytes > ALWAYS_COMPARED_BYTES
         if writes != self.version or writes == UNCOUNTED or now.nbytes <= ALWAYS_COMPARED_BYTES:
-            if not _same(now, self.value):
+            if not same(now, self.value):
                 return False
             self.version = writes
         return True
@@ -96,7 +96,7 @@ def writes_to(tensor: torch.Tensor) -> int:
     return UNCOUNTED if tensor.is_inference() else tensor._version
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether the values are the same, or the bytes are, as those of NaN and of dtypes that torch does not compare."""
     try:
         if torch.equal(one, other):
