@@ -21,6 +21,7 @@ import msgspec
 from agent.settings_checks import check, refuse
 from everstep.environment import unknown
 from everstep.errors import ConfigurationError
+from everstep.tokens import may_be_token
 
 ENVIRONMENT_PREFIX = "EVERSTEP_AGENT_"
 LAUNCHERS_SOCKET = "EVERSTEP_AGENT_SOCKET"
@@ -241,7 +242,9 @@ def read_token(path: Path | None, what: str) -> str:
         token = path.read_text().strip()
     except OSError as error:
         raise ConfigurationError(f"cannot read the {what} file {path}: {error.strerror}") from error
-    refuse(not token or any(c.isspace() for c in token), f"{path} does not hold a {what}: expected one line")
+    except UnicodeDecodeError:
+        token = ""
+    refuse(not may_be_token(token), f"{path} does not hold a {what}: expected one line")
     return token
 
 

@@ -62,6 +62,11 @@ class Identity(msgspec.Struct, frozen=True):
     ends_at: float = math.inf
 
 
+def may_be_token(text: str) -> bool:
+    """Whether a file's text can be one at all: one word of ASCII, and not a key, a secret's lines or a page of HTML."""
+    return text.isascii() and text.isprintable() and bool(text) and " " not in text
+
+
 def _mac(secret: bytes, role: str, subject: str) -> str:
     return hmac.new(secret, f"everstep/1\0{role}\0{subject}".encode(), hashlib.sha256).hexdigest()
 

@@ -27,6 +27,7 @@ from everstep.errors import (
     RateLimited,
     Unavailable,
 )
+from everstep.tokens import may_be_token
 
 T = TypeVar("T")
 TIMEOUT_S = 10.0
@@ -217,6 +218,8 @@ def _away(url: str, error: Exception) -> _Away:
             f"the certificate of {url} is not trusted ({error.verify_message}): give the authority that signed it "
             "(--ca-file or EVERSTEP_CA_FILE)"
         )
+    if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
+        return _Away(f"{url} does not speak TLS: is the address http://, or the port another one?")
     return _Away(
         f"no controller answers at {url} ({error}): is it running, and is the address right "
         "(--controller or EVERSTEP_CONTROLLER)?"
@@ -264,4 +267,6 @@ def read_token(path: str) -> str:
         raise ConfigurationError(f"the token file {path!r} cannot be read: {error}") from error
     if not token:
         raise ConfigurationError(f"the token file {path!r} is empty")
+    if not may_be_token(token):
+        raise ConfigurationError(f"{path!r} does not hold a token, which is one word on one line: is it another file?")
     return token

@@ -126,8 +126,8 @@ def test_a_token_is_one_word_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "token"
     with pytest.raises(ConfigurationError, match="cannot read the agent token file"):
         read_token(file, "agent token")
-    for content in ("", "\n", "two words"):
-        file.write_text(content)
+    for content in (b"", b"\n", b"two words", b"t\xc3\xb6ken", b"\x30\x82\xff\xfe"):
+        file.write_bytes(content)
         with pytest.raises(ConfigurationError, match="does not hold"):
             read_token(file, "agent token")
     file.write_text("agent:n1:mac\n")

@@ -12,9 +12,18 @@ from typer.testing import CliRunner, Result
 from everstep.cli import client as client_module
 from everstep.cli.client import Client
 from everstep.cli.main import app
-from everstep.errors import Unavailable
+from everstep.errors import ConfigurationError, Unavailable
 
 Answer = Callable[[], tuple[int, dict[str, object]] | None]
+
+
+def test_what_is_no_token_is_refused_and_not_shown(tmp_path: Path) -> None:
+    for text in ("-----BEGIN KEY-----\nsecret\n", "two words", "t\u00f6ken", "\x1b[2J"):
+        file = tmp_path / "token"
+        file.write_text(text)
+        with pytest.raises(ConfigurationError, match="does not hold a token") as refused:
+            client_module.read_token(str(file))
+        assert text.strip() not in str(refused.value)
 
 
 class Controllers:
@@ -174,3 +183,9 @@ def test_a_single_address_finds_the_leader_as_ever(controllers: Controllers, tmp
     done = try_policy(tmp_path, controllers.add(stands_by(leader)))
     assert done.exit_code == 0, done.output
     assert controllers.asked == ["c1", "c0"]
+
+
+def test_a_controller_without_tls_is_named_as_one(controllers: Controllers) -> None:
+    plain = controllers.add(lambda: (200, {}))
+    with pytest.raises(Unavailable, match="does not speak TLS"):
+        Client(plain.replace("http://", "https://"), "t").get("/v1/status", dict)
