@@ -12,11 +12,12 @@ from agent.config import AgentSettings
 from agent.uplink.client import Uplink
 from agent.uplink.heartbeat import Conversation, NodeFacts
 from agent.uplink.spool import Spool
+from everstep.errors import EverstepError
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import Finding
-from everstep.wire.v1.directives import Directive
-from everstep.wire.v1.training import RankProgress
-from tests.support.controller_stub import DEADLINE_S
+from everstep.wire.v1.directives import Directive, StopJob
+from everstep.wire.v1.training import RankLost, RankProgress
+from tests.support.controller_stub import DEADLINE_S, ControllerStub
 
 T = TypeVar("T")
 TOKEN = "agent:n1:mac"
@@ -109,3 +110,21 @@ async def until_nudged(line: Line, condition: Callable[[], T]) -> T:
             line.uplink.nudge()
             await asyncio.sleep(0.002)
         return found
+
+
+def lost(rank: int = 0, detail: str = "gone") -> RankLost:
+    return RankLost(job="j", at=0.0, generation=1, rank=rank, local_rank=rank, detail=detail)
+
+
+def stop(job: str = "j") -> StopJob:
+    return StopJob(job=job, ok=True, reason="done")
+
+
+def refuse_once(controller: ControllerStub, route: str, error: EverstepError) -> None:
+    """The next request of that route is answered by the error."""
+
+    def refuse(body: bytes) -> None:
+        del controller.refusals[route]
+        raise error
+
+    controller.refusals[route] = refuse

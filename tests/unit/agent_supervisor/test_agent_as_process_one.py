@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.agents import DEADLINE_S, TOKEN
-from tests.support.controller_stub import ControllerStub, serving
+from tests.support.controller_stub import ControllerStub
 from tests.support.processes import is_running
 from tests.support.waiting import until
 
@@ -66,12 +66,6 @@ def descendants(pid: int) -> list[int]:
     except OSError:
         return []
     return [each for child in children for each in (child, *descendants(child))]
-
-
-@pytest.fixture
-def controller() -> Iterator[ControllerStub]:
-    with serving(ControllerStub(TOKEN)) as stub:
-        yield stub
 
 
 def test_as_process_1_it_serves_with_vault_and_sensors_and_ends_in_order(

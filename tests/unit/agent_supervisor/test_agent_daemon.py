@@ -32,16 +32,10 @@ from everstep.wire.v1.training import (
     RestoreRule,
 )
 from tests.support.agents import DEADLINE_S, TOKEN, AgentProcess, agent_process
-from tests.support.controller_stub import ControllerStub, serving
+from tests.support.controller_stub import ControllerStub
 from tests.support.processes import is_running
 from tests.support.vaults import VaultClient
 from tests.support.waiting import until
-
-
-@pytest.fixture
-def controller() -> Iterator[ControllerStub]:
-    with serving(ControllerStub(TOKEN)) as stub:
-        yield stub
 
 
 @pytest.fixture

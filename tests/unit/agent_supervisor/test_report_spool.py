@@ -20,15 +20,12 @@ from everstep.wire.v1.training import (
     RankLost,
     Sealed,
 )
+from tests.support.uplinks import lost
 
 
 def sealed(step: int, *, rank: int = 0, safe: bool = True, digests: dict[str, str] | None = None) -> Sealed:
     version = Version(1, step)
     return Sealed(job="j", at=0.0, generation=1, rank=rank, version=version, bytes=10, safe=safe, digests=digests or {})
-
-
-def lost(rank: int = 0) -> RankLost:
-    return RankLost(job="j", at=0.0, generation=1, rank=rank, local_rank=rank, detail="gone")
 
 
 def joined() -> LauncherJoined:

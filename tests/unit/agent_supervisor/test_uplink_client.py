@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
-from collections.abc import Coroutine, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,34 +25,11 @@ from everstep.wire.v1.agent import Reports
 from everstep.wire.v1.directives import StopJob
 from everstep.wire.v1.training import FindingRaised, RankLost, Sealed
 from tests.support.controller_stub import DEADLINE_S, ControllerStub, serving
-from tests.support.uplinks import TOKEN, Bench, until, until_nudged
-
-
-def lost(rank: int = 0, detail: str = "gone") -> RankLost:
-    return RankLost(job="j", at=0.0, generation=1, rank=rank, local_rank=rank, detail=detail)
+from tests.support.uplinks import TOKEN, Bench, lost, refuse_once, stop, until, until_nudged
 
 
 def sealed(step: int) -> Sealed:
     return Sealed(job="j", at=0.0, generation=1, rank=0, version=Version(1, step), bytes=1, safe=True)
-
-
-def stop(job: str = "j") -> StopJob:
-    return StopJob(job=job, ok=True, reason="done")
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Bench:
-    return Bench(tmp_path)
-
-
-@pytest.fixture
-def controller() -> Iterator[ControllerStub]:
-    with serving(ControllerStub(TOKEN)) as stub:
-        yield stub
-
-
-def play(story: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(story)
 
 
 def test_it_registers_then_beats_with_progress(bench: Bench, controller: ControllerStub) -> None:
@@ -68,7 +42,7 @@ def test_it_registers_then_beats_with_progress(bench: Bench, controller: Control
             assert line.node.registrations == 1
             assert line.node.round_trips
 
-    play(story())
+    asyncio.run(story())
 
 
 def test_reports_arrive_numbered_and_are_forgotten_once_durable(bench: Bench, controller: ControllerStub) -> None:
@@ -80,7 +54,7 @@ def test_reports_arrive_numbered_and_are_forgotten_once_durable(bench: Bench, co
             assert [n.number for n in controller.taken] == [1, 2]
             await until(lambda: controller.beats and controller.beats[-1].reports_through == 2)
 
-    play(story())
+    asyncio.run(story())
 
 
 def test_seals_are_gathered_into_one_request_and_urgent_ones_take_them_along(
@@ -97,7 +71,7 @@ def test_seals_are_gathered_into_one_request_and_urgent_ones_take_them_along(
             await until(lambda: len(controller.taken) == 6)
             assert [what for what, _ in controller.heard].count("reports") == 1
 
-    play(story())
+    asyncio.run(story())
 
 
 def test_seals_alone_go_after_their_window(bench: Bench, controller: ControllerStub) -> None:
@@ -106,7 +80,7 @@ def test_seals_alone_go_after_their_window(bench: Bench, controller: ControllerS
             line.uplink.report(sealed(1))
             await until(lambda: controller.taken)
 
-    play(story())
+    asyncio.run(story())
 
 
 def test_a_pushed_directive_arrives_at_once_in_order_and_is_acknowledged(
@@ -123,7 +97,7 @@ def test_a_pushed_directive_arrives_at_once_in_order_and_is_acknowledged(
             assert [d.body for d in line.node.directives] == [stop("a"), stop("b"), stop("c")]
             await until(lambda: controller.acknowledged[-1:] == [3])
 
-    play(story())
+    asyncio.run(story())
 
 
 def test_a_large_push_comes_deflated(bench: Bench, controller: ControllerStub) -> None:
@@ -135,7 +109,7 @@ def test_a_large_push_comes_deflated(bench: Bench, controller: ControllerStub) -
             await until(lambda: line.node.directives)
             assert line.node.directives[0].body == large
 
-    play(story())
+    asyncio.run(story())
 
 
 def test_what_is_pushed_again_in_the_next_session_is_handed_on_once(bench: Bench, controller: ControllerStub) -> None:
@@ -152,7 +126,7 @@ def test_what_is_pushed_again_in_the_next_session_is_handed_on_once(bench: Bench
             await until(lambda: controller.acknowledged[-1:] == [2])
             assert [d.body for d in line.node.directives] == [stop("a"), stop("b")]
 
-    play(story())
+    asyncio.run(story())
 
 
 def test_reports_that_wait_for_their_answer_hold_up_no_beat(bench: Bench, controller: ControllerStub) -> None:
@@ -167,7 +141,7 @@ def test_reports_that_wait_for_their_answer_hold_up_no_beat(bench: Bench, contro
             await until(lambda: len(controller.beats) >= beats + 3)
             assert len(line.spool) == 1
 
-    play(story())
+    asyncio.run(story())
 
 
 def test_an_urgent_report_does_not_wait_for_the_answer_to_earlier_ones_and_brings_them_along(
@@ -189,7 +163,7 @@ def test_an_urgent_report_does_not_wait_for_the_answer_to_earlier_ones_and_bring
             assert [one.number for one in controller.taken] == [1, 2, 3], "two requests are under way, and no more"
             assert len(line.spool) == 4, "no answer, nothing is forgotten"
 
-    play(story())
+    asyncio.run(story())
 
 
 def test_while_the_controller_is_away_reports_wait_and_then_arrive_once(
@@ -209,7 +183,7 @@ def test_while_the_controller_is_away_reports_wait_and_then_arrive_once(
             assert len(controller.registered) == 1
 
     with caplog.at_level(logging.INFO):
-        play(story())
+        asyncio.run(story())
     away = [r for r in caplog.records if "no controller answers" in r.message]
     assert len(away) == 1
     assert any("answers again" in r.message for r in caplog.records)
@@ -224,7 +198,7 @@ def test_directives_pushed_after_a_restart_still_arrive(bench: Bench, controller
             controller.push(stop())
             await until(lambda: line.node.directives)
 
-    play(story())
+    asyncio.run(story())
 
 
 @pytest.mark.parametrize("how", ["unknown_node", "stale", "acknowledge"])
@@ -249,7 +223,7 @@ def test_a_controller_that_lost_its_picture_is_told_everything_again(
             line.uplink.report(lost())
             await until(lambda: controller.taken)
 
-    play(story())
+    asyncio.run(story())
 
 
 @pytest.mark.parametrize("asks", [False, True])
@@ -269,7 +243,7 @@ def test_who_answers_after_a_lost_session_is_told_all_with_the_first_beat_and_kn
             assert line.node.shown == [[], ["j"]]
             assert len(controller.registered) == 1
 
-    play(story())
+    asyncio.run(story())
 
 
 def test_reports_to_a_controller_that_forgot_the_node_wait_for_the_registration(
@@ -285,7 +259,7 @@ def test_reports_to_a_controller_that_forgot_the_node_wait_for_the_registration(
             await until(lambda: controller.taken)
             assert line.node.registrations == 2
 
-    play(story())
+    asyncio.run(story())
 
 
 def test_a_change_of_the_vaults_address_is_registered(bench: Bench, controller: ControllerStub) -> None:
@@ -297,15 +271,7 @@ def test_a_change_of_the_vaults_address_is_registered(bench: Bench, controller: 
             await until(lambda: line.node.registrations == 2)
             assert controller.registered[-1].vault == "127.0.0.1:9999"
 
-    play(story())
-
-
-def refuse_once(controller: ControllerStub, route: str, error: EverstepError) -> None:
-    def refuse(body: bytes) -> None:
-        del controller.refusals[route]
-        raise error
-
-    controller.refusals[route] = refuse
+    asyncio.run(story())
 
 
 def test_a_report_that_is_never_taken_does_not_stop_the_others(
@@ -326,7 +292,7 @@ def test_a_report_that_is_never_taken_does_not_stop_the_others(
             assert [n.body for n in controller.taken] == [lost(r) for r in range(8) if r != 3]
             assert line.spool.refused == 1
 
-    play(story())
+    asyncio.run(story())
     assert any("report 4 (RankLost) is left out" in r.message for r in caplog.records)
 
 
@@ -341,7 +307,7 @@ def test_a_large_backlog_is_cut_into_requests_that_are_taken(bench: Bench, contr
             assert len(controller.taken) == 1000
             assert max(size for _, size in controller.heard) <= 1 << 20
 
-    play(story())
+    asyncio.run(story())
 
 
 def test_a_controller_with_a_smaller_limit_is_given_smaller_requests(bench: Bench, controller: ControllerStub) -> None:
@@ -358,7 +324,7 @@ def test_a_controller_with_a_smaller_limit_is_given_smaller_requests(bench: Benc
             await until(lambda: not len(line.spool))
             assert len(controller.taken) == 20
 
-    play(story())
+    asyncio.run(story())
 
 
 @pytest.mark.parametrize(
@@ -383,7 +349,7 @@ def test_what_a_person_must_mend_is_said_once_with_the_mend(
             await until_nudged(line, lambda: line.uplink.outcomes["register", error.code] >= 2)
             assert line.node.registrations == 0
 
-    play(story())
+    asyncio.run(story())
     said = [r.message for r in caplog.records if r.levelno == logging.ERROR]
     assert len(said) == 1
     assert advice in said[0]
@@ -400,7 +366,7 @@ def test_a_wrong_token_is_said_and_a_renewed_file_is_read(
             bench.token_file.write_text(TOKEN)
             await until_nudged(line, lambda: line.node.registrations)
 
-    play(story())
+    asyncio.run(story())
     said = [r.message for r in caplog.records if r.levelno == logging.ERROR]
     assert "everstep-controller token --role agent --subject n1" in said[0]
     assert "agent:n1:old" not in caplog.text
@@ -415,93 +381,7 @@ def test_a_busy_controller_is_asked_again(bench: Bench, controller: ControllerSt
             await until(lambda: controller.taken)
             assert line.uplink.outcomes["reports", "unavailable"] == 1
 
-    play(story())
-
-
-def test_when_one_controller_goes_the_next_is_used_for_everything(bench: Bench, controller: ControllerStub) -> None:
-    async def story(second: ControllerStub) -> None:
-        async with bench.line(controller.url, second.url) as line:
-            await until(lambda: controller.listening)
-            controller.stop()
-            await until(lambda: second.listening)
-            line.uplink.report(lost())
-            await until(lambda: second.taken)
-            second.push(stop())
-            await until(lambda: line.node.directives)
-
-    with serving(ControllerStub(TOKEN)) as second:
-        play(story(second))
-
-
-def test_a_controller_that_accepts_and_never_answers_is_given_up(bench: Bench, controller: ControllerStub) -> None:
-    async def story(mute: socket.socket) -> None:
-        url = f"http://127.0.0.1:{mute.getsockname()[1]}"
-        async with bench.line(url, controller.url, connect_timeout_s=0.1) as line:
-            await until(lambda: line.node.registrations)
-
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        play(story(mute))
-
-
-def test_a_controller_that_stops_answering_in_a_session_is_left_for_the_next(
-    bench: Bench, controller: ControllerStub
-) -> None:
-    async def story(second: ControllerStub) -> None:
-        async with bench.line(controller.url, second.url, answer_timeout_s=0.1, connect_timeout_s=0.1) as line:
-            await until(lambda: controller.beats)
-            controller.unanswered.add("heartbeat")
-            await until(lambda: second.beats)
-            assert line.uplink.outcomes["heartbeat", "unavailable"] >= 1
-
-    with serving(ControllerStub(TOKEN)) as second:
-        play(story(second))
-
-
-@pytest.mark.parametrize("what", ["session", "heartbeat"])
-def test_a_controller_that_is_not_in_charge_sends_the_agent_on_to_the_next(
-    bench: Bench, controller: ControllerStub, what: str
-) -> None:
-    def refuse(body: bytes) -> None:
-        raise Unavailable("another controller has the lease", DEADLINE_S)
-
-    async def story(second: ControllerStub) -> None:
-        async with bench.line(controller.url, second.url) as line:
-            await until(lambda: controller.beats)
-            controller.refusals[what] = refuse
-            controller.drop()
-            line.uplink.report(lost())
-            await until(lambda: second.taken)
-
-    with serving(ControllerStub(TOKEN)) as second:
-        play(story(second))
-
-
-def test_a_lone_controller_that_refuses_a_beat_is_stayed_with(bench: Bench, controller: ControllerStub) -> None:
-    async def story() -> None:
-        async with bench.line(controller.url) as line:
-            await until(lambda: line.node.registrations)
-            refuse_once(controller, "heartbeat", Unavailable("too much to do", 0.0))
-            await until(lambda: line.uplink.outcomes["heartbeat", "unavailable"])
-            beats = len(controller.beats)
-            await until(lambda: len(controller.beats) > beats)
-            assert line.uplink.outcomes["session", "ok"] == 1
-
-    play(story())
-
-
-@pytest.mark.parametrize("shape", ["problem details", "the older shape"])
-def test_a_refused_session_is_understood_in_either_shape(
-    bench: Bench, controller: ControllerStub, caplog: pytest.LogCaptureFixture, shape: str
-) -> None:
-    controller.old_errors = shape == "the older shape"
-    controller.refusals["session"] = lambda head: (_ for _ in ()).throw(PermissionDenied("not your node"))
-
-    async def story() -> None:
-        async with bench.line(controller.url) as line:
-            await until(lambda: line.uplink.outcomes["session", "forbidden"])
-
-    play(story())
-    assert "not your node (403)" in caplog.text
+    asyncio.run(story())
 
 
 def test_a_session_that_is_not_held_is_opened_for_beats_and_urgent_reports(
@@ -523,7 +403,7 @@ def test_a_session_that_is_not_held_is_opened_for_beats_and_urgent_reports(
             await until(lambda: not controller.listening)
             assert line.uplink.outcomes["session", "ok"] >= 4
 
-    play(story())
+    asyncio.run(story())
 
 
 def test_a_session_is_held_again_when_the_controller_has_room(bench: Bench, controller: ControllerStub) -> None:
@@ -539,7 +419,7 @@ def test_a_session_is_held_again_when_the_controller_has_room(bench: Bench, cont
             await until(lambda: len(controller.beats) >= beats + 3)
             assert line.uplink.outcomes["session", "ok"] == opened
 
-    play(story())
+    asyncio.run(story())
 
 
 @pytest.mark.parametrize(
@@ -558,7 +438,7 @@ def test_what_is_no_controller_is_not_believed(bench: Bench, words: bytes) -> No
                 await until(lambda: line.uplink.outcomes["session", "protocol"] >= 2)
                 assert line.node.registrations == 0
 
-    play(story())
+    asyncio.run(story())
 
 
 def test_a_frame_that_is_not_understood_ends_the_session(bench: Bench) -> None:
@@ -573,7 +453,7 @@ def test_a_frame_that_is_not_understood_ends_the_session(bench: Bench) -> None:
             assert line.node.registrations == 0
 
     with serving(Impostor(TOKEN)) as impostor:
-        play(story(impostor))
+        asyncio.run(story(impostor))
 
 
 def test_an_error_of_the_agents_own_ends_the_session_and_not_the_uplink(
@@ -588,7 +468,7 @@ def test_an_error_of_the_agents_own_ends_the_session_and_not_the_uplink(
             beats = len(controller.beats)
             await until(lambda: len(controller.beats) >= beats + 2)
 
-    play(story())
+    asyncio.run(story())
 
 
 def test_an_ending_agent_hands_over_its_last_reports(bench: Bench, controller: ControllerStub) -> None:
@@ -602,7 +482,7 @@ def test_an_ending_agent_hands_over_its_last_reports(bench: Bench, controller: C
             line.uplink.report(lost(1))
             assert not await line.uplink.flush(0.01)
 
-    play(story())
+    asyncio.run(story())
 
 
 def test_mild_findings_do_not_interrupt(bench: Bench, controller: ControllerStub) -> None:
@@ -616,4 +496,4 @@ def test_mild_findings_do_not_interrupt(bench: Bench, controller: ControllerStub
             line.uplink.report(FindingRaised(finding=msgspec.structs.replace(mild, severity=Severity.CRITICAL)))
             await until(lambda: len(controller.taken) == 2)
 
-    play(story())
+    asyncio.run(story())

@@ -27,7 +27,8 @@ from everstep.wire.v1.agent import (
 )
 from everstep.wire.v1.directives import Directive, StopJob
 from everstep.wire.v1.session import ANSWER_EVERY_S, Acknowledge, Frame, Refused
-from everstep.wire.v1.training import RankLost, RankProgress
+from everstep.wire.v1.training import RankProgress
+from tests.support.uplinks import lost
 
 KINDS: dict[Frame, Any] = {
     Frame.REGISTER: Register,
@@ -37,10 +38,6 @@ KINDS: dict[Frame, Any] = {
     Frame.ACKNOWLEDGE: Acknowledge,
 }
 PATIENCE_S = 5.0
-
-
-def lost(rank: int) -> RankLost:
-    return RankLost(job="j", at=0.0, generation=1, rank=rank, local_rank=rank, detail="gone")
 
 
 def stop(seq: int) -> Directive:
