@@ -124,7 +124,7 @@ def reported(turn: Turn, event: ActionReported) -> None:
     if not event.ok:
         turn.audit("remedy.failed", f"{event.id} of {event.node} failed: {event.detail}", node=event.node)
         if record.cordoned == event.id:
-            record.cordoned = ""
+            record.cordoned = remedies.PERHAPS
 
 
 def _confirmed(turn: Turn, node: str, course: Course) -> None:

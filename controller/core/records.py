@@ -131,9 +131,9 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     key, ``steps`` of ladders under the rule. ``undecided``: keys of findings that are looked at again, and what for.
     ``cleared``: since when a cause has been clear. ``course``: its treatment while it is out. ``offences``: its score
     as of ``offended_at``. ``remedied``: times of its automatic resets and reboots, ``restarted`` of restarts of its
-    ranks. ``cordoned``: id of the remedy by which Everstep took it out of service with the scheduler; ``foreign``: who
-    else has. ``hold``: a person's order that keeps it out. ``maintenance_until``: the end of its maintenance window,
-    0.0 outside one. ``notes``: its case book.
+    ranks. ``cordoned``: id of the remedy by which Everstep took it out of service with the scheduler, or
+    ``remedies.PERHAPS``; ``foreign``: who else has. ``hold``: a person's order that keeps it out.
+    ``maintenance_until``: the end of its maintenance window, 0.0 outside one. ``notes``: its case book.
     """
 
     node: NodeId

@@ -12,10 +12,14 @@ KINDS = {Action.RESET_GPU: RemedyKind.RESET_GPU, Action.REBOOT_NODE: RemedyKind.
 """Cures that a machine can be asked to carry out by itself."""
 
 
+PERHAPS = "perhaps"
+"""For the id of a cordon that failed (``NodeRecord.cordoned``): who did not answer may have carried it out."""
+
+
 def cordon(turn: Turn, node: str, sentence: str) -> None:
     """Nobody else gives the node work while it is out. Where somebody else has cordoned it, that is left alone."""
     record = turn.state.nodes[node]
-    if not record.cordoned and not record.foreign:
+    if record.cordoned in ("", PERHAPS) and not record.foreign:
         record.cordoned = _request(turn, node, RemedyKind.CORDON, sentence)
 
 
@@ -28,8 +32,8 @@ def uncordon(turn: Turn, node: str, sentence: str) -> None:
 
 
 def repair(turn: Turn, node: str, sentence: str) -> None:
-    """Hands the node to people, with everything known against it."""
-    _request(turn, node, RemedyKind.REPAIR, sentence)
+    """Hands the node to people, with everything known against it; it keeps others away as a cordon does."""
+    turn.state.nodes[node].cordoned = _request(turn, node, RemedyKind.REPAIR, sentence)
 
 
 def treat(turn: Turn, node: str, cure: Action, sentence: str) -> str:

@@ -54,6 +54,20 @@ def _report(fleet: CoreFleet, kind: RemedyKind, *, ok: bool = True, detail: str 
     return fleet.effects[before:]
 
 
+def _through_probation(fleet: CoreFleet) -> list[Effect]:
+    before = len(fleet.effects)
+    fleet.advance(2.5, *EVERYONE)
+    fleet.probe_result("n1")
+    fleet.probe_result("n2")
+    fleet.advance(4.0, *EVERYONE)
+    assert fleet.node_state("n2") is NodeState.HEALTHY
+    return fleet.effects[before:]
+
+
+def _readmitted(fleet: CoreFleet) -> list[Effect]:
+    return [*fleet.order(OperatorAction.READMIT, node="n2"), *_through_probation(fleet)]
+
+
 def _hung(cure: Action = Action.RESET_GPU) -> Finding:
     return xid(119, cure)
 
@@ -73,13 +87,7 @@ def test_a_node_that_leaves_is_cordoned_once_and_given_back_when_it_is_healthy()
     cordon = _asked(fleet.raise_finding("n2", xid()))
     assert [(one.kind, one.node, one.verdict) for one in cordon] == [(RemedyKind.CORDON, "n2", "n2-1")]
     fleet.clear_finding("n2", xid().key)
-    fleet.advance(2.5, *EVERYONE)
-    fleet.probe_result("n1")
-    fleet.probe_result("n2")
-    before = len(fleet.effects)
-    fleet.advance(4.0, *EVERYONE)
-    assert fleet.node_state("n2") is NodeState.HEALTHY
-    assert _kinds(fleet.effects[before:]) == ["uncordon"]
+    assert _kinds(_through_probation(fleet)) == ["uncordon"]
     ids = [one.id for one in _asked(fleet.effects)]
     assert len(set(ids)) == len(ids)
 
@@ -94,12 +102,22 @@ def test_every_way_out_of_service_cordons_and_a_lost_node_is_not_cordoned() -> N
     assert fleet.node_state("n2") is NodeState.LOST
 
 
-def test_a_cordon_that_failed_is_not_taken_back() -> None:
+def test_a_cordon_that_failed_may_have_been_carried_out_and_is_asked_for_again_and_taken_back() -> None:
     fleet = _fleet()
     fleet.order(OperatorAction.HOLD, node="n2")
     _report(fleet, RemedyKind.CORDON, ok=False, detail="the scheduler is away")
-    assert _kinds(fleet.order(OperatorAction.READMIT, node="n2")) == []
     assert "the scheduler is away" in audits(fleet.effects, "remedy.failed")[-1]
+    assert _kinds(fleet.order(OperatorAction.REPAIR, node="n2")) == ["cordon", "repair"]
+    _report(fleet, RemedyKind.CORDON, ok=False, detail="the scheduler is away")
+    assert _kinds(_readmitted(fleet)) == ["uncordon"]
+
+
+def test_a_node_in_repair_is_given_back_though_its_cordon_failed() -> None:
+    fleet = _fleet()
+    fleet.order(OperatorAction.REPAIR, node="n2")
+    _report(fleet, RemedyKind.CORDON, ok=False, detail="the scheduler does not answer")
+    _report(fleet, RemedyKind.REPAIR)
+    assert _kinds(_readmitted(fleet)) == ["uncordon"]
 
 
 def test_remedies_of_different_controllers_never_share_an_id() -> None:
