@@ -82,10 +82,16 @@ def _joined(turn: Turn, rule: Rule, name: str, seen: Collection[str], node: str,
             f"and no node is evicted for it under {rule.id} while that lasts",
         )
     waiting = state.outbreaks.setdefault(name, {})
-    asked = list(seen) if began or len(seen) <= rule.correlated_nodes else [node]
+    asked = seen if began or len(seen) <= rule.correlated_nodes else [node]
     new = [
         other for other in asked if other in seen and other not in waiting and common_cause(state, rule, seen, other)
     ]
+    if began:  # who showed it long ago, and was judged for it a moment ago
+        new += [
+            other
+            for other, record in state.nodes.items()
+            if other not in seen and _is_out_for(record, name, turn.now) and common_cause(state, rule, seen, other)
+        ]
     waiting.update(dict.fromkeys([*new, node], True))
     return new
 

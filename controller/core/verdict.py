@@ -71,6 +71,9 @@ def judge_by_rule(
     if not serving(turn, node) and not (mode is Mode.RECOMMEND and record.state is NodeState.LOST):
         if mode is Mode.ENFORCE and written and (record.hold or record.foreign):
             _leave_to_holder(turn, node, finding, rule)
+        on_its_way = mode is Mode.ENFORCE and record.state is NodeState.PROBATION  # not spared: ``pictures`` judges it
+        if on_its_way and (why := spared(turn, rule, node, finding, anew=anew)) and written:
+            say_spared(turn, node, finding, rule, why)
         return
     if why := spared(turn, rule, node, finding, anew=anew):
         if written:

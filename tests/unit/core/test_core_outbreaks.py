@@ -260,3 +260,34 @@ def test_an_outbreak_of_one_driver_is_not_over_because_a_node_of_another_shows_t
     assert ("old0", "evict") in decisions(fleet.raise_finding("old0", uncorrectable_ecc()))
     assert ("new3", "correlated") in decisions(fleet.raise_finding("new3", uncorrectable_ecc()))
     assert audits(fleet.effects, "fleet.correlated_finding_over") == []
+
+
+def test_who_shows_it_on_its_way_back_is_one_of_the_many() -> None:
+    fleet = _fleet(9)
+    returning = ["n4", "n5", "n6", "n7", "n8"]
+    for node in (*returning, "n9"):
+        fleet.order(OperatorAction.HOLD, node=node)
+    _hand_out(fleet, ["n1", "n2", "n3"], xid())
+    fleet.advance(90.0, *_names(9))
+    fleet.raise_finding("n9", xid())
+    fleet.advance(10.0, *_names(9))
+    for node in returning:
+        fleet.order(OperatorAction.RELEASE, node=node)
+    _hand_out(fleet, returning, xid())
+    for node in ("n1", "n2", "n3"):
+        fleet.clear_finding(node, xid().key)
+    fleet.advance(25.0, *_names(9))
+    fleet.order(OperatorAction.RELEASE, node="n9")
+    assert _out(fleet) == []
+
+
+def test_who_was_judged_at_the_end_of_one_outbreak_is_acquitted_by_the_next_one() -> None:
+    fleet = _fleet(12)
+    _hand_out(fleet, ["n1", "n2", "n3", "n4"], xid())
+    for node in ("n2", "n3", "n4"):
+        fleet.clear_finding(node, xid().key)
+    fleet.advance(WINDOW_S + 10.0, *_names(12))
+    assert _out(fleet) == ["n1"]
+    fleet.advance(40.0, *_names(12))
+    _hand_out(fleet, ["n5", "n6", "n7", "n8"], xid())
+    assert (_out(fleet), _used(fleet)) == ([], 0)
