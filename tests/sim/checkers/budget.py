@@ -19,7 +19,7 @@ from tests.sim import facts
 from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.facts import Violation
 
-ENDS = ("job.paused", "job.failed")
+ENDS = ("job.paused", "job.failed", "job.finished")
 LATCHED, OVER, RESET = "fleet.breaker", "fleet.breaker_over", "operator.reset_breaker"
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
+import msgspec
+
 from controller.core.effects import DropNode, PutNode
 from controller.core.events import OperatorAction, OperatorCommand
 from controller.core.records import NodeRecord
@@ -17,6 +19,10 @@ from tests.sim.facts import Violation
 SERVING = (NodeState.HEALTHY, NodeState.SUSPECT)
 
 
+class _NodeDoc(msgspec.Struct):
+    state: NodeState = NodeState.HEALTHY
+
+
 class Returns(Checker):
     """Looks at each record as it becomes healthy: at what its node and the controller say of it then. An operator's
     word is above that, and what others show as well is nobody's own."""
@@ -24,13 +30,23 @@ class Returns(Checker):
     name = "returns"
 
     def __init__(self) -> None:
+        self._stored: dict[str, str] = {}
         self._states: dict[str, NodeState] = {}
         self._shown: dict[str, set[tuple[str, int | None]]] = {}
         self._ended: dict[tuple[str, str, int | None], float] = {}  # by node and what is alike: when it showed it last
         self._vouched: dict[str, set[str]] = defaultdict(set)
 
     def watches(self) -> Watches:
-        return {facts.Decided: self._handled}
+        return {facts.Decided: self._handled, facts.Durable: self._durable, facts.TookOver: self._took_over}
+
+    def _durable(self, fact: facts.Durable) -> None:
+        for node in fact.batch.forgotten_nodes:
+            self._stored.pop(node, None)
+        self._stored |= fact.batch.nodes
+
+    def _took_over(self, _fact: facts.TookOver) -> None:
+        """What was decided and not written has never been."""
+        self._states = {node: msgspec.json.decode(doc, type=_NodeDoc).state for node, doc in self._stored.items()}
 
     def _handled(self, fact: facts.Decided) -> None:
         for effect in fact.effects:
