@@ -58,6 +58,10 @@ class Outside:
     def carry_out(self, remedy: Remedy) -> None:
         carry_out(self.remediator, remedy)
 
+    def uncordon(self) -> None:
+        """A person gives n1 back, whoever took it."""
+        pytest.skip(f"{self.remediator.name} does not tell of a node that is in service")
+
     def is_to_offer(self, kind: RemedyKind) -> None:
         if kind not in self.remediator.kinds:
             pytest.skip(f"{self.remediator.name} offers no {kind}")
@@ -126,6 +130,9 @@ class InSlurm(Outside):
     def cordon(self) -> None:
         self._cluster.scontrol("update", "NodeName=n1", "State=DRAIN", "Reason=a person's own")
 
+    def uncordon(self) -> None:
+        self._cluster.scontrol("update", "NodeName=n1", "State=RESUME")
+
     def vanish(self) -> None:
         self._cluster.pause()
 
@@ -146,6 +153,9 @@ class InKubernetes(Outside):
 
     def cordon(self) -> None:
         self._cluster.kubectl("n1", unschedulable=True)
+
+    def uncordon(self) -> None:
+        self._cluster.kubectl("n1", unschedulable=False)
 
     def vanish(self) -> None:
         self._cluster.away = True
@@ -270,6 +280,15 @@ def test_somebody_elses_cordon_is_seen_and_never_lifted(outside: Outside) -> Non
             outside.remediator.apply(remedy(2, kind))
     assert outside.remediator.standing(["n1"])["n1"] == shown
     assert outside.acts() == before
+
+
+def test_our_own_cordon_is_shown_until_somebody_lifts_it(outside: Outside) -> None:
+    outside.is_to_know_nodes()
+    outside.remediator.apply(remedy(1))
+    taken = outside.remediator.standing(["n1"])
+    outside.uncordon()
+    assert taken["n1"].cordoned_by == MARK
+    assert outside.remediator.standing(["n1"]) == {"n1": Standing()}
 
 
 def test_an_outside_that_is_away_will_be_asked_again(outside: Outside) -> None:
