@@ -6,6 +6,7 @@ the bytes of all tensors: nothing of it can be code, and nothing tells a flipped
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -87,8 +88,11 @@ class Safetensors:
         self._tensors: dict[str, tuple[torch.dtype, Extent]] = {}
         if name.endswith(INDEX):
             index = self._decoded(name, self._bytes(name, 0, None), _Index)
-            for file in dict.fromkeys(index.weight_map.values()):
-                self._take(file, {key for key, of in index.weight_map.items() if of == file})
+            files: dict[str, set[str]] = defaultdict(set)
+            for key, file in index.weight_map.items():
+                files[file].add(key)
+            for file, wanted in files.items():
+                self._take(file, wanted)
         else:
             self._take(name, None)
         self.tensors: Mapping[str, tuple[torch.dtype, Extent]] = self._tensors
