@@ -28,7 +28,8 @@ from everstep.wire.v1 import local, supervision
 from everstep.wire.v1.training import Holder
 from everstep.wire.v1.transfer import InventoryAsk, InventoryList, Ready
 from tests.support.forked import ForkPool
-from tests.support.vaults import JOB, RankMemory, VaultClient, Vaults, two_vaults, until
+from tests.support.vaults import JOB, RankMemory, VaultClient, Vaults, two_vaults
+from tests.support.waiting import until
 from tests.unit.vault.test_vault_strangers import Wire, put
 
 

@@ -17,7 +17,8 @@ from everstep.slots import SlotState
 from everstep.wire.v1 import supervision
 from everstep.wire.v1.transfer import PIECE_GOOD, Ack, Part, PartDone, Put, PutDone
 from tests.support.forked import ForkPool
-from tests.support.vaults import JOB, Vaults, until, vaults
+from tests.support.vaults import JOB, Vaults, vaults
+from tests.support.waiting import until
 from tests.unit.vault.test_vault_strangers import MANIFEST, Wire, begin, bulk, put
 
 

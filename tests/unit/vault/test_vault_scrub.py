@@ -29,7 +29,8 @@ from everstep.slots import CHUNK_BYTES, SegmentView, SlotState, slot_bytes_for
 from everstep.vocabulary import Action, FindingKind, Mode, Severity
 from everstep.wire.v1 import local, supervision
 from everstep.wire.v1.training import FindingRaised
-from tests.support.vaults import JOB, RankMemory, Vaults, map_segment, noise, until
+from tests.support.vaults import JOB, RankMemory, Vaults, map_segment, noise
+from tests.support.waiting import until
 
 SIZE = CHUNK_BYTES + 100
 
