@@ -17,6 +17,8 @@ MOST_MESSAGE_BYTES = 16 << 20
 Trailers after a chunked body are held as headers are."""
 HEAD_DEADLINE_S = 30.0
 """Seconds for a request's head once it has begun, and for the first byte of a connection."""
+BODY_DEADLINE_S = 60.0
+"""Seconds for its body: 1 MiB over a line of 140 kbit/s."""
 
 
 _log = logging.getLogger("controller.http")
@@ -25,7 +27,7 @@ _log.setLevel(logging.ERROR)
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """Answers 400 to a head or message that is too large, and closes a connection whose head does not come."""
+    """Answers 400 to a head or message that is too large, hangs up where a head or a body does not come."""
 
     _deadline: asyncio.TimerHandle | None = None
     _head_begun = True
@@ -50,7 +52,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._arm()
+        self._arm(HEAD_DEADLINE_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
@@ -63,7 +65,7 @@ class BoundedHttp(HttpToolsProtocol):
             return
         if self._head_begun:
             self._head_bytes += len(data)
-            self._arm()
+            self._arm(HEAD_DEADLINE_S)
         if self._head_bytes > MOST_HEAD_BYTES or self._message_bytes > MOST_MESSAGE_BYTES:
             self._disarm()
             self.send_400_response("This request is larger than any that is understood here.")
@@ -75,11 +77,16 @@ class BoundedHttp(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._head_begun, self._head_bytes = False, 0
         self._disarm()
+        self._arm(BODY_DEADLINE_S)
         super().on_headers_complete()
 
-    def _arm(self) -> None:
+    def on_message_complete(self) -> None:
+        self._disarm()
+        super().on_message_complete()
+
+    def _arm(self, seconds: float) -> None:
         if self._deadline is None:
-            self._deadline = self.loop.call_later(HEAD_DEADLINE_S, self.transport.close)
+            self._deadline = self.loop.call_later(seconds, self.transport.close)
 
     def _disarm(self) -> None:
         if self._deadline is not None:

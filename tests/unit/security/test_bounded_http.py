@@ -117,6 +117,16 @@ async def pour(writer: asyncio.StreamWriter, size: int) -> None:
         await writer.drain()
 
 
+def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "BODY_DEADLINE_S", 0.05)
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        await reader.read()  # ends when the other side closes
+
+    play(talk)
+
+
 @pytest.mark.parametrize("begun", [b"", b"GET / HT", REQUEST + b"GET / HT"])
 def test_a_head_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
     monkeypatch.setattr(http_protocol, "HEAD_DEADLINE_S", 0.05)
