@@ -289,6 +289,7 @@ def _look(turn: Turn, kind: str, subject: str) -> None:
 
 def _check_job(turn: Turn, job: JobRecord) -> None:
     live = turn.state.live_jobs[job.job]
+    live.offered_at = None
     if job.state in ENDED:
         return
     if job.state is JobState.RUNNING:

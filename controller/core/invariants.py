@@ -106,8 +106,10 @@ def _check_job(state: FleetState, job: JobRecord) -> None:
     elif job.state is JobState.PAUSED:
         able = next_seats(state, job)
         wanted = any(len(state.live_nodes[node].jobs) > 1 for node in able)  # by others too: a Tick brings it to know
-        gathering = (live.gather_due, "job", job.job) in state.queued
-        assert len(able) < least_nodes(job) or wanted or gathering, f"{job.job} is paused although {able} could go on"
+        looked_at = live.offered_at is not None or (live.gather_due, "job", job.job) in state.queued
+        assert len(able) < least_nodes(job) or wanted or looked_at, f"{job.job} is paused although {able} could go on"
+    if live.offered_at is not None:
+        assert (live.offered_at, "job", job.job) in state.queued, f"{job.job}: nobody looks at the node it was offered"
     if live.pending is not None:
         assert job.state is JobState.RUNNING, f"{job.job}: waits for witnesses and does not run"
         assert (live.pending.due, "job", job.job) in state.queued, f"{job.job}: waits for witnesses without a deadline"

@@ -148,13 +148,16 @@ def _catch_up(
 
 
 def offer_to_jobs(turn: Turn, node: str) -> None:
-    """A node became able: that may be what a forming, paused or small job of its launchers waits for."""
+    """A node became able: that may be what a forming, paused or small job of its launchers waits for.
+
+    Each job is looked at with the next Tick, once for all nodes: a roster takes as long to work out as a job has nodes,
+    and a whole job's may come back in the same moment.
+    """
     for name in turn.state.live_nodes[node].jobs:
-        job = turn.state.jobs[name]
-        if job.state is JobState.FORMING:
-            consider_forming(turn, job)
-        else:
-            consider_growth(turn, job)
+        live = turn.state.live_jobs[name]
+        if live.offered_at is None:
+            live.offered_at = turn.now
+            turn.wake(turn.now, "job", name)
 
 
 def offer_released(turn: Turn) -> None:

@@ -117,7 +117,8 @@ class JobLive(msgspec.Struct):
     was slow lately, numbers of the windows in which one was; ``window`` is the newest, looked at again at
     ``window_due`` (0.0: not awaited). ``inherited``: its generation had not resumed when this controller began;
     ``first_step`` is the furthest step then. ``gather_due``: until when others
-    that come back are waited for before the job grows (0.0: nobody came yet). ``untold``: number of a generation that
+    that come back are waited for before the job grows (0.0: nobody came yet). ``offered_at``: since when a node that
+    became able waits for the next Tick's look at the job (None: none does). ``untold``: number of a generation that
     is not written, so that nobody may hear of it before the database is back (0: none). ``spill_due``: when vaults are
     asked again for what has not come to storage, ``spill_done`` the nodes that have written; ``protect_due`` the same
     for parity, and ``protect_made`` by home, and there by group, as what the members were sealed of which P or Q was
@@ -145,6 +146,7 @@ class JobLive(msgspec.Struct):
     fallback_at: float = 0.0
     resume_due: float = 0.0
     gather_due: float = 0.0
+    offered_at: float | None = None
     untold: GenerationNumber = 0
     spill_due: float = 0.0
     spill_done: set[NodeId] = set()

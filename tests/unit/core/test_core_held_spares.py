@@ -69,5 +69,6 @@ def test_a_job_grows_with_it_once_nothing_stands_against_it_any_more() -> None:
     fleet.resume(step=20)
     fleet.advance(5.0, *fleet.state.nodes)
     fleet.clear_finding("n5", xid(105).key)
+    fleet.advance(0.1, *fleet.state.nodes)
     fleet.resume(step=21)
     assert fleet.seats() == ["n1", "n3", "n4", "n5"]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
+from controller.core import generations as rosters
 from controller.core.events import StoreChanged, Tick
+from controller.core.membership import next_seats
 from controller.core.policy import CorePolicy
+from controller.core.records import JobRecord
+from controller.core.state import FleetState
 from everstep.vocabulary import JobState, NodeState
 from tests.support.core_fleet import CoreFleet, audits, generations
 
@@ -161,7 +167,35 @@ def test_a_spare_that_was_not_heard_yet_is_not_chosen_and_is_offered_when_it_is(
     fleet.resume()
     fleet.advance(1.5, "n1")
     fleet.hear("n3")
+    fleet.advance(0.1, "n1", "n3")
     assert fleet.seats() == ["n1", "n3"]
+
+
+def test_a_job_that_could_grow_is_looked_at_once_for_all_nodes_that_come_back_to_a_fresh_controller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A look takes as long as the job has nodes: one for each of them would hold up the whole fleet."""
+    looks: list[str] = []
+
+    def looking(state: FleetState, job: JobRecord, *given: Any) -> list[str]:
+        looks.append(job.job)
+        return next_seats(state, job, *given)
+
+    fleet = CoreFleet()
+    nodes = [f"n{i + 1}" for i in range(8)]
+    fleet.register(*nodes)
+    for node in nodes:
+        fleet.beat(node)
+    fleet.join(*nodes, min_nodes=4, max_nodes=10, join_wait_s=1.0)
+    fleet.advance(2.0, *nodes)
+    fleet.resume()
+    fleet.restart()
+    monkeypatch.setattr(rosters, "next_seats", looking)
+    for node in nodes:
+        fleet.hear(node)
+    assert looks == []
+    fleet.advance(0.01, *nodes)
+    assert looks == ["job"]
 
 
 def test_a_fresh_controller_without_a_reason_to_regroup_waits_as_long_as_ever() -> None:
