@@ -226,19 +226,25 @@ class GenerationKeeper:
 
     def note_versions(self, notice: VersionNotice) -> None:
         """From the signal thread: what is committed, and which step's version may be next."""
-        if self._snapshotter is not None and notice.generation == self._spec.number:
-            self._snapshotter.note(notice.committed, notice.candidate, notice.pinned)
+        snapshotter = self._snapshotter  # ``close`` lets go of it
+        if snapshotter is not None and notice.generation == self._spec.number:
+            snapshotter.note(notice.committed, notice.candidate, notice.pinned)
 
     def close(self) -> None:
         """Ends the snapshots of this generation.
 
         A copy that has begun is completed: the optimizer waits for it before it changes anything, so while one runs
         the live state is that of the last finished step, whatever else was interrupted.
+
+        Lets go of all that was tracked: DistributedDataParallel's hook is in C++, where no cycle is found, and it tells
+        this of its waits. Models and optimizers of every generation would stay in memory.
         """
-        if self._restoration is not None:
-            self._restoration.close()
-        if self._snapshotter is not None:
-            self._snapshotter.close(finish=True)
+        restoration, self._restoration = self._restoration, None
+        if restoration is not None:
+            restoration.close()
+        snapshotter, self._snapshotter = self._snapshotter, None
+        if snapshotter is not None:
+            snapshotter.close(finish=True)
 
     def _fence(self) -> None:
         if self._orders.is_over(self._spec.number, self._progress.step):

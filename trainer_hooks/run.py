@@ -352,6 +352,8 @@ class Run:
         self._replication.step_finished()
         if self._guard is not None:
             self._guard.step_finished()
+        if self.rank == 0:
+            self._updates.step_finished()
         self._finished += 1
         self._keeper.step_finished(self._finished)
 

@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 
 LOOKED_AT = 2
 """Steps after which every optimizer has the state that it will have."""
+LOOKED_FOR_SUMS = 32
+"""Steps of a generation in which it is counted how many had no update."""
 
 
 class Updates:
@@ -26,13 +28,43 @@ class Updates:
         self._ask = ask
         self._where = dict(where)
         self._hooks: list[RemovableHandle] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._updated = False
+        self._steps = self._without = 0
 
     def watch(self, objects: Mapping[str, object]) -> None:
-        """The optimizers among tracked objects, listed ones too."""
+        """The optimizers among tracked objects, listed ones too.
+
+        Of models that outlived a generation the gradients go: a new process has none of the step that was interrupted.
+        """
         for key, tracked in objects.items():
             for one in several(tracked):
                 if isinstance(one, torch.optim.Optimizer):
+                    one.zero_grad()
+                    self._optimizers.append(one)
                     self._hooks.append(one.register_step_pre_hook(self._before(key)))
+
+    def step_finished(self) -> None:
+        """Warns, once, of gradients that are added up over steps of the run: no version has them.
+
+        Updates that a loss scaler or a guard leaves out are few, and no reason.
+        """
+        self._steps += 1
+        updated, self._updated = self._updated, False
+        if self._steps > LOOKED_FOR_SUMS or not self._optimizers:
+            return
+        trained = (p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"])
+        if not updated and any(parameter.grad is not None for parameter in trained):
+            self._without += 1
+        if self._steps == LOOKED_FOR_SUMS and 2 * self._without >= self._steps:
+            log.warning(
+                "in %d of %d steps there were gradients and no update by a tracked optimizer: gradients that are added "
+                "up over several steps are not stored, and are lost with any rank. Let each step of the run end with "
+                "an update: split its samples into micro-batches inside it",
+                self._without,
+                self._steps,
+                extra=self._where,
+            )
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -43,6 +75,7 @@ class Updates:
 
         def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             self._ask()
+            self._updated = True
             if next(steps) == LOOKED_AT and not optimizer.state and optimizer.state_dict().get("state"):
                 log.warning(
                     "%s, a %s, has no state where torch's optimizers have it, so the state that its state_dict() gives "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -101,3 +102,20 @@ def train_tracked(run: Run) -> None:
         optimizer.step()
         optimizer.zero_grad()
         run.report(loss=loss)
+
+
+_MODELS: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+def count_models(run: Run) -> None:
+    """The loss is the number of models that this process has in memory, of all its generations."""
+    model = torch.nn.Linear(8, 8)
+    _MODELS.add(model)
+    replicas = run.replicate(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    run.track(model=replicas, optimizer=optimizer)
+    for _ in run.steps(until=STEPS):
+        replicas(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.report(loss=float(len(_MODELS)))

@@ -261,6 +261,24 @@ def test_tracked_state_goes_on_from_the_last_finished_step(forks):
             assert scene.finish() == [0, 0, 0]
 
 
+def test_models_of_generations_before_are_not_in_memory(forks):
+    spec = JobSpec(job=JOB, replicas=1, nproc_per_node=2)
+    with vaults(forks) as fleet:
+        vault = fleet.start("n1")
+        fleet.configure(vault)
+        with stage(forks, training.count_models, vault.run_dir) as scene:
+            scene.start(0, 1)
+            for number in (1, 2, 3):
+                scene.form(number, 0, 1, spec=spec, restore=RestoreRule())
+                resumed(scene, number, 2)
+                scene.kill(1)
+                scene.start(1)
+            scene.form(4, 0, 1, spec=spec, restore=RestoreRule())
+            told = scene.heard(Tick, 1, where=lambda t: t.generation == 4 and t.rank == 0 and t.loss is not None)
+            assert told[0].loss == 1.0
+            assert scene.finish() == [0, 0]
+
+
 @pytest.mark.parametrize("victim", [0, 2])
 def test_ten_losses_in_a_row_leave_nothing_behind(forks, victim):
     with stage(forks, training.train_replicas) as scene:

@@ -245,3 +245,27 @@ def test_a_compiled_step_of_a_tracked_optimizer_is_not_compiled_again() -> None:
         model(torch.ones(1, 4)).sum().backward()
         with torch._dynamo.config.patch(error_on_recompile=number > 1):  # state is made in the first
             step()
+
+
+@pytest.mark.parametrize(("every", "warned"), [(1, False), (2, True), (4, True)])
+def test_gradients_that_are_added_up_over_steps_are_warned_of_once(
+    every: int, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = Run(Place(rank=0, world_size=1), IdleKeeper())
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(until=80):
+        model(torch.ones(1, 2)).sum().backward()
+        if step % every == 0 and step % 7:  # what a loss scaler leaves out now and then is no sum
+            optimizer.step()
+            optimizer.zero_grad()
+    assert caplog.text.count("up over several steps are not stored") == warned
+
+
+def test_gradients_of_a_step_that_was_interrupted_are_gone_when_the_state_is_restored() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    Run(Place(rank=0, world_size=1), IdleKeeper()).track(model=model, optimizer=optimizer)
+    assert [parameter.grad for parameter in model.parameters()] == [None, None]
