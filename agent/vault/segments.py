@@ -323,7 +323,7 @@ class SegmentStore:
         if not self.directory.exists():
             words = (
                 f"{self.directory} was removed while its vault runs (logind does that where its user logs out, unless "
-                "RemoveIPC=no): slots are made anew, and what was there is lost to processes that begin"
+                "RemoveIPC=no): slots are made anew, and take over what is still mapped here"
             )
             self.tell(Damage(job, f"{job}/{self.directory.name}", words, {"path": str(self.directory)}))
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
