@@ -239,6 +239,8 @@ def judge(outcomes: Sequence[Outcome], names: Sequence[str]) -> Verdict:
     if gone:
         errors.append(
             f"the tracked state is not what was stored: {len(gone)} tensors are gone from all ranks "
-            f"({', '.join(sorted(gone)[:3])}); restore with the objects that were tracked"
+            f"({', '.join(sorted(gone)[:3])}); restore with the objects that were tracked. What is added in the midst "
+            "of training has to be there before run.track: give an optimizer all parameters from the start, and let "
+            "requires_grad_ say which are trained"
         )
     return Verdict(ok, bad, errors[0] if errors else "")

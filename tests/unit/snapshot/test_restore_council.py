@@ -18,6 +18,7 @@ def test_each_tensor_must_be_live_on_some_rank_and_none_need_have_all(live: list
     assert verdict.ok
     if gone:
         assert f"{len(gone)} tensors are gone from all ranks ({', '.join(gone[:3])})" in verdict.error
+        assert "give an optimizer all parameters from the start" in verdict.error
     else:
         assert not verdict.error
 
