@@ -129,8 +129,6 @@ class World:
 
     def see(self, fact: Fact) -> None:
         """Something can be seen from outside."""
-        if isinstance(fact, facts.Handled):
-            self._note_ends(fact)
         if self._on_trace is not None:
             self._tell(fact)
         for watcher in self._watchers[type(fact)]:
@@ -151,15 +149,9 @@ class World:
 
     def _applied(self, epoch: int, batch: Any) -> None:
         self.seen.update(row.kind for row in batch.audit)
+        ended = (row for row in batch.audit if row.kind == "job.finished" or row.sentence.startswith("stopped by"))
+        self.finished.update(row.job for row in ended)
         self.see(facts.Durable(epoch, batch))
-
-    def _note_ends(self, fact: facts.Handled) -> None:
-        for effect in fact.effects:
-            entry = getattr(effect, "entry", None)
-            if entry is None or entry.job is None:
-                continue
-            if entry.kind == "job.finished" or entry.sentence.startswith("stopped by"):
-                self.finished.add(entry.job)
 
     def trace(self, who: str, words: str) -> None:
         if self._on_trace is not None:
