@@ -96,8 +96,10 @@ def _check_job(state: FleetState, job: JobRecord) -> None:
         assert job.generation is not None, f"{job.job}: leaves a generation for none"
         assert job.leaving.number < job.generation.number, f"{job.job}: generations must increase"
         assert job.generation.after_step is not None, f"{job.job}: leaves a generation without a boundary"
+    for version in (live.committed, live.verified):
+        settled = version is None or (live.settled is not None and version <= live.settled)
+        assert settled, f"{job.job}: {version} is committed or verified, and not settled"
     if live.settled is not None:
-        assert live.committed is None or live.committed <= live.settled, f"{job.job}: committed and not settled"
         assert all(v > live.settled for v in live.ballots), f"{job.job}: a vote on what is settled"
     if job.ceiling is not None:
         assert live.committed is None or live.committed <= job.ceiling, f"{job.job}: committed above the ceiling"

@@ -268,6 +268,16 @@ def test_corruption_goes_back_to_the_newest_verified_version() -> None:
     assert "n3" in sent(effects, NewGeneration)
 
 
+def test_corruption_goes_back_to_what_was_committed_later_where_nobody_could_compare() -> None:
+    fleet = CoreFleet()
+    fleet.start(4, 1)
+    fleet.progress(step=4, step_s=0.5)
+    candidate = sent(fleet.seal(4), VersionNotice)["n1"].candidate
+    assert _versions(fleet.seal(candidate, digests={0: "", 1: "", 2: "", 3: ""})) == [(Version(1, candidate), False)]
+    fleet.seal(candidate + 1, digests={2: "bad"})
+    assert fleet.spec().restore.ceiling == Version(1, candidate)
+
+
 def test_the_ceiling_holds_through_further_losses_until_a_new_commit() -> None:
     fleet = CoreFleet()
     fleet.start(4, 1)

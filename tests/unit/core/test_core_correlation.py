@@ -90,6 +90,15 @@ def test_when_it_is_over_whoever_does_not_follow_soon_is_lost() -> None:
     assert {fleet.node_state(node) for node in ("r1n1", "r1n2")} == {NodeState.HEALTHY}
 
 
+def test_who_is_about_to_be_lost_as_the_others_return_has_as_long_as_anybody_to_follow() -> None:
+    fleet = _racks(5, 4)
+    fleet.advance(LAB.dead_after_s - 0.5, *_others(fleet, "r1"))
+    fleet.advance(2.0, *_others(fleet, "r1n4"))
+    assert fleet.node_state("r1n4") is NodeState.SUSPECT
+    fleet.advance(LAB.dead_after_s, *_others(fleet, "r1n4"))
+    assert fleet.node_state("r1n4") is NodeState.LOST
+
+
 def test_nodes_that_return_one_after_the_other_from_a_cut_network_are_all_taken_back() -> None:
     fleet = _racks(10, 4)
     fleet.advance(10.0)

@@ -212,3 +212,12 @@ def test_while_the_database_is_away_orders_are_refused_with_the_reason() -> None
     fleet.feed(StoreChanged(away=False))
     fleet.order(OperatorAction.HOLD, node="n1")
     assert fleet.node_state("n1") is NodeState.HELD
+
+
+@pytest.mark.parametrize("left_s", [0.5, 30.0])
+def test_an_eviction_counts_until_its_whole_window_has_passed(left_s: float) -> None:
+    fleet = _fleet(racks=2, eviction_rack_count=1, quarantine_min_s=1000.0)
+    _sick(fleet, "n1")
+    fleet.advance(60.0 - left_s, *NODES)
+    assert decisions(_sick(fleet, "n3")) == [("n3", "hold_by_budget")]
+    assert ("n3", "evict") in decisions(fleet.advance(left_s + 0.1, *NODES))

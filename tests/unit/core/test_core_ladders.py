@@ -53,3 +53,15 @@ def test_after_a_failed_reset_and_a_reboot_that_cured_a_repeat_goes_to_repair() 
     fleet.advance(130.0, *EVERYONE)
     assert _cures(fleet.effects[before:]) == [RemedyKind.REPAIR]
     assert fleet.node_state("n2") is NodeState.REPAIR
+
+
+def test_nothing_is_done_to_a_node_while_a_job_has_a_seat_on_it() -> None:
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), remediate=Mode.ENFORCE))
+    fleet.start(4, 1)
+    fleet.progress(5)
+    fleet.raise_finding("n2", RESET_ME)
+    assert fleet.job().leaving is not None
+    still_seated = fleet.advance(fleet.state.live_jobs["job"].fallback_at - fleet.now - 0.01, *EVERYONE)
+    assert _cures(still_seated) == []
+    fleet.resume(step=60)
+    assert _cures(fleet.advance(2.0, *EVERYONE)) == [RemedyKind.RESET_GPU]

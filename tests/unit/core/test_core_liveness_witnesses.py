@@ -258,3 +258,11 @@ def test_of_several_deadlines_in_one_tick_silences_count_before_a_roster_is_chos
     (spec,) = generations(fleet.feed(Tick(trace=fleet.trace())))
     assert fleet.node_state("n4") is NodeState.SUSPECT
     assert spec.seats == ("n1", "n2")
+
+
+def test_a_node_that_was_heard_stays_in_where_another_is_silent_however_many_have_lost_its_vault() -> None:
+    fleet = _running()
+    fleet.disconnect("n4")
+    fleet.lose_peer("n1", "n3")
+    fleet.fail_collective(0)
+    assert fleet.seats() == ["n1", "n2", "n3"]

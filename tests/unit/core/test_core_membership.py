@@ -110,3 +110,15 @@ def test_a_member_that_is_out_of_reach_stays_a_holder_since_its_vault_outlives_i
     fleet.fail_collective(0)
     assert fleet.seats() == ["n1", "n4"]
     assert {"n2", "n3"} < {holder.node for holder in fleet.spec().holders}
+
+
+def test_a_launcher_that_an_agents_new_life_has_not_heard_gets_no_seat_until_it_says_so() -> None:
+    fleet = CoreFleet()
+    fleet.start(3, 1)
+    fleet.register("n4")
+    fleet.lose_rank(2, replacement=False)
+    assert fleet.seats() == ["n1", "n2"]
+    fleet.resume()
+    fleet.join("n4", again=True)
+    fleet.advance(3.0, "n1", "n2", "n4")
+    assert set(fleet.seats()) == {"n1", "n2", "n4"}

@@ -35,9 +35,9 @@ JOB = "a"
 DECIDED = (PutFleet, PutGeneration, PutJob, PutNode, PutVerdict, PutVersion)
 
 
-def _said(kind: type[AnyReport], at: float, generation: int, rank: int, step: int) -> AnyReport:
+def _said(kind: type[Any], at: float, generation: int, rank: int, step: int) -> AnyReport:
     """A report of the kind by the first rank of a node."""
-    rest: dict[type[AnyReport], dict[str, Any]] = {
+    rest: dict[type[Any], dict[str, Any]] = {
         CollectiveFailed: {"step": step, "detail": ""},
         RankStalled: {"step": step, "collectives": step, "stalled_s": 1.0, "threshold_s": 1.0},
         RankUnresponsive: {"local_rank": 0, "silent_s": 1.0},
@@ -47,7 +47,8 @@ def _said(kind: type[AnyReport], at: float, generation: int, rank: int, step: in
         UserError: {"step": step, "error": "ValueError", "traceback": ""},
         RankFinished: {"step": step},
     }
-    return kind(job=JOB, at=at, generation=generation, rank=rank, **rest[kind])
+    words: AnyReport = kind(job=JOB, at=at, generation=generation, rank=rank, **rest[kind])
+    return words
 
 
 OF_GENERATIONS = (CollectiveFailed, RankStalled, RankUnresponsive, RankLost, Resumed, Sealed, UserError, RankFinished)
@@ -87,7 +88,7 @@ def _after(history: list[Act]) -> CoreFleet:
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(acts, max_size=12), st.integers(1, 6), rank, step)
 def test_what_is_said_of_a_generation_that_is_over_changes_nothing(
-    kind: type[AnyReport], history: list[Act], number: int, some_rank: int, at_step: int
+    kind: type[Any], history: list[Act], number: int, some_rank: int, at_step: int
 ) -> None:
     fleet = _after(history)
     record = fleet.state.jobs[JOB]

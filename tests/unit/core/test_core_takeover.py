@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from controller.core.events import NodeObserved, StoreChanged
-from everstep.vocabulary import NodeState
+from everstep.ids import Version
+from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.directives import NewGeneration
-from tests.support.core_fleet import CoreFleet, sent
+from tests.support.core_fleet import CoreFleet, audits, sent
 from tests.support.findings import xid
 
 
@@ -74,3 +75,39 @@ def test_a_boundary_that_was_not_written_is_kept_from_everybody_until_the_databa
     before = len(fleet.effects)
     fleet.join("n1", again=True)
     assert sent(fleet.effects[before:], NewGeneration)["n1"].spec.number == 2
+
+
+def test_a_controller_that_has_just_begun_holds_no_silence_of_before_against_anybody() -> None:
+    fleet = CoreFleet()
+    fleet.start(4)
+    fleet.stop_controller(3600.0)
+    fleet.restart()
+    effects = fleet.advance(0.9)
+    assert {fleet.node_state(node) for node in fleet.state.nodes} == {NodeState.HEALTHY}
+    assert audits(effects, "node.suspect") == audits(effects, "node.lost") == []
+
+
+def test_what_an_earlier_run_of_the_job_committed_is_no_version_of_this_one_after_a_restart() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.seal(4)
+    fleet.finish()
+    fleet.now += 1.0
+    fleet.launchers["job", "n1"] = fleet.launchers["job", "n2"] = int(fleet.now * 1000)
+    fleet.join("n1", "n2", min_nodes=1, max_nodes=2)
+    assert fleet.job_state() is JobState.RUNNING
+    fleet.restart()
+    assert fleet.state.live_jobs["job"].committed is None
+    fleet.hear("n1", "n2")
+    fleet.lose_rank(0)
+    assert fleet.spec().restore.scratch
+
+
+def test_a_seal_from_before_what_is_committed_counts_for_nothing_after_a_restart_either() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.seal(4)
+    fleet.restart()
+    fleet.seal(3)
+    live = fleet.state.live_jobs["job"]
+    assert (live.committed, live.settled, live.verified) == (Version(1, 4), Version(1, 4), Version(1, 4))

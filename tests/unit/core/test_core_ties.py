@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from controller.core.events import OperatorAction
 from controller.core.fleet import restore
 from controller.core.records import NodeRecord
 from everstep.vocabulary import FindingKind, NodeState, Severity
@@ -98,3 +99,13 @@ def test_a_further_tie_takes_nothing_back_of_what_was_proved() -> None:
     fleet.join("n3", min_nodes=2, max_nodes=2)
     fleet.advance(10.0, *fleet.state.nodes)
     assert fleet.node_state("n2") is NodeState.QUARANTINED
+
+
+def test_the_same_two_in_a_tie_again_are_no_news_of_either_though_somebody_vouched_for_one_of_them() -> None:
+    fleet = _fleet()
+    for step in (7, 9):
+        fleet.order(OperatorAction.HOLD, node="n2")
+        fleet.order(OperatorAction.READMIT, node="n2")
+        assert "evict" not in {decision for _, decision in _tie(fleet, "n1", "n2", step)}
+        fleet.resume(step=step + 1)
+    assert fleet.node_state("n1") is NodeState.HEALTHY

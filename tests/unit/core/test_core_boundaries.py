@@ -1,0 +1,45 @@
+"""A generation that names its boundary follows when that is behind the ranks, at once where they do not get there."""
+
+from __future__ import annotations
+
+from controller.core.effects import Effect
+from controller.core.events import OperatorAction
+from tests.support.core_fleet import CoreFleet, generations
+
+STAYS = ("n1", "n2", "n4")
+
+
+def _leaving() -> tuple[CoreFleet, int]:
+    """A job that is to leave n3 behind a boundary, and after which step that is."""
+    fleet = CoreFleet()
+    fleet.start(4)
+    fleet.progress(5)
+    fleet.order(OperatorAction.DRAIN, node="n3")
+    after = fleet.spec().after_step
+    assert after is not None
+    assert fleet.job().leaving is not None
+    return fleet, after
+
+
+def _wait_for_the_boundary(fleet: CoreFleet) -> list[Effect]:
+    before = len(fleet.effects)
+    fallback_at = fleet.state.live_jobs["job"].fallback_at
+    fleet.advance(fallback_at - fleet.now - 0.01, *fleet.state.nodes)
+    assert fleet.job().leaving is not None, "nobody has said that it entered, and there is time"
+    fleet.advance(0.1, *fleet.state.nodes)
+    return fleet.effects[before:]
+
+
+def test_a_boundary_that_all_have_stepped_to_is_crossed_and_the_announced_generation_stands() -> None:
+    fleet, after = _leaving()
+    fleet.progress(after)
+    assert generations(_wait_for_the_boundary(fleet)) == []
+    assert (fleet.job().leaving, fleet.spec().seats) == (None, STAYS)
+
+
+def test_a_boundary_that_is_one_step_away_is_not_reached() -> None:
+    fleet, after = _leaving()
+    fleet.progress(after - 1)
+    (spec,) = generations(_wait_for_the_boundary(fleet))
+    assert f"the boundary after step {after} was not reached in time" in spec.sentence
+    assert (spec.after_step, spec.seats) == (None, STAYS)
