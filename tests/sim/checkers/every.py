@@ -12,6 +12,7 @@ from tests.sim.checkers.fencing import Fencing
 from tests.sim.checkers.generations import Generations
 from tests.sim.checkers.meshes import Meshes
 from tests.sim.checkers.paces import Paces
+from tests.sim.checkers.passages import Passages
 from tests.sim.checkers.placing import Placing
 from tests.sim.checkers.protection import Parities
 from tests.sim.checkers.recovery import Recovery
@@ -19,6 +20,7 @@ from tests.sim.checkers.remedies import Remedies
 from tests.sim.checkers.restores import Restores
 from tests.sim.checkers.returns import Returns
 from tests.sim.checkers.samples import Samples
+from tests.sim.checkers.silences import Silences
 from tests.sim.checkers.spills import Spills
 from tests.sim.checkers.suspicion import Suspicion
 from tests.sim.checkers.windows import Windows
@@ -31,6 +33,7 @@ def all_checkers() -> list[Checker]:
         Meshes(),
         Placing(),
         Fencing(),
+        Passages(),
         Restores(),
         Copies(),
         Budget(),
@@ -38,6 +41,7 @@ def all_checkers() -> list[Checker]:
         Blame(),
         Returns(),
         Suspicion(),
+        Silences(),
         Paces(),
         Durability(),
         Samples(),

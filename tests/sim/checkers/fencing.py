@@ -6,6 +6,7 @@ from collections import defaultdict
 
 from controller.core.effects import PutGeneration, PutVersion
 from controller.core.events import ReportArrived
+from controller.core.records import VersionRecord
 from everstep.ids import Version
 from everstep.wire.v1.training import GenerationSpec, Sealed
 from tests.sim import facts
@@ -15,7 +16,8 @@ from tests.sim.facts import Violation
 
 class Fencing(Checker):
     """A process goes from generation to generation and never back. A version is committed in its own generation only,
-    when every one of its ranks has finished that step there, and has said that it keeps it, and that it is safe."""
+    when every one of its ranks has finished that step there, and has said that it keeps it, and that it is safe, and
+    when no digests differ."""
 
     name = "fencing"
 
@@ -24,6 +26,7 @@ class Fencing(Checker):
         self._at: dict[int, tuple[int, int]] = {}
         self._stepped: dict[tuple[str, Version], set[int]] = defaultdict(set)
         self._kept: dict[tuple[str, Version], set[int]] = defaultdict(set)
+        self._digests: dict[tuple[str, Version], dict[str, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
         self._specs: dict[str, GenerationSpec] = {}
         self._decided: dict[tuple[str, int], GenerationSpec] = {}
         self._stored: dict[str, GenerationSpec] = {}
@@ -55,6 +58,7 @@ class Fencing(Checker):
 
     def _took_over(self, _fact: facts.TookOver) -> None:
         self._kept.clear()
+        self._digests.clear()
         self._specs = dict(self._stored)
 
     def _durable(self, fact: facts.Durable) -> None:
@@ -63,14 +67,22 @@ class Fencing(Checker):
 
     def _handled(self, fact: facts.Decided) -> None:
         event = fact.event
-        if isinstance(event, ReportArrived) and isinstance(event.body, Sealed) and event.body.kept and event.body.safe:
-            self._kept[event.body.job, event.body.version].add(event.body.rank)
+        if isinstance(event, ReportArrived) and isinstance(event.body, Sealed):
+            self._sealed(event.body)
         for effect in fact.effects:
             if isinstance(effect, PutGeneration):
                 self._specs[effect.spec.job] = effect.spec
                 self._decided[effect.spec.job, effect.spec.number] = effect.spec
             elif isinstance(effect, PutVersion):
                 self._commit(effect.doc.job, effect.doc.version)
+                self._compared(effect.doc)
+
+    def _sealed(self, seal: Sealed) -> None:
+        name = seal.job, seal.version
+        if seal.kept and seal.safe:
+            self._kept[name].add(seal.rank)
+        for group, digest in seal.digests.items():
+            self._digests[name][group][seal.rank] = digest
 
     def _commit(self, job: str, version: Version) -> None:
         spec = self._specs[job]
@@ -81,3 +93,13 @@ class Fencing(Checker):
             raise Violation(self.name, f"{job}: {version} is committed, and ranks {sorted(missing)} never finished it")
         if missing := ranks - self._kept[job, version]:
             raise Violation(self.name, f"{job}: {version} is committed, and ranks {sorted(missing)} do not keep it")
+
+    def _compared(self, doc: VersionRecord) -> None:
+        """Ranks that are to be alike said the same; and where it counts as verified, each was compared with another."""
+        groups = self._digests[doc.job, doc.version].values()
+        if differ := [sorted(votes) for votes in groups if len(set(votes.values())) > 1]:
+            raise Violation(self.name, f"{doc.job}: {doc.version} is committed, and digests of ranks {differ} differ")
+        compared = {rank for votes in groups if len(votes) > 1 for rank in votes}
+        if doc.verified_at is not None and (alone := set(range(doc.ranks)) - compared):
+            words = f"{doc.version} is verified, and ranks {sorted(alone)} were compared with nobody"
+            raise Violation(self.name, f"{doc.job}: {words}")

@@ -146,15 +146,20 @@ acts: st.SearchStrategy[Act] = st.one_of(
 )
 
 
-def _policy() -> CorePolicy:
+histories = st.integers(1, 60).flatmap(lambda count: st.lists(acts, min_size=count, max_size=count))
+"""Any length is as likely as any other: lists that are only bounded have five acts on average, and nothing happens."""
+
+
+def quick_policy() -> CorePolicy:
+    """Under which much happens soon."""
     quick = {"eviction_share": 0.5, "eviction_window_s": 20.0, "rank_flap_count": 4, "growth_interval_s": 0.5}
     return with_rules(msgspec.structs.replace(CorePolicy.lab(), remediate=Mode.ENFORCE, **quick))
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(acts, max_size=60))
+@given(histories)
 def test_invariants_hold_after_every_event(history: list[Act]) -> None:
-    fleet = CoreFleet(_policy())
+    fleet = CoreFleet(quick_policy())
     fleet.register(*NODES[:5])
     fleet.join(*NODES[:4], job="a", min_nodes=2, max_nodes=4, nproc_per_node=2, join_wait_s=1.0)
     for act in history:
@@ -185,10 +190,10 @@ def _check_history(fleet: CoreFleet) -> None:
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(acts, max_size=40))
+@given(histories)
 def test_after_quiet_nothing_stays_undecided(history: list[Act]) -> None:
     """When all nodes beat, probes pass and ranks do what they are told, every running job resumes."""
-    fleet = CoreFleet(_policy())
+    fleet = CoreFleet(quick_policy())
     fleet.register(*NODES)
     fleet.join(*NODES[:4], job="a", min_nodes=2, max_nodes=4, nproc_per_node=2, join_wait_s=1.0)
     for act in history:
@@ -211,15 +216,15 @@ def test_after_quiet_nothing_stays_undecided(history: list[Act]) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(acts, max_size=30))
+@given(histories)
 def test_the_same_log_gives_the_same_effects_without_the_beats(history: list[Act]) -> None:
-    fleet = _Recorder(_policy())
+    fleet = _Recorder(quick_policy())
     for act in history:
         try:
             act(fleet)
         except EverstepError:
             continue
-    again, effects = restore(_policy()), b""
+    again, effects = restore(quick_policy()), b""
     for event, at, reads in fleet.log:
         turn = take(again, _rewired(event), at, msgspec.json.decode(reads, type=list[Read]))
         found = turn.finish()

@@ -29,7 +29,7 @@ from everstep.wire.v1.training import (
     UserError,
 )
 from tests.support.core_fleet import CoreFleet
-from tests.unit.core.test_core_random import Act, acts, rank, step
+from tests.unit.core.test_core_random import Act, histories, rank, step
 
 JOB = "a"
 DECIDED = (PutFleet, PutGeneration, PutJob, PutNode, PutVerdict, PutVersion)
@@ -85,8 +85,8 @@ def _after(history: list[Act]) -> CoreFleet:
 
 
 @pytest.mark.parametrize("kind", OF_GENERATIONS, ids=lambda kind: kind.__name__)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(acts, max_size=12), st.integers(1, 6), rank, step)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(histories, st.integers(1, 6), rank, step)
 def test_what_is_said_of_a_generation_that_is_over_changes_nothing(
     kind: type[Any], history: list[Act], number: int, some_rank: int, at_step: int
 ) -> None:
@@ -101,8 +101,8 @@ def test_what_is_said_of_a_generation_that_is_over_changes_nothing(
         _changes_nothing(fleet, node, _said(kind, fleet.now, number, mine, at_step))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(acts, max_size=12), st.booleans(), st.booleans())
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(histories, st.booleans(), st.booleans())
 def test_what_an_earlier_launcher_says_changes_nothing(history: list[Act], joins: bool, orderly: bool) -> None:
     fleet = _after(history)
     record = fleet.state.jobs[JOB]
