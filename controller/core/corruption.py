@@ -121,9 +121,12 @@ def _second_opinion(turn: Turn, job: JobRecord, tied: list[str], what: str) -> b
 
 
 def case_settled(turn: Turn, case: Case) -> None:
-    """The nodes of a tie have been tried. Who computed wrongly is convicted; where nobody did, their history speaks."""
+    """The nodes of a tie have been tried. Who computed wrongly is convicted; where nobody did, their history speaks.
+
+    That is so of the nodes whatever has become of the job, which may have ended or be paused by now.
+    """
     job = turn.state.jobs.get(case.job)
-    if job is None or job.state is not JobState.RUNNING:
+    if job is None:
         return
     if case.failed:
         convicted = list(case.failed)
@@ -134,6 +137,8 @@ def case_settled(turn: Turn, case: Case) -> None:
     if not out:
         words = f"{case.what}; no work whose result is known came out wrong: {', '.join(case.suspects)} stay, suspected"
         turn.audit("second_pass.nobody", words, job=job.job, trace=case.trace)
+    if job.state is not JobState.RUNNING:
+        return
     if not out and _too_many(turn, job):
         jobs.fail(turn, job, f"{case.what}; {_times(job)}, and {_whose_fault(turn, job)}")
     elif out or any(is_seated(job, node) and not serving(turn, node) for node in case.failed):

@@ -6,7 +6,9 @@ That evictions stay within their budgets hangs on when each was decided; ``tests
 from __future__ import annotations
 
 from controller.core.blocks import least_seats, most_seats
+from controller.core.budget import FLEET
 from controller.core.correlation import names
+from controller.core.degraded import STORE
 from controller.core.membership import least_nodes, next_seats, seats_of
 from controller.core.records import JobRecord, NodeRecord
 from controller.core.state import FleetState, Tally
@@ -63,6 +65,8 @@ def _check_budget(state: FleetState) -> None:
         for node in nodes:
             record = state.nodes[node]
             assert not record.overruled or record.held_by == scope, f"{node} is held by {scope} and {record.held_by}"
+    asked_again = {FLEET, STORE} | ({of for _, kind, of in state.queued if kind == "held"} if state.held else set())
+    assert state.held.keys() <= asked_again, f"nobody asks again whether {state.held.keys() - asked_again} still hold"
 
 
 def _check_node(state: FleetState, record: NodeRecord) -> None:

@@ -23,6 +23,7 @@ from tests.sim.checkers.samples import Samples
 from tests.sim.checkers.silences import Silences
 from tests.sim.checkers.spills import Spills
 from tests.sim.checkers.suspicion import Suspicion
+from tests.sim.checkers.ways_out import WaysOut
 from tests.sim.checkers.windows import Windows
 
 
@@ -40,6 +41,7 @@ def all_checkers() -> list[Checker]:
         Evidence(),
         Blame(),
         Returns(),
+        WaysOut(),
         Suspicion(),
         Silences(),
         Paces(),

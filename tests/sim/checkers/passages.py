@@ -53,6 +53,7 @@ class Passages:
         self._entered: set[tuple[str, int]] = set()
         self._stepped: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
         self._over: dict[str, str] = {}
+        self._inherited: set[tuple[str, int]] = set()
 
     def watches(self) -> dict[type, Callable[[Any], None]]:
         return {
@@ -80,6 +81,8 @@ class Passages:
     def _took_over(self, _fact: facts.TookOver) -> None:
         self._jobs = {name: msgspec.json.decode(doc, type=_JobDoc) for name, doc in self._stored.items()}
         self._over.clear()
+        unsure = {name: job.generation for name, job in self._jobs.items() if job.resumed_at is None}
+        self._inherited = {(name, spec.number) for name, spec in unsure.items() if spec is not None}
 
     def _handled(self, fact: facts.Decided) -> None:
         event = fact.event
@@ -122,7 +125,8 @@ class Passages:
             before = _JobDoc()
         if before.leaving is not None and job.leaving is None:
             self._crossed(name, before.leaving, spec)
-        if before.resumed_at is None and job.resumed_at is not None:
+        by_acknowledgements = (name, spec.number) not in self._inherited  # else it is inferred from steps
+        if before.resumed_at is None and job.resumed_at is not None and by_acknowledgements:
             self._resumed(name, spec)
 
     def _crossed(self, name: str, left: GenerationSpec, spec: GenerationSpec) -> None:

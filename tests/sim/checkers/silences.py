@@ -7,7 +7,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from controller.core.effects import Audit
-from controller.core.events import AgentRegistered, ControllerStarted, NodeDisconnected, Tick
+from controller.core.events import (
+    AgentRegistered,
+    ControllerStarted,
+    HeartbeatChanged,
+    NodeDisconnected,
+    NodeHeard,
+    ReportArrived,
+    Tick,
+)
 from tests.sim import facts
 from tests.sim.facts import Violation
 
@@ -49,8 +57,13 @@ class Silences:
             self._listens_since = fact.at
         elif isinstance(event, AgentRegistered):
             self._lives[event.register.node] = event.register.incarnation
+            self._closed.pop(event.register.node, None)
         elif isinstance(event, NodeDisconnected) and self._lives.get(event.node, 0) <= event.incarnation:
             self._closed.setdefault(event.node, fact.at)
+        elif isinstance(event, NodeHeard | ReportArrived | HeartbeatChanged):
+            self._closed.pop(event.node, None)
+            for node, _ in event.others if isinstance(event, NodeHeard) else ():
+                self._closed.pop(node, None)
         heard = {node: live.pulse.heard_at for node, live in leader.state.live_nodes.items()}
         self._closed = {node: at for node, at in self._closed.items() if heard.get(node, fact.at) <= at}
         for effect in fact.effects:

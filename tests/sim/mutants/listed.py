@@ -48,6 +48,7 @@ from everstep.wire.v1.agent import Register
 from everstep.wire.v1.session import Frame
 from tests.sim import training_state
 from tests.sim.mutants.mutant import Mutant, nothing
+from tests.sim.mutants.of_passages import OF_PASSAGES
 from tests.sim.mutants.of_places import OF_PLACES
 from tests.sim.mutants.of_windows import OF_WINDOWS
 from tests.sim.mutants.surgery import method_mistaken, method_swapped, mistaken, swapped
@@ -388,4 +389,5 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a resumed generation is not noticed", lambda: swapped(resuming.rank_resumed, nothing)),
     *OF_WINDOWS,
     *OF_PLACES,
+    *OF_PASSAGES,
 )

@@ -43,3 +43,19 @@ def test_a_boundary_that_is_one_step_away_is_not_reached() -> None:
     (spec,) = generations(_wait_for_the_boundary(fleet))
     assert f"the boundary after step {after} was not reached in time" in spec.sentence
     assert (spec.after_step, spec.seats) == (None, STAYS)
+
+
+def test_a_smaller_bound_waits_for_a_boundary_too() -> None:
+    fleet = CoreFleet()
+    fleet.start(4)
+    fleet.progress(5)
+    (spec,) = generations(fleet.order(OperatorAction.RESIZE_JOB, job="job", size=3))
+    assert (spec.after_step or 0) > 5
+
+
+def test_where_nobody_knows_how_long_a_step_takes_the_boundary_is_ahead_all_the_same() -> None:
+    fleet = CoreFleet()
+    fleet.start(4)
+    fleet.progress(5, step_s=0.0)
+    fleet.order(OperatorAction.DRAIN, node="n3")
+    assert (fleet.spec().after_step or 0) > 5

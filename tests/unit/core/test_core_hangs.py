@@ -202,3 +202,20 @@ def test_one_trace_leads_from_the_first_witness_to_the_last_rank_that_steps() ->
     entries = [e.entry for e in fleet.effects[before:] if isinstance(e, Audit)]
     assert [entry.kind for entry in entries if entry.trace == trace] == ["generation", "resumed"]
     assert fleet.spec().trace == trace
+
+
+def test_a_job_goes_on_without_a_node_that_flaps_where_it_has_just_as_many_as_it_needs() -> None:
+    fleet = _flapping()
+    fleet.start(2, min_nodes=1)
+    for _ in range(3):
+        fleet.lose_rank(0)
+    assert (fleet.job_state(), fleet.seats()) == (JobState.RUNNING, ["n2"])
+
+
+def test_a_late_word_that_a_rank_does_not_tick_ends_none_that_has_entered_the_next_generation() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.lose_rank(0)
+    assert sent(fleet.unresponsive(1, generation=1), KillRank)
+    fleet.resume()
+    assert not sent(fleet.unresponsive(1, generation=1), KillRank)

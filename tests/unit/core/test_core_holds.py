@@ -352,6 +352,17 @@ def test_a_node_that_joins_its_rack_meanwhile_is_in_the_racks_window_too() -> No
     assert {fleet.node_state(node) for node in ("n1", "n2", "n3")} == {NodeState.HELD}
 
 
+def test_what_was_planned_for_a_rack_is_cancelled_for_that_rack_alone() -> None:
+    fleet = CoreFleet()
+    fleet.register("n1", domain=Domain(rack="A"))
+    fleet.register("n2", domain=Domain(rack="B"))
+    for rack in ("A", "B"):
+        _planned(fleet, 30.0, 60.0, rack=rack)
+    fleet.order(OperatorAction.CANCEL_MAINTENANCE, rack="A")
+    _everybody(fleet, 31.0)
+    assert (fleet.node_state("n1"), fleet.node_state("n2")) == (NodeState.HEALTHY, NodeState.HELD)
+
+
 def test_a_window_that_began_while_no_controller_was_there_begins_late_and_one_that_ended_never() -> None:
     fleet = CoreFleet()
     fleet.start(3)

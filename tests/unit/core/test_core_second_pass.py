@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from controller.core.events import ProbeRequested
+from controller.core.events import OperatorAction, ProbeRequested
 from controller.core.policy import CorePolicy
 from everstep.vocabulary import FindingKind, JobState, NodeState, ProbeKind
 from everstep.wire.v1.agent import Domain
@@ -249,3 +249,53 @@ def test_two_pairs_that_fail_while_all_partners_are_busy_are_both_tried() -> Non
             decisions(fleet.finish_probe(suspect, ok=True))
     assert fleet.state.cases == {}
     assert len(audits(fleet.effects, "second_pass.nobody")) == 2
+
+
+def test_a_peer_that_is_out_already_is_not_tried_again() -> None:
+    fleet = _fleet(6)
+    fleet.raise_finding("n2", xid())
+    assert fleet.node_state("n2") is NodeState.QUARANTINED
+    fleet.raise_finding("n1", _slow())
+    assert set(_pairs(fleet)) == {"n1"}
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_who_computes_wrongly_is_convicted_though_its_job_is_over_or_paused_meanwhile(over: bool) -> None:
+    fleet = _tied(min_nodes=2)
+    fleet.seal(5, digests={0: "x", 1: "y"})
+    if over:
+        fleet.order(OperatorAction.STOP_JOB, job="job")
+    else:
+        fleet.leave("n3")
+        fleet.leave("n1")
+    assert fleet.job_state() is (JobState.FAILED if over else JobState.PAUSED)
+    _computed(fleet, "n1")
+    assert ("n2", "evict") in _computed(fleet, "n2", ok=False, wrong=True)
+    assert fleet.state.nodes["n2"].needs_operator
+
+
+def test_a_diagnostic_sends_what_the_policy_says_and_a_persons_probe_what_is_usual() -> None:
+    fleet = _fleet()
+    diagnostic = sent(fleet.raise_finding("n1", _slow()), RunProbe)["n1"]
+    asked = sent(fleet.feed(ProbeRequested(nodes=("n3", "n4"), actor="ada", trace="t")), RunProbe)["n3"]
+    assert diagnostic.sizes == fleet.policy.probe_sizes
+    assert asked.sizes == RunProbe(probe="p", nodes=("a", "b"), store="s:0", timeout_s=1.0, trace="t").sizes
+    assert asked.sizes != diagnostic.sizes
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [(ProbeKind.MEMORY, FindingKind.MEMORY_WRONG), (ProbeKind.COMPUTE, FindingKind.COMPUTE_WRONG)],
+)
+def test_what_came_out_wrong_on_the_way_back_is_called_what_it_is(wrong: ProbeKind, found: FindingKind) -> None:
+    fleet = _fleet()
+    fleet.solos = False
+    fleet.raise_finding("n2", xid())
+    fleet.clear_finding("n2", xid().key)
+    fleet.advance(30.0, "n1", "n2", "n3", "n4")
+    while fleet.node_state("n2") is NodeState.PROBATION:
+        name, probe = next((name, probe) for name, probe in fleet.state.probes.items() if probe.nodes == ("n2",))
+        bad = probe.kind is wrong
+        fleet.report("n2", ProbeFinished(probe=name, ok=not bad, wrong=bad, began=True, detail="first at [3, 7]"))
+    assert [finding.kind for finding in fleet.state.nodes["n2"].own.values()] == [found]
+    assert fleet.state.nodes["n2"].needs_operator

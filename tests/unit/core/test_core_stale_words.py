@@ -63,7 +63,6 @@ def _known(state: FleetState) -> dict[str, object]:
 
 
 def _changes_nothing(fleet: CoreFleet, node: str, words: AnyReport) -> None:
-    fleet.hear(node)  # what follows from the node's being there is no matter of what it says
     before = _known(fleet.state)
     effects = fleet.report(node, words)
     assert not [effect for effect in effects if isinstance(effect, DECIDED)]
@@ -92,8 +91,9 @@ def test_what_is_said_of_a_generation_that_is_over_changes_nothing(
 ) -> None:
     fleet = _after(history)
     record = fleet.state.jobs[JOB]
-    spoken_of = {spec.number for spec in (record.generation, record.leaving) if spec is not None}
     for node, launcher in list(record.launchers.items()):
+        fleet.hear(node)  # what follows from the node's being there is no matter of what it says
+        spoken_of = {spec.number for spec in (record.generation, record.leaving) if spec is not None}
         if number in spoken_of or launcher.missing:  # a replacement takes a place in whatever generation
             continue
         seat = record.generation.member(node, 0) if record.generation is not None else None
@@ -107,6 +107,7 @@ def test_what_an_earlier_launcher_says_changes_nothing(history: list[Act], joins
     fleet = _after(history)
     record = fleet.state.jobs[JOB]
     for node, launcher in list(record.launchers.items()):
+        fleet.hear(node)
         life = launcher.incarnation - 1
         left = LauncherLeft(job=JOB, at=fleet.now, launcher=life, orderly=orderly)
         again = LauncherJoined(job=JOB, at=fleet.now, spec=record.spec, launcher=life, store="x:1")
