@@ -255,7 +255,7 @@ def test_a_peer_that_is_out_already_is_not_tried_again() -> None:
     fleet = _fleet(6)
     fleet.raise_finding("n2", xid())
     assert fleet.node_state("n2") is NodeState.QUARANTINED
-    fleet.raise_finding("n1", _slow())
+    fleet.raise_finding("n1", slow_link())
     assert set(_pairs(fleet)) == {"n1"}
 
 
@@ -276,7 +276,7 @@ def test_who_computes_wrongly_is_convicted_though_its_job_is_over_or_paused_mean
 
 def test_a_diagnostic_sends_what_the_policy_says_and_a_persons_probe_what_is_usual() -> None:
     fleet = _fleet()
-    diagnostic = sent(fleet.raise_finding("n1", _slow()), RunProbe)["n1"]
+    diagnostic = sent(fleet.raise_finding("n1", slow_link()), RunProbe)["n1"]
     asked = sent(fleet.feed(ProbeRequested(nodes=("n3", "n4"), actor="ada", trace="t")), RunProbe)["n3"]
     assert diagnostic.sizes == fleet.policy.probe_sizes
     assert asked.sizes == RunProbe(probe="p", nodes=("a", "b"), store="s:0", timeout_s=1.0, trace="t").sizes
