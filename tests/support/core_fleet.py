@@ -311,6 +311,7 @@ class CoreFleet:
                 member.rank,
                 job,
                 generation,
+                spec,
                 safe=safe,
                 kept=kept,
                 digests={"world": digest} if digest else {},
@@ -319,10 +320,17 @@ class CoreFleet:
         return self.effects[before:]
 
     def seal_one(
-        self, step: int, rank: int, job: str = "job", generation: int | None = None, **more: Any
+        self,
+        step: int,
+        rank: int,
+        job: str = "job",
+        generation: int | None = None,
+        spec: GenerationSpec | None = None,
+        **more: Any,
     ) -> list[Effect]:
-        """One rank seals its share of the version after ``step``. ``more``: other fields, or other values."""
-        spec = self.running(job)
+        """One rank seals its share of the version after ``step``. ``spec``: what it is in; the running generation, unless
+        a seal before has changed that. ``more``: other fields, or other values."""
+        spec = spec or self.running(job)
         number = spec.number if generation is None else generation
         fields = {"bytes": 100, "safe": True, "kept": True} | more
         words = Sealed(job=job, at=self.now, generation=number, rank=rank, version=Version(number, step), **fields)
