@@ -328,8 +328,8 @@ class CoreFleet:
         spec: GenerationSpec | None = None,
         **more: Any,
     ) -> list[Effect]:
-        """One rank seals its share of the version after ``step``. ``spec``: what it is in; the running generation, unless
-        a seal before has changed that. ``more``: other fields, or other values."""
+        """One rank seals its share of the version after ``step``. ``spec``: its generation; the running one,
+        unless a seal before has changed that. ``more``: other fields, or other values."""
         spec = spec or self.running(job)
         number = spec.number if generation is None else generation
         fields = {"bytes": 100, "safe": True, "kept": True} | more
