@@ -22,7 +22,7 @@ from everstep.wire.v1.training import GenerationSpec, Sealed
 
 def seal_arrived(turn: Turn, job: JobRecord, node: str, report: Sealed) -> None:
     """A rank's share of a version. Only ranks of the running generation count, each only for itself."""
-    heard_beyond_boundary(turn, job, node, report.rank, report.generation)
+    heard_beyond_boundary(turn, job, node, report.rank, report.generation, report.version.step)
     spec = running_spec(job)
     if spec is None or job.state is not JobState.RUNNING or report.generation != spec.number:
         turn.ignore("sealed.stale")

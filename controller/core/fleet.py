@@ -309,7 +309,7 @@ def _heartbeat(turn: Turn, event: HeartbeatChanged) -> None:
     for progress in event.ranks:
         job = turn.state.jobs.get(progress.job)
         if job is not None and is_beyond_boundary(job, progress):
-            heard_beyond_boundary(turn, job, event.node, progress.rank, progress.generation)
+            heard_beyond_boundary(turn, job, event.node, progress.rank, progress.generation, progress.step)
     take_progress(turn.state, event.node, event.ranks, turn.now)
     if event.findings is not None:
         pictures.take_picture(turn, event.node, event.findings)

@@ -302,10 +302,13 @@ def boundary_crossed(turn: Turn, job: JobRecord) -> None:
     hand_on(turn, job)
 
 
-def heard_beyond_boundary(turn: Turn, job: JobRecord, node: str, rank: int, number: int) -> None:
-    """A rank speaks of generation ``number``: where that is the announced one, it has left the running one in order."""
+def heard_beyond_boundary(turn: Turn, job: JobRecord, node: str, rank: int, number: int, step: int) -> None:
+    """A rank speaks of ``step`` in generation ``number``: where that is the announced one, the running one was left in
+    order. A newcomer enters as soon as it hears of it, and waits there: it tells of others once it has their step."""
     coming = job.generation
-    if job.leaving is not None and coming is not None and coming.number == number and coming.has(node, rank):
+    if job.leaving is None or coming is None or coming.number != number or not coming.has(node, rank):
+        return
+    if node in job.leaving.seated or step >= (coming.after_step or 0):
         boundary_crossed(turn, job)
 
 
@@ -315,7 +318,8 @@ def check_boundary(turn: Turn, job: JobRecord) -> None:
     spec = job.generation
     if job.leaving is None or spec is None:
         return
-    step, entered = turn.stride(job.job).step, turn.entered(job.job)
+    step = turn.stride(job.job).step
+    entered = any(spec.node_of(rank) in job.leaving.seated for rank in turn.entered(job.job))
     if entered or (step is not None and step >= (spec.after_step or 0)):
         if entered or turn.now >= live.fallback_at:
             boundary_crossed(turn, job)

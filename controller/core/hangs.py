@@ -61,7 +61,7 @@ def _replace(turn: Turn, job: JobRecord, spec: GenerationSpec, member: Member, s
 
 def rank_stalled(turn: Turn, job: JobRecord, node: str, report: RankStalled) -> None:
     """Notes where a rank stands; the one to blame is named a moment later, when the others have said the same."""
-    heard_beyond_boundary(turn, job, node, report.rank, report.generation)
+    heard_beyond_boundary(turn, job, node, report.rank, report.generation, report.step)
     spec = running_spec(job)
     if spec is None or job.state is not JobState.RUNNING or report.generation != spec.number:
         turn.ignore("rank_stalled.stale")

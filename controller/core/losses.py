@@ -158,7 +158,7 @@ def _note_flapping(turn: Turn, node: str, sentence: str, count: int) -> None:
 
 def collective_failed(turn: Turn, job: JobRecord, node: str, report: CollectiveFailed) -> None:
     """A witness. With a doubtful node in the roster it settles the matter; else others get a moment to say who."""
-    heard_beyond_boundary(turn, job, node, report.rank, report.generation)
+    heard_beyond_boundary(turn, job, node, report.rank, report.generation, report.step)
     spec = running_spec(job)
     if spec is None or job.state is not JobState.RUNNING or report.generation != spec.number:
         turn.ignore("collective_failed.stale")

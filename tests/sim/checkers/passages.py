@@ -4,8 +4,6 @@ before the boundary that was named, and it counts as stepping when each of its r
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
@@ -22,6 +20,7 @@ from everstep.wire.v1.training import (
     UserError,
 )
 from tests.sim import facts
+from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.facts import Violation
 
 OF_RANKS = (CollectiveFailed, RankStalled, RankUnresponsive, Sealed, UserError, RankLost)
@@ -42,7 +41,7 @@ class _JobDoc(msgspec.Struct):
     resumed_at: float | None = None
 
 
-class Passages:
+class Passages(Checker):
     """Compares what is decided with what processes did."""
 
     name = "passages"
@@ -53,9 +52,8 @@ class Passages:
         self._entered: set[tuple[str, int]] = set()
         self._stepped: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
         self._over: dict[str, str] = {}
-        self._inherited: set[tuple[str, int]] = set()
 
-    def watches(self) -> dict[type, Callable[[Any], None]]:
+    def watches(self) -> Watches:
         return {
             facts.Entered: self._enter,
             facts.Stepped: self._step,
@@ -63,9 +61,6 @@ class Passages:
             facts.TookOver: self._took_over,
             facts.Durable: self._durable,
         }
-
-    def complaint(self) -> str:
-        return ""
 
     def _enter(self, fact: facts.Entered) -> None:
         self._entered.add((fact.spec.job, fact.spec.number))
@@ -81,8 +76,6 @@ class Passages:
     def _took_over(self, _fact: facts.TookOver) -> None:
         self._jobs = {name: msgspec.json.decode(doc, type=_JobDoc) for name, doc in self._stored.items()}
         self._over.clear()
-        unsure = {name: job.generation for name, job in self._jobs.items() if job.resumed_at is None}
-        self._inherited = {(name, spec.number) for name, spec in unsure.items() if spec is not None}
 
     def _handled(self, fact: facts.Decided) -> None:
         event = fact.event
@@ -125,8 +118,7 @@ class Passages:
             before = _JobDoc()
         if before.leaving is not None and job.leaving is None:
             self._crossed(name, before.leaving, spec)
-        by_acknowledgements = (name, spec.number) not in self._inherited  # else it is inferred from steps
-        if before.resumed_at is None and job.resumed_at is not None and by_acknowledgements:
+        if before.resumed_at is None and job.resumed_at is not None:
             self._resumed(name, spec)
 
     def _crossed(self, name: str, left: GenerationSpec, spec: GenerationSpec) -> None:

@@ -3,9 +3,6 @@ many are silent that the network or the controller is suspected."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
 from controller.core.effects import Audit
 from controller.core.events import (
     AgentRegistered,
@@ -17,35 +14,28 @@ from controller.core.events import (
     Tick,
 )
 from tests.sim import facts
+from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.facts import Violation
-
-if TYPE_CHECKING:
-    from tests.sim.world import World
 
 DAWDLES_S = 1.0
 """In which a silence that is over its limit is looked at."""
 
 
-class Silences:
+class Silences(Checker):
     """Knows when each node was heard, since when the controller has listened, and whose connection closed."""
 
     name = "silences"
 
     def __init__(self) -> None:
-        self.world: World | None = None
         self._listens_since = 0.0
         self._lives: dict[str, int] = {}
         self._closed: dict[str, float] = {}
         self._expected: set[str] = set()
 
-    def watches(self) -> dict[type, Callable[[Any], None]]:
+    def watches(self) -> Watches:
         return {facts.Decided: self._handled}
 
-    def complaint(self) -> str:
-        return ""
-
     def _handled(self, fact: facts.Decided) -> None:
-        assert self.world is not None
         leader = self.world.leader()
         if leader is None:
             return
@@ -72,7 +62,6 @@ class Silences:
         self._expected = {node for node, record in leader.state.nodes.items() if record.reachable}
 
     def _lost(self, node: str, now: float, heard: dict[str, float]) -> None:
-        assert self.world is not None
         policy = self.world.plan.policy
         since = max(heard[node], self._listens_since)
         silent_s, closed_s = now - since, now - self._closed.get(node, now)
@@ -85,7 +74,6 @@ class Silences:
 
     def _many_are_silent(self, now: float, heard: dict[str, float]) -> bool:
         """Beyond all doubt: of the whole fleet."""
-        assert self.world is not None
         policy = self.world.plan.policy
         silent_at = now - policy.suspect_at_most_s - DAWDLES_S
         silent = {n for n in self._expected if max(heard[n], self._listens_since) < silent_at or n in self._closed}

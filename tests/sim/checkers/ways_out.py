@@ -3,18 +3,15 @@ answered for who computed wrongly, or was evicted by order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 from controller.core.effects import Audit, DropNode, PutNode, PutVerdict
 from controller.core.events import OperatorAction, OperatorCommand
 from controller.core.records import NodeRecord
 from everstep.vocabulary import Decision, FindingKind, NodeState, Severity, Verdict
 from tests.sim import facts
+from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.facts import Violation
-
-if TYPE_CHECKING:
-    from tests.sim.world import World
 
 WRONG = (FindingKind.DIGEST_MISMATCH, FindingKind.COMPUTE_WRONG, FindingKind.MEMORY_WRONG)
 CLEARED = ("node.acquitted", "node.repaired", "remedy.confirmed")
@@ -26,22 +23,18 @@ class _Quarantine(NamedTuple):
     causes: frozenset[str]
 
 
-class WaysOut:
+class WaysOut(Checker):
     """Follows nodes into quarantine and out of it. An operator's word is above that, and so is an acquittal."""
 
     name = "ways_out"
 
     def __init__(self) -> None:
-        self.world: World | None = None
         self._quarantined: dict[str, _Quarantine] = {}
         self._wrong: dict[str, str] = {}
         self._written: set[str] = set()
 
-    def watches(self) -> dict[type, Callable[[Any], None]]:
+    def watches(self) -> Watches:
         return {facts.Decided: self._handled, facts.Durable: self._durable, facts.TookOver: self._took_over}
-
-    def complaint(self) -> str:
-        return ""
 
     def _durable(self, fact: facts.Durable) -> None:
         self._written |= {row.id for row in fact.batch.verdicts}
@@ -70,12 +63,15 @@ class WaysOut:
 
     def _judged(self, fact: facts.Decided, verdict: Verdict) -> None:
         proved = any(found.kind in WRONG and found.severity is Severity.CRITICAL for found in verdict.evidence)
-        ordered = isinstance(fact.event, OperatorCommand)
+        event = fact.event
+        ordered = isinstance(event, OperatorCommand) and (event.kind, event.node) == (
+            OperatorAction.EVICT,
+            verdict.node,
+        )
         if (proved or ordered) and verdict.decision in (Decision.EVICT, Decision.QUARANTINE):
             self._wrong[verdict.node] = verdict.id
 
     def _take(self, now: float, record: NodeRecord) -> None:
-        assert self.world is not None
         node, before = record.node, self._quarantined.pop(record.node, None)
         if record.state is NodeState.QUARANTINED:
             self._quarantined[node] = _Quarantine(record.since, frozenset(record.causes))

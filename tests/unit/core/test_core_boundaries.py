@@ -59,3 +59,16 @@ def test_where_nobody_knows_how_long_a_step_takes_the_boundary_is_ahead_all_the_
     fleet.progress(5, step_s=0.0)
     fleet.order(OperatorAction.DRAIN, node="n3")
     assert (fleet.spec().after_step or 0) > 5
+
+
+def test_a_newcomer_that_waits_behind_the_boundary_says_nothing_of_who_is_before_it() -> None:
+    fleet = CoreFleet()
+    fleet.start(3, 1)
+    fleet.progress(5)
+    fleet.order(OperatorAction.DRAIN, node="n3")
+    spec, running = fleet.spec(), fleet.running()
+    (newcomer,) = (member for member in spec.roster if member.node == "n4")
+    fleet.progress_of(newcomer.rank, 0, spec=spec)
+    assert fleet.job().leaving == running
+    (regrouped,) = generations(fleet.lose_rank(0))
+    assert regrouped.number == spec.number + 1
