@@ -41,9 +41,15 @@ def stride_of(job: JobId, pace: Pace) -> Stride:
     return Stride(job, pace.newest_step, pace.newest_at, times[len(times) // 2] if times else 0.0)
 
 
+MATTERS = 0.05
+"""Of the time for a step: so much more than the median is worth a word. What lies below is noise of a loop that hardly
+computes."""
+
+
 class Laggards(msgspec.Struct, frozen=True, tag=True):
     """Whose own time for a step stands out in job ``of``: of ``known`` ranks that measure it ``median_s`` is the
-    (lower) median, and ``slow`` are those that need more than a factor of it, with their seconds."""
+    (lower) median, and ``slow`` are those that need more than a factor of it, and enough for a step to be later, with
+    their seconds."""
 
     of: JobId
     known: int
@@ -57,7 +63,8 @@ def laggards_of(job: JobId, pace: Pace, factor: float) -> Laggards:
     if not busy:
         return Laggards(job, 0, 0.0, {})
     median = sorted(busy.values())[(len(busy) - 1) // 2]
-    return Laggards(job, len(busy), median, {rank: own for rank, own in busy.items() if own > factor * median})
+    limit = max(factor * median, median + MATTERS * stride_of(job, pace).step_s)
+    return Laggards(job, len(busy), median, {rank: own for rank, own in busy.items() if own > limit})
 
 
 def take_progress(state: FleetState, node: str, ranks: Iterable[RankProgress], now: float) -> None:

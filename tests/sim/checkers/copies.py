@@ -95,17 +95,30 @@ class Copies(Checker):
         version = state.live_jobs[job].committed
         if version is None or (job, version) not in self._known or (job, version.generation) not in self._specs:
             return
-        harmed, held = self._since(job, version), self._held(job, version)
+        harmed = self._since(job, version)
         if any(state.nodes[node].reachable or self.world.machines[node].power for node in harmed):
             return
-        ranks = range(self._specs[job, version.generation].world_size)
         for one in restorability_of(state, state.jobs[job]).exposures:
-            if one.whole and one.falls_back is None and (lost := _lost(held, ranks, one.nodes)):
+            if one.whole and one.falls_back is None and (lost := self._lost(job, version, one.nodes)):
                 raise Violation(self.name, f"{job}: {one.sentence}; but ranks {lost} are held by nobody else")
 
+    def _lost(self, job: str, version: Version, without: Collection[str]) -> list[int]:
+        """Ranks whose shares of the version are gone without these nodes; none where a newer one, which the ranks would
+        choose and of which a controller that has just begun has not heard, is whole."""
+        newer = {
+            slot.version
+            for machine in self.world.machines.values()
+            for segment in machine.vault.of_job(job)
+            for slot in segment.sealed()
+            if slot.version > version and (job, slot.version.generation) in self._specs
+        }
+        gone = [self._gone(job, one, without) for one in (version, *sorted(newer))]
+        return gone[0] if all(gone) else []
 
-def _lost(held: dict[int, set[str]], ranks: Collection[int], without: Collection[str]) -> list[int]:
-    return [rank for rank in ranks if not held.get(rank, set()) - set(without)]
+    def _gone(self, job: str, version: Version, without: Collection[str]) -> list[int]:
+        held = self._held(job, version)
+        ranks = range(self._specs[job, version.generation].world_size)
+        return [rank for rank in ranks if not held.get(rank, set()) - set(without)]
 
 
 def _shares(slot: Slot) -> set[int]:

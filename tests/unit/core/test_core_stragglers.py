@@ -12,7 +12,7 @@ from controller.core.progress import Laggards, laggards_of
 from controller.core.state import Pace
 from controller.core.stragglers import KEY, slow_nodes
 from everstep.ids import Version
-from everstep.vocabulary import Decision, GenerationReason
+from everstep.vocabulary import Decision, GenerationReason, JobState
 from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.training import RankProgress
 from tests.support.core_fleet import CoreFleet, audits, decisions, generations
@@ -93,6 +93,26 @@ def test_slow_windows_before_an_interruption_do_not_count_after_it() -> None:
     _run(fleet, 4.0)
     assert KEY not in fleet.state.nodes["n2"].own, "it keeps up since then"
     assert fleet.state.live_jobs["job"].slow == {}
+
+
+def test_a_pause_lasts_as_many_windows_as_go_into_it() -> None:
+    fleet = _start(nodes=3, spares=0, min_nodes=3)
+    _run(fleet, 7.0, n2=0.049)
+    assert decisions(fleet.effects) == []
+    fleet.leave("n3")
+    fleet.advance(30.0, *fleet.state.nodes)
+    assert fleet.job().state is JobState.PAUSED
+    fleet.join("n3", min_nodes=3, max_nodes=3)
+    assert fleet.job().state is JobState.RUNNING
+    fleet.resume(restored=Version(1, 100), step=1001)
+    _run(fleet, 3.0, n2=0.049)
+    assert KEY not in fleet.state.nodes["n2"].own, "two windows of five"
+
+
+def test_who_computes_longer_than_others_that_hardly_compute_is_not_slow() -> None:
+    fleet = _start()
+    _run(fleet, 30.0, n1=0.0001, n2=0.0010, n3=0.0001, n4=0.0001, n5=0.0001)
+    assert decisions(fleet.effects) == []
 
 
 def test_where_many_are_slow_it_is_not_the_nodes() -> None:
