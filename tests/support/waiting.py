@@ -8,6 +8,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 DEADLINE_S = 60.0
+EVERY_S = 0.02
+"""Between looks: some ask a server, which counts what one identity asks in a second."""
 
 
 def until(condition: Callable[[], T], what: str, deadline_s: float = DEADLINE_S) -> T:
@@ -15,5 +17,5 @@ def until(condition: Callable[[], T], what: str, deadline_s: float = DEADLINE_S)
     end = time.perf_counter() + deadline_s
     while not (result := condition()):
         assert time.perf_counter() < end, f"not within {deadline_s} s: {what}"
-        time.sleep(0.002)
+        time.sleep(EVERY_S)
     return result
