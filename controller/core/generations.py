@@ -205,7 +205,7 @@ def _begin(turn: Turn, job: JobRecord, live: JobLive, spec: GenerationSpec) -> N
         live.spill_due = live.protect_due = turn.now
         turn.wake(turn.now, "job", job.job)
     live.pace.entered, live.resumed, live.slowest = set(), set(), None
-    live.inherited, live.first_step = False, None
+    live.inherited, live.first_steps = False, {}
     live.witnesses, live.stalls, live.pending = set(), {}, None
     live.resume_due, live.gather_due = turn.now + resume_patience_s(turn, live), 0.0
     if job.leaving is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from controller.core.checkpoints import expect_commit
 from controller.core.generations import (
@@ -18,6 +18,7 @@ from controller.core.state import JobLive
 from controller.core.stragglers import watch_pace
 from controller.core.turn import Turn
 from controller.core.wording import named
+from everstep.ids import Rank
 from everstep.vocabulary import GenerationReason, JobState
 from everstep.wire.v1.training import GenerationSpec, Member, Resumed
 
@@ -85,11 +86,11 @@ def _seen_to_step(turn: Turn, job: JobRecord, live: JobLive, spec: GenerationSpe
     """Whether a generation steps of which an earlier controller took acknowledgements, which are not said again.
 
     A rank that has finished two more steps in it had the others in the second of them, so each has finished the first.
+    It enters with the step at which it was interrupted, and is set to that of the version once: from the second step at
+    which it is seen its steps count.
     """
-    step = turn.stride(job.job).step
-    if step is not None and live.first_step is None:
-        live.first_step = step
-    if step is None or live.first_step is None or step < live.first_step + 2:
+    step = max(_counted(live, turn.steps(job.job)), default=None)
+    if step is None:
         turn.wake(turn.now + INHERITED_LOOK_S, "job", job.job)
         return False
     _steps(turn, job, live)
@@ -97,6 +98,16 @@ def _seen_to_step(turn: Turn, job: JobRecord, live: JobLive, spec: GenerationSpe
     turn.audit("resumed", sentence, job=job.job, generation=spec.number, trace=spec.trace, data={"step": str(step)})
     consider_growth(turn, job)
     return True
+
+
+def _counted(live: JobLive, steps: dict[Rank, int]) -> Iterator[int]:
+    """Steps of the ranks that have finished two of this generation. Notes where each is seen first."""
+    for rank, step in steps.items():
+        first = live.first_steps.get(rank, ())
+        if len(first) < 2 and step not in first:
+            live.first_steps[rank] = (*first, step)
+        elif len(first) == 2 and step >= first[1] + 2:
+            yield step
 
 
 def check_resumed(turn: Turn, job: JobRecord) -> None:

@@ -116,7 +116,7 @@ class JobLive(msgspec.Struct):
     of regroupings that named nobody. ``committed_at``: when ``committed`` was. ``slow``: for each node of which a rank
     was slow lately, numbers of the windows in which one was; ``window`` is the newest, looked at again at
     ``window_due`` (0.0: not awaited). ``inherited``: its generation had not resumed when this controller began;
-    ``first_step`` is the furthest step then. ``gather_due``: until when others
+    ``first_steps`` are the first two that each rank was then seen at. ``gather_due``: until when others
     that come back are waited for before the job grows (0.0: nobody came yet). ``offered_at``: since when a node that
     became able waits for the next Tick's look at the job (None: none does). ``untold``: number of a generation that
     is not written, so that nobody may hear of it before the database is back (0: none). ``spill_due``: when vaults are
@@ -156,7 +156,7 @@ class JobLive(msgspec.Struct):
     passed_over: dict[NodeId, float] = {}
     resume_attempts: int = 0
     inherited: bool = False
-    first_step: int | None = None
+    first_steps: dict[Rank, tuple[int, ...]] = {}
     blind: list[float] = []
     replaced: dict[NodeId, dict[int, float]] = {}
 

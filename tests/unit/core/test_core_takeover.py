@@ -15,15 +15,25 @@ def test_a_generation_whose_acknowledgements_an_earlier_controller_took_is_seen_
     fleet.start(3)
     fleet.lose_rank(0)
     fleet.restart()
-    fleet.progress(7)
-    fleet.advance(1.5, "n1", "n2", "n3")
-    assert fleet.job().resumed_at is None
-    fleet.progress(8)
-    fleet.advance(1.5, "n1", "n2", "n3")
-    assert fleet.job().resumed_at is None
-    fleet.progress(9)
+    for step in (7, 8, 9):
+        fleet.progress(step)
+        fleet.advance(1.5, "n1", "n2", "n3")
+        assert fleet.job().resumed_at is None
+    fleet.progress(10)
     fleet.advance(1.5, "n1", "n2", "n3")
     assert fleet.job().resumed_at is not None
+
+
+def test_steps_with_which_ranks_enter_and_to_which_they_are_set_back_are_none_of_a_generation() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.lose_rank(0)
+    fleet.restart()
+    for steps in ((0, 62, 64), (62, 62, 62), (63, 63, 63)):
+        for rank, step in enumerate(steps):
+            fleet.progress_of(rank, step)
+            fleet.advance(1.5, "n1", "n2", "n3")
+            assert fleet.job().resumed_at is None
 
 
 def test_a_generation_of_its_own_counts_as_resumed_by_acknowledgements_alone() -> None:
