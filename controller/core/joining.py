@@ -34,7 +34,8 @@ def launcher_joined(turn: Turn, node: str, report: LauncherJoined) -> None:
     if job is None:
         job = _create(turn, report)
     elif job.state in ENDED:
-        if report.launcher <= int(job.since * 1000):
+        ended_unheard = turn.state.store_away and job.since >= turn.state.store_away_at  # its launchers wait to be told
+        if ended_unheard or report.launcher <= int(job.since * 1000):
             turn.send(node, StopJob(job=job.job, ok=job.state is JobState.FINISHED, reason=job.sentence[:4096]))
             return
         _start_over(turn, job, report)

@@ -201,6 +201,8 @@ class RemedyDesk:
                     ask = False  # an order whose answer was lost may have been taken
                 if ask:
                     asked = True
+                    if remedy.due:  # it may take as long from here on: nobody hears that it is given up before that
+                        until = min(self._now() + patience_s, end)
                     await self._in_thread(self._remediator.apply, remedy)
                     ask = False
                 if await self._in_thread(self._remediator.is_done, remedy):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from controller.core.events import NodeObserved, StoreChanged
 from everstep.ids import Version
 from everstep.vocabulary import JobState, NodeState
-from everstep.wire.v1.directives import NewGeneration
+from everstep.wire.v1.directives import NewGeneration, StopJob
 from tests.support.core_fleet import CoreFleet, audits, sent
 from tests.support.findings import xid
 
@@ -121,3 +121,17 @@ def test_a_seal_from_before_what_is_committed_counts_for_nothing_after_a_restart
     fleet.seal(3)
     live = fleet.state.live_jobs["job"]
     assert (live.committed, live.settled, live.verified) == (Version(1, 4), Version(1, 4), Version(1, 4))
+
+
+def test_a_launcher_that_comes_while_the_end_of_its_job_waits_for_the_database_is_told_of_the_end() -> None:
+    """Nobody could hear of it yet, so it is one of those that wait, and begins nothing anew."""
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.feed(StoreChanged(away=True, reason="full", trace=fleet.trace()))
+    fleet.finish(0, 1)
+    fleet.advance(5.0, "n1", "n2")
+    before = len(fleet.effects)
+    fleet.launchers["job", "n2"] = int(1000 * fleet.now)
+    fleet.join("n2")
+    assert fleet.job_state() is JobState.FINISHED
+    assert sent(fleet.effects[before:], StopJob)["n2"].ok

@@ -292,6 +292,29 @@ def test_a_cure_has_its_full_patience_and_is_given_up_before_the_core_does(waite
     assert book.now < at + due_s
 
 
+def test_patience_with_a_cure_begins_when_the_outside_could_hear_of_it() -> None:
+    """It was away at first. Given up sooner, it would be carried out while the node serves again."""
+    machine, book = Machine(away=1, pending=10**9), Book()
+    at, asked_at, ask, done = book.now, 0.0, machine.apply, machine.is_done
+
+    def late(remedy: Remedy) -> None:
+        nonlocal asked_at
+        if machine.away:
+            book.now += 500.0
+        asked_at = book.now
+        ask(remedy)
+
+    def later(remedy: Remedy) -> bool:
+        book.now += 10.0
+        return done(remedy)
+
+    machine.apply, machine.is_done = late, later  # type: ignore[method-assign]
+    run(machine, book, wanted(1, RemedyKind.REBOOT, at=at, due=at + 1800.0))
+    assert (machine.applied, [told.ok for told in book.told]) == (["n1-a1"], [False])
+    assert book.now - asked_at >= PATIENCE_SHARE * 1800.0
+    assert book.now < at + 1800.0
+
+
 def test_a_cure_that_would_end_after_the_core_has_given_it_up_is_not_asked_for() -> None:
     machine, book = Machine(), Book()
     run(machine, book, wanted(1, RemedyKind.REBOOT, at=book.now - 600.0, due=book.now + 1200.0))
