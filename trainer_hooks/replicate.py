@@ -65,6 +65,13 @@ def _untold(seconds: float) -> None:
     return
 
 
+def refuse_sparse(module: nn.Module, cannot: str) -> None:
+    """Raises TypeError for a part whose gradients are sparse, by its name; ``cannot``: what they are not taken for."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise TypeError(f"{name} has sparse gradients, which cannot {cannot}")
+
+
 def replicate(
     module: nn.Module,
     *,
@@ -83,7 +90,11 @@ def replicate(
             parameters to all (25 to 35 ms for 2.1 M parameters over loopback).
         waited: told the seconds that each collective of an exact replica took.
         options: passed on to DistributedDataParallel.
+
+    Raises TypeError for sparse gradients where ``exact``.
     """
+    if exact:
+        refuse_sparse(module, "be added in the order of ranks: take sparse=False, or run.replicate(model, exact=False)")
     exact = exact and dist.get_world_size(process_group) > 1
     if exact:
         options.setdefault("bucket_cap_mb", 256)  # one bucket: without overlap, more buckets only cost latency

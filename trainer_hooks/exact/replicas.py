@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer_hooks.exact.sharded import TAKEN, ShardedGradients, sharded_gradients
 from trainer_hooks.exact.sums import Room, VirtualMean
+from trainer_hooks.replicate import refuse_sparse
 
 
 class Gradients:
@@ -74,7 +75,7 @@ class VirtualReplicas:
 
     def __init__(self, module: nn.Module, mean: VirtualMean, *, equal_already: bool) -> None:
         _refuse_running_statistics(module)
-        _refuse_sparse(module)
+        refuse_sparse(module, "be added over virtual ranks: take sparse=False")
         _refuse_nondeterminism(module)
         self._module = module
         shards = sharded_gradients(module, mean)
@@ -153,12 +154,6 @@ def _refuse_other_shards(module: nn.Module, shards: Sequence[ShardedGradients]) 
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) and parameter.requires_grad and parameter not in known:
             raise TypeError(f"{name} is a DTensor that fully_shard did not make: {TAKEN}")
-
-
-def _refuse_sparse(module: nn.Module) -> None:
-    for name, part in module.named_modules():
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
-            raise TypeError(f"{name} has sparse gradients, which virtual ranks cannot add: take sparse=False")
 
 
 def _refuse_nondeterminism(module: nn.Module) -> None:

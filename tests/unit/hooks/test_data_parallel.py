@@ -158,3 +158,13 @@ def test_a_single_rank_of_a_group_has_a_replica_like_any_so_that_a_job_may_shrin
         model(torch.ones(1, 2)).sum().backward()
     model(torch.ones(3, 2)).sum().backward()
     assert model.module.weight.grad.tolist() == [[4.0, 4.0]]
+
+
+def test_sparse_gradients_are_refused_by_name_on_one_rank_too_and_taken_where_their_order_does_not_matter(alone: None):
+    run = Run(Place(device=torch.device("cpu"), mesh=lambda: init_device_mesh("cpu", (1,))), IdleKeeper())
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True))
+    with pytest.raises(TypeError, match=r"0 has sparse gradients, .* exact=False"):
+        run.replicate(model)
+    replicas = run.replicate(model, exact=False)
+    replicas(torch.tensor([1])).sum().backward()
+    assert model[0].weight.grad.is_sparse
