@@ -131,9 +131,9 @@ class Evidence(Checker):
         self._states[node] = state
 
     def _on_probation(self, node: str) -> None:
-        """What was passed before a probation began does not count in it."""
+        """What was passed before a probation began does not count in it; one that is still under way does."""
         if self._states.get(node) is not NodeState.PROBATION:
-            self._probes.pop(node, None)
+            self._probes[node] = {probe for probe in self._probes[node] if node not in self._passed[probe]}
             self._skipped.discard(node)
 
     def _came_back(self, fact: facts.Decided, node: str) -> None:
