@@ -9,7 +9,7 @@ is spared only where as many show it then: a fault that stays on a few nodes kee
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from itertools import chain
 
 from controller.core.records import NodeRecord
@@ -82,16 +82,13 @@ def _joined(turn: Turn, rule: Rule, name: str, seen: Collection[str], node: str,
             f"and no node is evicted for it under {rule.id} while that lasts",
         )
     waiting = state.outbreaks.setdefault(name, {})
-    asked = seen if began or len(seen) <= rule.correlated_nodes else [node]
-    new = [
-        other for other in asked if other in seen and other not in waiting and common_cause(state, rule, seen, other)
-    ]
-    if began:  # who showed it long ago, and was judged for it a moment ago
-        new += [
-            other
-            for other, record in state.nodes.items()
-            if other not in seen and _is_out_for(record, name, turn.now) and common_cause(state, rule, seen, other)
-        ]
+    if began:  # and who showed it long ago, and was judged for it a moment ago
+        asked = [*seen, *(other for other in _out_for(state, name, turn.now) if other not in seen)]
+    elif len(seen) <= rule.correlated_nodes:
+        asked = list(seen)
+    else:
+        asked = [node] if node in seen else []
+    new = [other for other in asked if other not in waiting and common_cause(state, rule, seen, other)]
     waiting.update(dict.fromkeys([*new, node], True))
     return new
 
@@ -178,12 +175,15 @@ def shared(state: FleetState, node: str, finding: Finding, now: float) -> str:
     name, since = signature(finding), now - state.policy.rules.rule(finding).correlated_s
     lately = (other for other, at in state.sightings.get(name, {}).items() if at >= since)
     still = (other for other in state.outbreaks.get(name, ()) if _keeps_alive(state.nodes[other], name))
-    out = (other for other, record in state.nodes.items() if _is_out_for(record, name, now))
-    return next((f"{other} shows {name} as well" for other in chain(lately, still, out) if other != node), "")
+    alike = chain(lately, still, _out_for(state, name, now))
+    return next((f"{other} shows {name} as well" for other in alike if other != node), "")
 
 
-def _is_out_for(record: NodeRecord, name: str, now: float) -> bool:
-    return now < under_reserve_until(record) and record.course is not None and name in record.course.signs.values()
+def _out_for(state: FleetState, name: str, now: float) -> Iterator[str]:
+    """Who is out for it, under reserve."""
+    for node, record in state.nodes.items():
+        if now < under_reserve_until(record) and record.course is not None and name in record.course.signs.values():
+            yield node
 
 
 def under_reserve_until(record: NodeRecord) -> float:

@@ -6,17 +6,7 @@ whole, never queried by its inside, so columns exist only for what is looked up.
 
 from __future__ import annotations
 
-from sqlalchemy import (
-    BigInteger,
-    Column,
-    Float,
-    Index,
-    Integer,
-    MetaData,
-    PrimaryKeyConstraint,
-    Table,
-    Text,
-)
+from sqlalchemy import BigInteger, Column, Float, Index, Integer, MetaData, PrimaryKeyConstraint, Table, Text
 
 HEAD = "0006"
 """The newest migration; a database at this revision needs no migration tool at start."""
