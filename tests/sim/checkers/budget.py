@@ -17,6 +17,7 @@ from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.training import GenerationSpec
 from tests.sim import facts
 from tests.sim.checkers.checker import Checker, Watches
+from tests.sim.checkers.stored import Stored
 from tests.sim.facts import Violation
 
 ENDS = ("job.paused", "job.failed", "job.finished")
@@ -57,8 +58,7 @@ class Budget(Checker):
         self._store_away = False
         self._ordered: set[str] = set()
         self._nodes: set[str] = set()
-        self._stored_nodes: dict[str, str] = {}
-        self._stored_jobs: dict[str, str] = {}
+        self._stored = Stored()
         self._reachable: set[str] = set()
         self._racks: dict[str, str] = {}
         self._jobs: dict[str, _JobDoc] = {}
@@ -73,10 +73,10 @@ class Budget(Checker):
 
     def _took_over(self, _fact: facts.TookOver) -> None:
         self._store_away = False
-        nodes = {name: msgspec.json.decode(doc, type=_NodeDoc) for name, doc in self._stored_nodes.items()}
+        nodes = self._stored.nodes(_NodeDoc)
         self._reachable = {name for name, doc in nodes.items() if doc.reachable}
         self._racks = {name: doc.domain.rack for name, doc in nodes.items()}
-        self._jobs = {name: msgspec.json.decode(doc, type=_JobDoc) for name, doc in self._stored_jobs.items()}
+        self._jobs = self._stored.jobs(_JobDoc)
 
     def _handled(self, fact: facts.Decided) -> None:
         if isinstance(fact.event, StoreChanged):
@@ -171,14 +171,8 @@ class Budget(Checker):
     # --- what is written ---------------------------------------------------------------------------------------------
 
     def _durable(self, fact: facts.Durable) -> None:
-        for node in fact.batch.forgotten_nodes:
-            self._stored_nodes.pop(node, None)
-            self._nodes.discard(node)
-        for job in fact.batch.forgotten_jobs:
-            self._stored_jobs.pop(job, None)
-        self._stored_nodes |= fact.batch.nodes
-        self._stored_jobs |= fact.batch.jobs
-        self._nodes |= fact.batch.nodes.keys()
+        self._stored.note(fact.batch)
+        self._nodes = (self._nodes - set(fact.batch.forgotten_nodes)) | fact.batch.nodes.keys()
         acquitted = {row.node: row.at for row in fact.batch.audit if row.kind == "node.acquitted"}
         convicted = {row.node for row in fact.batch.verdicts if row.decision == Decision.EVICT}
         self._take_back({node: at for node, at in acquitted.items() if node not in convicted})

@@ -21,6 +21,7 @@ from everstep.wire.v1.training import (
 )
 from tests.sim import facts
 from tests.sim.checkers.checker import Checker, Watches
+from tests.sim.checkers.stored import Stored
 from tests.sim.facts import Violation
 
 OF_RANKS = (CollectiveFailed, RankStalled, RankUnresponsive, Sealed, UserError, RankLost)
@@ -48,7 +49,7 @@ class Passages(Checker):
 
     def __init__(self) -> None:
         self._jobs: dict[str, _JobDoc] = {}
-        self._stored: dict[str, str] = {}
+        self._stored = Stored()
         self._entered: set[tuple[str, int]] = set()
         self._stepped: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
         self._over: dict[str, str] = {}
@@ -69,12 +70,10 @@ class Passages(Checker):
         self._stepped[fact.job, fact.generation][fact.rank] = fact.step
 
     def _durable(self, fact: facts.Durable) -> None:
-        for job in fact.batch.forgotten_jobs:
-            self._stored.pop(job, None)
-        self._stored |= fact.batch.jobs
+        self._stored.note(fact.batch)
 
     def _took_over(self, _fact: facts.TookOver) -> None:
-        self._jobs = {name: msgspec.json.decode(doc, type=_JobDoc) for name, doc in self._stored.items()}
+        self._jobs = self._stored.jobs(_JobDoc)
         self._over.clear()
 
     def _handled(self, fact: facts.Decided) -> None:

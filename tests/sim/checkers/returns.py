@@ -14,6 +14,7 @@ from controller.core.rules import SecondPass
 from everstep.vocabulary import Action, Finding, Mode, NodeState
 from tests.sim import facts
 from tests.sim.checkers.checker import Checker, Watches
+from tests.sim.checkers.stored import Stored
 from tests.sim.facts import Violation
 
 SERVING = (NodeState.HEALTHY, NodeState.SUSPECT)
@@ -30,7 +31,7 @@ class Returns(Checker):
     name = "returns"
 
     def __init__(self) -> None:
-        self._stored: dict[str, str] = {}
+        self._stored = Stored()
         self._states: dict[str, NodeState] = {}
         self._shown: dict[str, set[tuple[str, int | None]]] = {}
         self._ended: dict[tuple[str, str, int | None], float] = {}  # by node and what is alike: when it showed it last
@@ -40,13 +41,11 @@ class Returns(Checker):
         return {facts.Decided: self._handled, facts.Durable: self._durable, facts.TookOver: self._took_over}
 
     def _durable(self, fact: facts.Durable) -> None:
-        for node in fact.batch.forgotten_nodes:
-            self._stored.pop(node, None)
-        self._stored |= fact.batch.nodes
+        self._stored.note(fact.batch)
 
     def _took_over(self, _fact: facts.TookOver) -> None:
         """What was decided and not written has never been."""
-        self._states = {node: msgspec.json.decode(doc, type=_NodeDoc).state for node, doc in self._stored.items()}
+        self._states = {node: doc.state for node, doc in self._stored.nodes(_NodeDoc).items()}
 
     def _handled(self, fact: facts.Decided) -> None:
         for effect in fact.effects:

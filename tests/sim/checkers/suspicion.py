@@ -10,6 +10,7 @@ from everstep.vocabulary import GenerationReason, NodeState
 from everstep.wire.v1.training import CollectiveFailed, GenerationSpec
 from tests.sim import facts
 from tests.sim.checkers.checker import Checker, Watches
+from tests.sim.checkers.stored import Stored
 from tests.sim.facts import Violation
 
 
@@ -28,9 +29,8 @@ class Suspicion(Checker):
 
     def __init__(self) -> None:
         self._states: dict[str, NodeState] = {}
-        self._stored: dict[str, str] = {}
+        self._stored = Stored()
         self._seats: dict[str, set[str]] = {}
-        self._stored_jobs: dict[str, str] = {}
         self._numbers: dict[str, int] = {}
         self._witnessed: dict[str, int] = {}
 
@@ -38,14 +38,13 @@ class Suspicion(Checker):
         return {facts.Decided: self._handled, facts.Durable: self._durable, facts.TookOver: self._took_over}
 
     def _durable(self, fact: facts.Durable) -> None:
-        self._stored |= fact.batch.nodes
-        self._stored_jobs |= fact.batch.jobs
+        self._stored.note(fact.batch)
 
     def _took_over(self, _fact: facts.TookOver) -> None:
-        self._states = {n: msgspec.json.decode(doc, type=_NodeDoc).state for n, doc in self._stored.items()}
+        self._states = {node: doc.state for node, doc in self._stored.nodes(_NodeDoc).items()}
         self._seats, self._numbers, self._witnessed = {}, {}, {}
-        for name, doc in self._stored_jobs.items():
-            spec = msgspec.json.decode(doc, type=_JobDoc).generation
+        for name, doc in self._stored.jobs(_JobDoc).items():
+            spec = doc.generation
             self._seats[name] = {member.node for member in spec.roster} if spec is not None else set()
 
     def _handled(self, fact: facts.Decided) -> None:
