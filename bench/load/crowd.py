@@ -327,11 +327,14 @@ class Crowd:
         return sorted(self.homecoming.answered)
 
     def do_lose_rank(self, job: str) -> dict[str, Any] | None:
-        """One agent of the job reports the loss of its first rank. Returns when, and in which generation; None where
-        none of the job's agents is in this crowd."""
-        agent = next((one for one in self.agents if one.job == job and one.first_rank is not None), None)
-        if agent is None or agent.first_rank is None:
+        """One agent of the job, each time the next, reports the loss of its first rank: a node that lost them all would
+        be left out for it. Returns when, and in which generation; None where none of the job's agents is in this
+        crowd."""
+        members = [one for one in self.agents if one.job == job and one.first_rank is not None]
+        if not members:
             return None
+        agent = members[members[0].generation % len(members)]
+        assert agent.first_rank is not None
         generation, at = agent.generation, time.time()
         self._report(agent, messages.rank_lost(job, generation, agent.first_rank))
         return {"at": at, "generation": generation}

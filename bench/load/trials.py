@@ -18,6 +18,8 @@ MIB = 1 << 20
 VISIT_FLOOR_MS = 100.0
 """What a person does not notice; a load balancer gives a health check a second or more."""
 VISITORS_START_S = 1.0
+LOSSES_OF_A_NODE = 3
+"""Of ranks, within minutes: one that loses more is left out by its job."""
 FULL_NODES, FULL_INTERVAL_S = 12_500, 1.0
 """100,000 GPUs at the rate for which the fleet's figures are set."""
 
@@ -74,6 +76,7 @@ JUDGEMENTS = ("correlated", "evict", "hold_by_budget")
 
 def one_failure(fleet: Fleet, rounds: int) -> list[Row]:
     """A rank is lost, again and again: until the next generation is at every node of its job."""
+    rounds = min(rounds, LOSSES_OF_A_NODE * fleet.nodes)
     took = [_lose_a_rank(fleet, f"job-{number % fleet.jobs:03d}") for number in range(rounds)]
     name = f"rank lost, to the push at all {fleet.nodes_of_a_job} nodes of its job"
     return [
