@@ -23,7 +23,7 @@ from bench.checkpoint_rows import four, gpu, losses, peers, reading, single, tra
 from bench.checkpoint_rows.curves import curves
 from bench.checkpoint_rows.processes import Crew
 from bench.checkpoint_rows.state import Size
-from bench.table import Row, add_arguments, finish, write_json
+from bench.table import Row, finish, parser_of, write_json
 
 TENSORS, TENSOR_BYTES, QUICK_TENSOR_BYTES = 64, 16 << 20, 1 << 20
 SMALL_TENSORS = 1000
@@ -55,8 +55,7 @@ def parts(crew: Crew, options: argparse.Namespace) -> list[tuple[str, Callable[[
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.checkpoint", description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
+    parser = parser_of("checkpoint", __doc__)
     parser.add_argument("--repeats", type=int, help=f"of each measurement (default {REPEATS}; quick {QUICK_REPEATS})")
     parser.add_argument("--kills", type=int, help=f"double kills of each kind (default {KILLS}; quick {QUICK_KILLS})")
     parser.add_argument("--no-peers", action="store_true", help="leave torch.save, DCP and NVIDIA's out")

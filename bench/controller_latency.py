@@ -9,7 +9,6 @@ nothing new.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import queue
@@ -27,7 +26,7 @@ from typing import Any
 import msgspec
 from rich.progress import Progress
 
-from bench.table import Row, add_arguments, finish
+from bench.table import Row, finish, parser_of
 from everstep.tokens import TokenRole, mint
 from everstep.wire.v1.agent import DirectivesAnswer, Heartbeat, Numbered, Register, Reports
 from everstep.wire.v1.directives import NewGeneration
@@ -182,8 +181,7 @@ def rows_of(times: dict[str, list[float]]) -> list[Row]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.controller_latency", description=__doc__.splitlines()[0])
-    add_arguments(parser)
+    parser = parser_of("controller_latency", __doc__)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--database", default="", help="default: an SQLite file in a temporary directory")
     options = parser.parse_args(argv)

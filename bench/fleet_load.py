@@ -25,7 +25,7 @@ from bench.load.curves import draw
 from bench.load.events import Follower
 from bench.load.fleet import Controller, Fleet
 from bench.load.postgres import own_postgres
-from bench.table import Row, add_arguments, finish
+from bench.table import Row, finish, parser_of
 
 MOST_JOBS = 10
 STORMING = 100
@@ -144,8 +144,7 @@ UNITS = ("cores", "us", "MiB")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.fleet_load", description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
+    parser = parser_of("fleet_load", __doc__)
     parser.add_argument("--nodes", type=int, default=12_500)
     parser.add_argument("--seconds", type=float, default=30.0, help="of undisturbed beats (default 30)")
     parser.add_argument("--interval", type=float, default=1.0, help="seconds between a node's beats")

@@ -8,7 +8,6 @@ passes take turns, so that a busy moment of the machine meets every one of them.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy.typing as npt
 
 from agent.vault.parity import gf
 from agent.vault.parity.stripes import parity_bytes
-from bench.table import Row, add_arguments, finish
+from bench.table import Row, finish, parser_of
 
 COPY = "copy (numpy), one member"
 FLOOR, AIM = 1 / 3, 1 / 2
@@ -31,9 +30,8 @@ Pass = tuple[str, int, Callable[[], object]]
 
 def main() -> int:
     """Prints the table; the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of("parity", __doc__)
     parser.add_argument("--mib", type=int, default=64, help="of one member; more than the caches hold")
-    add_arguments(parser)
     options = parser.parse_args()
     return measure(options.mib << 20, 3 if options.quick else 15, options.json)
 

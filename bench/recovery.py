@@ -9,7 +9,6 @@ as the controller's log tells it.
 
 from __future__ import annotations
 
-import argparse
 import signal
 import statistics
 import sys
@@ -21,7 +20,7 @@ from bench import everstep_runs as ours
 from bench.peers import run as peers
 from bench.plain_runs import plain_step_seconds
 from bench.recoveries import Recovered
-from bench.table import Row, add_arguments, finish, write_json
+from bench.table import Row, finish, parser_of, write_json
 
 KILL_FLOOR_S, KILL_AIM_S = 0.5, 0.15
 STOP_FLOOR_S, STOP_AIM_S = 1.5, 1.2
@@ -130,8 +129,7 @@ def peer_rows(repeats: int) -> list[Row]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.recovery", description=__doc__)
-    add_arguments(parser)
+    parser = parser_of("recovery", __doc__)
     parser.add_argument("--repeats", type=int, default=10, help="faults of each kind")
     parser.add_argument("--no-peers", action="store_true", help="leave torchft and torchrun out")
     parser.add_argument("--only", help="run the parts whose name contains this")

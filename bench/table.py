@@ -78,10 +78,14 @@ def versions() -> dict[str, str]:
     return found
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags every bench has."""
+def parser_of(name: str, text: str | None) -> argparse.ArgumentParser:
+    """Of ``python -m bench.NAME``, with the flags every bench has; its docstring, ``text``, is its help."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m bench.{name}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write machine, versions and rows to FILE")
     parser.add_argument("--quick", action="store_true", help="fewer repeats, for make bench")
+    return parser
 
 
 def write_json(path: Path, rows: list[Row]) -> None:

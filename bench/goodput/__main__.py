@@ -9,7 +9,6 @@ The larger fleet takes the better part of an hour of one core: ``--large-days`` 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from bench.goodput.picture import draw
 from bench.goodput.recovery_model import GPUS_PER_NODE, RecoveryModel
 from bench.goodput.restart_all import RestartAll
 from bench.goodput.runs import Assumptions, Outcome, play, replays, repricings
-from bench.table import Row, add_arguments, finish
+from bench.table import Row, finish, parser_of
 
 PUBLISHED = {"Llama 3, 16,384 GPUs: over 90 %": 0.90, "ByteRobust, 9,600 GPUs: 97 %": 0.97}
 SMALL, LARGE = 16_384 // GPUS_PER_NODE, 131_072 // GPUS_PER_NODE
@@ -30,8 +29,7 @@ CAUSES_SHOWN = 8
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.goodput", description=__doc__)
-    add_arguments(parser)
+    parser = parser_of("goodput", __doc__)
     parser.add_argument("--days", type=float, default=54.0, help="of the smaller fleet (default: 54)")
     parser.add_argument("--large-days", type=float, default=54.0, help="of the larger fleet (default: 54)")
     parser.add_argument("--recovery", type=Path, metavar="JSON", help="figures that bench.recovery --json has written")

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import msgspec
 
+import bench.soak
 from bench.soak import checks
 from bench.soak.faults import draw_fault
 from bench.soak.fleet import NAMES, Fleet, undisturbed
-from bench.table import Row, add_arguments, finish
+from bench.table import Row, finish, parser_of
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.operator import JobDetail
 from examples.demo.story import Run
@@ -30,8 +31,7 @@ LAST_STEPS = 60
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.soak", description="Random faults while a job trains.")
-    add_arguments(parser)
+    parser = parser_of("soak", bench.soak.__doc__)
     parser.add_argument("--seconds", type=float, default=120.0, help="how long faults are struck")
     parser.add_argument("--seed", type=int, default=1, help="draws the faults, their victims and their moments")
     parser.add_argument("--layout", choices=["ddp", "fsdp2"], default="ddp")
