@@ -89,7 +89,7 @@ class Channel:
         self.receive_into(memoryview(body))
         try:
             return decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise MalformedMessage(f"{self.peer} sent a frame that is no known message: {error}") from error
 
     # --- bulk -----------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class FrameDecoder(Generic[T]):
             del self._buffer[:end]
             try:
                 messages.append(self._decoder.decode(body))
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:  # msgspec lets bad UTF-8 through as the latter
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # the latter two come as they are
                 raise MalformedMessage(f"a frame of {length} bytes is not a known message: {error}") from error
         return messages
 

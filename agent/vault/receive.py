@@ -10,9 +10,10 @@ from __future__ import annotations
 import ctypes
 import secrets
 import threading
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import xxhash
 
@@ -26,6 +27,10 @@ from everstep.ids import Version
 from everstep.slot_choice import slot_to_fill
 from everstep.slots import CHUNK_BYTES, chunk_count, slot_bytes_for
 from everstep.wire.v1.transfer import ManifestPart, Part, Put, split_digests
+
+
+MANIFEST = -1
+"""The manifest among a transfer's pieces; the others are chunks, by their numbers."""
 
 
 class Incoming:
@@ -47,6 +52,38 @@ class Incoming:
         self.writers: set[Channel] = set()
         self.given_up = False
         self.left = False
+        self._lock = threading.Lock()
+        self._turns: Counter[int] = Counter()
+
+    @contextmanager
+    def bringing(self, piece: int) -> Iterator[Callable[[], None]]:
+        """While a connection brings a piece. It counts once what is yielded is called; not where another connection has
+        begun to bring it, or broken off in it, since this one began: nobody knows what lies there then."""
+        turn = self._turn(piece)
+        try:
+            yield partial(self._count, piece, turn)
+        except BaseException:
+            self._turn(piece)
+            raise
+
+    def _turn(self, piece: int) -> int:
+        with self._lock:
+            self._note(piece, here=False)
+            self._turns[piece] += 1
+            return self._turns[piece]
+
+    def _count(self, piece: int, turn: int) -> None:
+        with self._lock:
+            if self._turns[piece] == turn:
+                self._note(piece, here=True)
+
+    def _note(self, piece: int, *, here: bool) -> None:
+        if piece == MANIFEST:
+            self.has_manifest = here
+        elif here:
+            self.done.add(piece)
+        else:
+            self.done.discard(piece)
 
     def is_for(self, sender: str, put: Put) -> bool:
         """Whether these very bytes are what ``sender`` offers."""
@@ -188,13 +225,14 @@ class Receiver:
             self._leave(incoming, channel)
 
     def _receive_manifest(self, incoming: Incoming, channel: Channel) -> EverstepError | None:
-        for start in range(0, len(incoming.manifest), CHUNK_BYTES):
-            channel.receive_into(incoming.manifest[start : start + CHUNK_BYTES])
-            if not channel.status():
-                return _moved_on(incoming)
-        if xxhash.xxh3_128_digest(incoming.manifest) != incoming.digests[0]:
-            return self._corrupt(incoming, "the manifest")
-        incoming.has_manifest = True
+        with incoming.bringing(MANIFEST) as counts:
+            for start in range(0, len(incoming.manifest), CHUNK_BYTES):
+                channel.receive_into(incoming.manifest[start : start + CHUNK_BYTES])
+                if not channel.status():
+                    return _moved_on(incoming)
+            if xxhash.xxh3_128_digest(incoming.manifest) != incoming.digests[0]:
+                return self._corrupt(incoming, "the manifest")
+            counts()
         self._tally.add("received_manifests")
         return None
 
@@ -203,14 +241,14 @@ class Receiver:
         failure: EverstepError | None = None
         for index in range(part.first, part.first + part.chunks):
             chunk = incoming.chunk(index)
-            incoming.done.discard(index)  # sent once more, and perhaps cut off in the middle
-            channel.receive_into(chunk)
-            if not channel.status():
-                return failure or _moved_on(incoming)
-            if xxhash.xxh3_128_digest(chunk) == incoming.digests[index + 1]:
-                incoming.done.add(index)
-            elif failure is None:
-                failure = self._corrupt(incoming, f"chunk {index}")
+            with incoming.bringing(index) as counts:
+                channel.receive_into(chunk)
+                if not channel.status():
+                    return failure or _moved_on(incoming)
+                if xxhash.xxh3_128_digest(chunk) == incoming.digests[index + 1]:
+                    counts()
+                elif failure is None:
+                    failure = self._corrupt(incoming, f"chunk {index}")
         return failure
 
     def _corrupt(self, incoming: Incoming, what: str) -> DigestMismatch:

@@ -66,6 +66,9 @@ def rank_stalled(turn: Turn, job: JobRecord, node: str, report: RankStalled) -> 
     if spec is None or job.state is not JobState.RUNNING or report.generation != spec.number:
         turn.ignore("rank_stalled.stale")
         return
+    if not spec.has(node, report.rank):
+        turn.ignore("rank_stalled.not_a_member")
+        return
     live = turn.state.live_jobs[job.job]
     live.stalls[report.rank] = (report.step, report.collectives)
     sentence = (

@@ -41,6 +41,9 @@ def user_error(turn: Turn, job: JobRecord, node: str, report: UserError) -> None
     if running is None or job.state is not JobState.RUNNING or report.generation != running.number:
         turn.ignore("user_error.stale")
         return
+    if not running.has(node, report.rank):
+        turn.ignore("user_error.not_a_member")
+        return
     sentence = f"the training function raised on rank {report.rank} ({node}) at step {report.step}: {report.error}"
     data = {"rank": str(report.rank), "error": report.error, "traceback": report.traceback}
     turn.audit("user_error", sentence, node=node, job=job.job, generation=report.generation, data=data)

@@ -54,10 +54,14 @@ def _is_stale(job: JobRecord, node: str, report: LauncherJoined) -> bool:
     return before is not None and report.launcher < before.incarnation
 
 
-def _create(turn: Turn, report: LauncherJoined) -> JobRecord:
+def _new_secret(turn: Turn) -> str:
     if len(turn.entropy) < 64:
-        raise AssertionError("a job's secret needs 64 hex digits of entropy with its first report")
-    job = JobRecord(job=report.job, spec=report.spec, secret=turn.entropy, created_at=turn.now, since=turn.now)
+        raise AssertionError("a job's secret needs 64 hex digits of entropy with the report that begins it")
+    return turn.entropy
+
+
+def _create(turn: Turn, report: LauncherJoined) -> JobRecord:
+    job = JobRecord(job=report.job, spec=report.spec, secret=_new_secret(turn), created_at=turn.now, since=turn.now)
     job.sentence = "waits for its launchers"
     if report.generation:
         job.last_number = own_numbers(turn.state, report.generation)
@@ -69,7 +73,9 @@ def _create(turn: Turn, report: LauncherJoined) -> JobRecord:
 
 
 def _start_over(turn: Turn, job: JobRecord, report: LauncherJoined) -> None:
-    """A launcher younger than the job's end: the same name, run once more. Generation numbers go on."""
+    """A launcher younger than the job's end: the same name, run once more. Generation numbers go on; who knew the
+    secret of the run before knows nothing of this one."""
+    job.secret = _new_secret(turn)
     job.spec, job.state, job.since, job.created_at = report.spec, JobState.FORMING, turn.now, turn.now
     job.sentence, job.trace = "waits for its launchers, to run once more", turn.trace
     job.generation, job.leaving, job.launchers, job.resumed_at = None, None, {}, None

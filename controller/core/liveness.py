@@ -146,7 +146,8 @@ def peer_lost(turn: Turn, job: JobRecord, node: str, report: PeerLost) -> None:
     A node that is heard after it is there, however many say otherwise.
     """
     state, peer = turn.state, report.peer
-    if peer == node or peer not in state.reachable or job.job not in state.live_nodes[peer].jobs:
+    strangers = peer == node or peer not in state.reachable
+    if strangers or any(job.job not in state.live_nodes[one].jobs for one in (node, peer)):
         turn.ignore("peer_lost.stranger")
         return
     before = _accusers(turn, peer)

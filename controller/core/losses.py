@@ -163,6 +163,9 @@ def collective_failed(turn: Turn, job: JobRecord, node: str, report: CollectiveF
     if spec is None or job.state is not JobState.RUNNING or report.generation != spec.number:
         turn.ignore("collective_failed.stale")
         return
+    if not spec.has(node, report.rank):
+        turn.ignore("collective_failed.not_a_member")
+        return
     live = turn.state.live_jobs[job.job]
     if not live.witnesses and not live.stalls:
         _recall_accused(turn, spec)

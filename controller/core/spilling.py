@@ -131,14 +131,24 @@ def give_up_spill(turn: Turn, job: JobRecord, why: str) -> None:
 def version_spilled(turn: Turn, job: JobRecord, node: str, report: VersionSpilled) -> None:
     """A node's vault has written its part, or could not."""
     spilling = job.spilling
+    if job.job not in turn.state.live_nodes[node].jobs:
+        turn.ignore("version_spilled.stranger")
+        return
     _strike_removed(turn, job, report)
     said = (report.version, report.attempt)
     if spilling is None or said != (spilling.version, spilling.attempt) or node not in spilling.writers:
         turn.ignore("version_spilled.stale")
     elif report.code:
         _failed(turn, job, spilling, node, report)
+    elif not _is_beneath(spilling.url, report.url):  # ranks on other nodes would read what lies there
+        turn.ignore("version_spilled.elsewhere")
     else:
         _written(turn, job, spilling, node, report)
+
+
+def _is_beneath(root: str, url: str) -> bool:
+    before, _, folder = url.rpartition("/")
+    return before == root and folder not in ("", ".", "..")
 
 
 def _strike_removed(turn: Turn, job: JobRecord, report: VersionSpilled) -> None:

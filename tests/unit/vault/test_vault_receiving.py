@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import xxhash
 
-from agent.vault.receive import Incoming, fill_from_other_versions
+from agent.vault.findings import Findings
+from agent.vault.jobs import JobBook
+from agent.vault.receive import Incoming, Receiver, fill_from_other_versions
 from agent.vault.segments import SegmentKey, SegmentStore
+from agent.vault.statistics import Tally
 from everstep.channel import Channel
-from everstep.errors import Conflict, OutOfSlotMemory
+from everstep.errors import Conflict, OutOfSlotMemory, Unavailable
 from everstep.ids import Version
 from everstep.slots import SlotState
+from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1 import supervision
-from everstep.wire.v1.transfer import PIECE_GOOD, Ack, Part, PartDone, Put, PutDone
+from everstep.wire.v1.transfer import PIECE_GOOD, Ack, ManifestPart, Part, PartDone, Put, PutDone
 from tests.support.forked import ForkPool
-from tests.support.vaults import JOB, Vaults, vaults
+from tests.support.vaults import JOB, SECRET, Vaults, vaults
 from tests.support.waiting import until
 from tests.unit.vault.test_vault_strangers import MANIFEST, Wire, begin, bulk, put
 
@@ -62,6 +67,64 @@ def test_a_chunk_that_is_sent_once_more_and_cut_off_counts_no_longer(fleet: Vaul
     _sent(first, transfer, bytes(1000))
     first.send(PutDone(transfer=transfer))
     first.answer(Ack)
+
+
+class _Sender:
+    """A connection of n8 that sends these bytes; ``half_way``: what happens when half of them are there."""
+
+    def __init__(self, payload: bytes, half_way: Callable[[], object] | None = None) -> None:
+        self._payload = payload
+        self._half_way = half_way
+
+    def receive_into(self, view: memoryview) -> None:
+        half = len(view) // 2
+        view[:half] = self._payload[:half]
+        if self._half_way is not None:
+            self._half_way()
+            view[half : half + 1] = self._payload[half : half + 1]
+            raise Unavailable("the connection broke")
+        view[half:] = self._payload[half:]
+
+    def status(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("what", ["chunk", "manifest"])
+def test_what_two_send_at_once_does_not_count_where_one_of_them_breaks_off_last(tmp_path: Path, what: str) -> None:
+    """A slot would be sealed whose bytes are not what was sealed, and this node be blamed for it."""
+    store, book, tally = SegmentStore(tmp_path, "n1", None), JobBook(), Tally()
+    book.configure(supervision.Configure(request=1, job=JOB, generation=1, secret=SECRET, holders=()))
+    receiver = Receiver(store, book, Findings("n1", SYSTEM_CLOCK, tally, lambda raised: None), tally)
+    incoming = receiver.begin(JOB, "n8", put(bytes(1000)))
+    assert incoming is not None
+
+    def chunk(sender: _Sender) -> None:
+        receiver.part(JOB, "n8", Part(transfer=incoming.id, first=0, chunks=1), cast(Channel, sender))
+
+    def manifest(sender: _Sender) -> None:
+        receiver.manifest(JOB, "n8", ManifestPart(transfer=incoming.id), cast(Channel, sender))
+
+    send, other, right = (chunk, manifest, bytes(1000)) if what == "chunk" else (manifest, chunk, MANIFEST)
+    other(_Sender(MANIFEST if what == "chunk" else bytes(1000)))
+    with pytest.raises(Unavailable):
+        send(_Sender(b"\1" * len(right), lambda: send(_Sender(right))))
+    with pytest.raises(Conflict, match="chunks have come"):
+        receiver.finish(JOB, "n8", incoming.id)
+    send(_Sender(right))
+    receiver.finish(JOB, "n8", incoming.id)
+
+
+def test_a_manifest_that_is_sent_once_more_and_cut_off_counts_no_longer(fleet: Vaults, wire: Wire) -> None:
+    first, second = wire.proved(), wire.proved()
+    transfer = begin(first, put(bytes(1000)))
+    _sent(first, transfer, bytes(1000))
+    second.send(ManifestPart(transfer=transfer))
+    bulk(second, b"\1" * (len(MANIFEST) - 1))
+    second.close()
+    _wait_for_connections(fleet, 1)
+    first.send(PutDone(transfer=transfer))
+    with pytest.raises(Conflict, match="no manifest"):
+        first.answer(Ack)
 
 
 @pytest.mark.parametrize("half_sent", [False, True])

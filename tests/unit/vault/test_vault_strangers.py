@@ -207,8 +207,14 @@ def test_no_protocol_in_common_is_said_plainly(wire: Wire, supervisor: VaultClie
 
 @pytest.mark.parametrize(
     "junk",
-    [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x10\x01", b"\x00\x00\x00\x04junk", encode_frame(Proof(mac=bytes(32)))],
-    ids=["another protocol", "a frame over the limit", "no message", "out of turn"],
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x00\x00\x10\x01",
+        b"\x00\x00\x00\x04junk",
+        b"\x00\x00\x10\x00" + b"\x81\xa1x" + b"\x91" * 4093,
+        encode_frame(Proof(mac=bytes(32))),
+    ],
+    ids=["another protocol", "a frame over the limit", "no message", "nested without end", "out of turn"],
 )
 def test_junk_ends_the_connection_and_nothing_else(
     fleet: Vaults, wire: Wire, supervisor: VaultClient, junk: bytes

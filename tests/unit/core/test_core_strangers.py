@@ -1,0 +1,98 @@
+"""What a node says of a job, or of ranks, that are not its own changes nothing: one that was taken over must not end,
+slow down or blame others."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from controller.core.effects import Effect, PutJob, Send
+from controller.core.records import StoredCheckpoint
+from everstep.ids import Version
+from everstep.vocabulary import FindingKind, JobState
+from everstep.wire.v1.directives import KillRank, SpillVersion
+from everstep.wire.v1.training import CollectiveFailed, RankStalled, SpillPlan, UserError
+from everstep.wire.v1.vault_reports import VersionSpilled
+from tests.support.core_fleet import CoreFleet, audits, sent
+
+REPORTS: tuple[tuple[type[Any], dict[str, Any]], ...] = (
+    (CollectiveFailed, {"step": 5, "detail": "reset by peer"}),
+    (RankStalled, {"step": 5, "collectives": 10, "stalled_s": 1.0, "threshold_s": 1.0}),
+    (UserError, {"step": 5, "error": "ValueError: bad batch", "traceback": ""}),
+)
+
+
+def _say(fleet: CoreFleet, node: str, kind: type[Any], rank: int, **more: Any) -> list[Effect]:
+    return fleet.report(node, kind(job="job", at=fleet.now, generation=fleet.spec().number, rank=rank, **more))
+
+
+@pytest.mark.parametrize("node", ["stranger", "n2"])
+@pytest.mark.parametrize("rank", [0, 2, 1000])
+@pytest.mark.parametrize(("kind", "more"), REPORTS, ids=[kind.__name__ for kind, _ in REPORTS])
+def test_a_node_speaks_for_no_rank_of_another(kind: type[Any], more: dict[str, Any], node: str, rank: int) -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.register("stranger")
+    fleet.progress(5)
+    before = fleet.spec()
+    _say(fleet, node, kind, rank, **more)
+    effects = fleet.advance(10.0, "n1", "n2", "n3", "stranger")
+    assert fleet.job_state() is JobState.RUNNING
+    assert fleet.spec() == before
+    assert not [effect for effect in effects if isinstance(effect, Send) and isinstance(effect.body, KillRank)]
+    assert all(finding.kind is not FindingKind.RANK_FLAPPING for finding in fleet.state.nodes["n1"].own.values())
+
+
+def test_what_lies_on_storage_is_struck_by_no_node_that_offered_itself_to_no_such_job() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.register("stranger")
+    stored = StoredCheckpoint(
+        version=Version(1, 100), url="/store/job/step-100", bytes=10, begun_at=fleet.now, at=fleet.now
+    )
+    fleet.job().stored = [stored]
+    said = VersionSpilled(
+        job="job", at=fleet.now, version=Version(1, 200), attempt=0, url="/store/job/x", removed=("step-100",)
+    )
+    assert not [effect for effect in fleet.report("stranger", said) if isinstance(effect, PutJob)]
+    assert fleet.job().stored == [stored]
+    fleet.report("n1", said)
+    assert fleet.job().stored == []
+
+
+def test_a_node_that_offered_itself_to_no_such_job_accuses_no_vault_in_it() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.register("stranger")
+    assert not audits(fleet.lose_peer("stranger", "n1"), "peer.lost")
+    assert audits(fleet.lose_peer("n2", "n1"), "peer.lost")
+
+
+def test_a_job_that_is_run_once_more_has_another_secret() -> None:
+    fleet = CoreFleet()
+    fleet.start(1)
+    before = fleet.job().secret
+    fleet.finish()
+    fleet.now += 1.0
+    fleet.launchers["job", "n1"] = int(fleet.now * 1000)
+    with patch("tests.support.core_fleet.ENTROPY", "cd" * 32):
+        fleet.join("n1")
+    assert fleet.job_state() is JobState.RUNNING
+    assert fleet.job().secret == fleet.spec().secret == "cd" * 32 != before
+
+
+@pytest.mark.parametrize(
+    "url", ["/elsewhere/job/step-100", "/store/job/..", "/store/job/step/deeper", "s3://evil/step-100"]
+)
+def test_a_job_is_sent_to_no_checkpoint_outside_its_folder(url: str) -> None:
+    fleet = CoreFleet()
+    fleet.start(1, spill=SpillPlan(every=100, to="/store"))
+    fleet.progress(100)
+    fleet.state.live_jobs["job"].candidate = 100
+    order = sent(fleet.seal(100), SpillVersion)["n1"]
+    said = VersionSpilled(job="job", at=fleet.now, version=order.version, attempt=order.attempt, url=url, whole=True)
+    fleet.report("n1", said)
+    assert fleet.job().stored == []
+    assert fleet.job().spilling is not None
