@@ -48,7 +48,8 @@ class FrameDecoder(Generic[T]):
             del self._buffer[:end]
             try:
                 messages.append(self._decoder.decode(body))
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # the latter two come as they are
+            # msgspec lets bad UTF-8, and what is nested without end, through as the latter two
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise MalformedMessage(f"a frame of {length} bytes is not a known message: {error}") from error
         return messages
 

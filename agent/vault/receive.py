@@ -28,7 +28,6 @@ from everstep.slot_choice import slot_to_fill
 from everstep.slots import CHUNK_BYTES, chunk_count, slot_bytes_for
 from everstep.wire.v1.transfer import ManifestPart, Part, Put, split_digests
 
-
 MANIFEST = -1
 """The manifest among a transfer's pieces; the others are chunks, by their numbers."""
 
