@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+
+def whole(pattern: str) -> msgspec.Meta:
+    """For a text that is all of this pattern: with ``$`` Python lets a line's end follow, and a name with one looks
+    like another. A JSON schema's ``$`` does not, and ``\\Z`` is unknown there: give schemas to ``in_schema``."""
+    return msgspec.Meta(pattern=rf"^{pattern}\Z")
+
+
+def in_schema(part: Any) -> Any:
+    """A JSON schema, or a part of one, in which ``whole`` texts end as schemas say it."""
+    if isinstance(part, dict):
+        return {name: _pattern(value) if name == "pattern" else in_schema(value) for name, value in part.items()}
+    return [in_schema(one) for one in part] if isinstance(part, list) else part
+
+
+def _pattern(value: Any) -> Any:
+    whole = isinstance(value, str) and value.endswith(r"\Z")
+    return value.removesuffix(r"\Z") + "$" if whole else in_schema(value)
+
+
+NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
 _NAME = re.compile(NAME_PATTERN)
 
-NodeId = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
+NodeId = Annotated[str, whole(NAME_PATTERN)]
 """A machine, by the name its operator gave it (host name by default)."""
 
-JobId = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
+JobId = Annotated[str, whole(NAME_PATTERN)]
 """A training run across restarts and regroupings."""
 
 TraceId = Annotated[str, msgspec.Meta(max_length=64)]
@@ -27,7 +46,7 @@ GenerationNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 Incarnation = Whole
 """One life of an agent or launcher: milliseconds of the wall clock at its start, so a later life is larger."""
 
-Address = Annotated[str, msgspec.Meta(pattern=r"^[!-.0-~]{1,253}:[0-9]{1,5}$")]
+Address = Annotated[str, whole(r"[!-.0-~]{1,253}:[0-9]{1,5}")]
 """``host:port``, in ASCII."""
 
 
@@ -46,7 +65,7 @@ class Version(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 def check_name(value: str, what: str) -> str:
     """Returns ``value`` if it may name a node or a job. Raises ValueError with the rule otherwise."""
-    if not _NAME.match(value):
+    if not _NAME.fullmatch(value):
         raise ValueError(
             f"{value!r} cannot name a {what}: use 1 to 63 letters, digits, dots, dashes or underscores, "
             "beginning with a letter or digit"

@@ -48,7 +48,7 @@ class Adoption:
         """
         directory = self._store.directory
         for folder in sorted(p for p in directory.iterdir() if p.is_dir() and not p.is_symlink()):
-            if re.match(NAME_PATTERN, folder.name):
+            if re.fullmatch(NAME_PATTERN, folder.name):
                 for path in sorted(folder.iterdir()):
                     self._find_file(folder.name, path)
         self._waiting.sort(key=lambda each: each[2].version)

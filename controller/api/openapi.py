@@ -10,6 +10,7 @@ import msgspec
 from controller.api import problems
 from controller.api.routes import PATH, PLAIN, QUERY, ROUTES, Access, Route
 from everstep import __version__
+from everstep.ids import in_schema
 
 _REF = "#/components/schemas/{name}"
 _OTHER_MEDIA = {"stream": "text/event-stream", "metrics": "text/plain"}
@@ -138,9 +139,9 @@ def document() -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Everstep controller", "version": __version__},
-        "paths": paths,
+        "paths": in_schema(paths),
         "components": {
-            "schemas": components,
+            "schemas": in_schema(components),
             "securitySchemes": {"bearer": bearer, "certificate": certificate},
         },
     }

@@ -64,7 +64,7 @@ def _identity(uri: str, certificate: Mapping[str, Any]) -> Identity | None:
     except ValueError:
         return None
     name = unquote(parts.path[1:])
-    if parts.scheme != SCHEME or parts.netloc not in _ROLES or not name or "/" in name:
-        return None
+    if parts.scheme != SCHEME or parts.netloc not in _ROLES or not name or "/" in name or not name.isprintable():
+        return None  # of what is not printable a log would be forged, and a database refuse it
     ends_at = float(ssl.cert_time_to_seconds(certificate["notAfter"]))
     return Identity(TokenRole(parts.netloc), name, BY_CERTIFICATE, ends_at)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 
-from everstep.ids import JobId, NodeId, TraceId, Whole
+from everstep.ids import JobId, NodeId, TraceId, Whole, whole
 from everstep.tokens import TokenRole
 from everstep.vocabulary import Decision, JobState, NodeState, Verdict
 from everstep.wire.v1 import agent, enrolment
@@ -36,7 +36,7 @@ def _one_of(words: type[StrEnum]) -> Any:
 def _some_of(words: type[StrEnum]) -> Any:
     """One of the words of an enumeration, or several with commas between."""
     one = "|".join(word.value for word in words)
-    return Annotated[str, msgspec.Meta(pattern=f"^({one})(,({one}))*$")]
+    return Annotated[str, whole(f"({one})(,({one}))*")]
 
 
 Text = Annotated[str, msgspec.Meta(max_length=64)]
@@ -45,8 +45,8 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 PATH: dict[str, Any] = {
     "node": NodeId,
     "job": JobId,
-    "verdict": Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$")],
-    "probe": Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$")],
+    "verdict": Annotated[str, whole(r"[A-Za-z0-9._-]{1,128}")],
+    "probe": Annotated[str, whole(r"[A-Za-z0-9._-]{1,128}")],
     "order": Literal["drain", "hold", "release", "readmit", "evict", "repair", "forget"],
     "id": enrolment.CredentialId,
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from everstep.ids import in_schema
 from everstep.wire.v1 import (
     agent,
     directives,
@@ -65,7 +66,7 @@ def schema(module: ModuleType) -> dict[str, Any]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": name,
         "description": (module.__doc__ or "").strip().splitlines()[0],
-        "$defs": dict(sorted(components.items())),
+        "$defs": in_schema(dict(sorted(components.items()))),
     }
 
 

@@ -19,7 +19,7 @@ from typing import Annotated
 
 import msgspec
 
-from everstep.ids import Address, Incarnation, NodeId, Whole
+from everstep.ids import Address, Incarnation, NodeId, Whole, whole
 from everstep.vocabulary import Finding
 from everstep.wire.v1.base import Message, ShortText
 from everstep.wire.v1.directives import Directive
@@ -28,7 +28,7 @@ from everstep.wire.v1.training import AnyReport, RankProgress
 MOST_WORD = 128
 """Characters of a word that hardware says of itself; an agent cuts longer ones."""
 
-LABEL_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,62}$"
+LABEL_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}"
 
 HardwareWord = Annotated[str, msgspec.Meta(max_length=MOST_WORD)]
 """What hardware says of itself."""
@@ -93,7 +93,7 @@ class Domain(Message, frozen=True, kw_only=True, gc=False):
 
 
 Labels = Annotated[
-    dict[Annotated[str, msgspec.Meta(pattern=LABEL_PATTERN)], Annotated[str, msgspec.Meta(max_length=63)]],
+    dict[Annotated[str, whole(LABEL_PATTERN)], Annotated[str, msgspec.Meta(max_length=63)]],
     msgspec.Meta(max_length=32),
 ]
 """A site's own words for a node (``pool=a``, ``owner=vision``), by which people find it."""

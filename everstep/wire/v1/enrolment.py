@@ -20,16 +20,16 @@ from typing import Annotated
 
 import msgspec
 
-from everstep.ids import JobId, NodeId, TraceId
+from everstep.ids import JobId, NodeId, TraceId, whole
 from everstep.tokens import TokenRole
 from everstep.wire.v1.base import Message, Reasoned
 
-CredentialId = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}$")]
-SecretHash = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}$")]
+CredentialId = Annotated[str, whole(r"[0-9a-f]{16}")]
+SecretHash = Annotated[str, whole(r"[0-9a-f]{64}")]
 """SHA-256, in hex, of a token's secret part."""
-PersonName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@+-]{0,127}$")]
+PersonName = Annotated[str, whole(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,127}")]
 """A person or a program, as the audit log shows it."""
-NodePattern = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9.*?_-]{1,128}$")]
+NodePattern = Annotated[str, whole(r"[A-Za-z0-9.*?_-]{1,128}")]
 """Node names, with ``*`` for any letters and ``?`` for one."""
 Note = Annotated[str, msgspec.Meta(max_length=256)]
 
