@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,28 @@ from everstep.errors import ConfigurationError
 def private_directory(path: Path) -> Path:
     """Makes ``path`` (and its parents) as a directory that only this user may enter.
 
-    Raises ConfigurationError where it exists and belongs to somebody else.
+    Raises ConfigurationError where it exists and belongs to somebody else, or lies in a directory of theirs.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.stat().st_uid != os.geteuid():
         raise ConfigurationError(f"{path} belongs to another user; give a directory of your own")
+    _check_way(path.absolute())
     path.chmod(0o700)
     return path
+
+
+def _check_way(path: Path) -> None:
+    """Whoever owns a directory puts others in the place of those in it: below one where all may make some (``/tmp``,
+    ``/dev/shm``) our names can be foreseen, so what leads to ``path`` must be ours or root's, links too."""
+    below: list[Path] = []
+    for place in (path, *path.parents):
+        found = place.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX:
+            if below:
+                raise ConfigurationError(f"{below[-1]} belongs to another user; give a directory of your own")
+            return
+        if found.st_uid not in (0, os.geteuid()):
+            below.append(place)
 
 
 def write_atomically(path: Path, content: Any) -> None:
@@ -84,7 +100,7 @@ def clear_segments(directory: Path) -> int:
 
     Only for a directory whose vault is known to be gone: a live vault's ranks would lose their slots.
     """
-    if not directory.is_dir():
+    if not directory.is_dir() or directory.is_symlink():
         return 0
     files = [p for p in directory.rglob("*") if not p.is_dir()]
     for file in files:

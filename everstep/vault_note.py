@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -15,11 +16,15 @@ LOCK_FILE = ".vault.lock"
 _NOTE_BYTES = 4096
 
 
+Pid = Annotated[int, msgspec.Meta(gt=0, le=1 << 22)]
+"""One process: other numbers mean groups of them, or all, to whoever sends a signal."""
+
+
 class VaultNote(msgspec.Struct, frozen=True, kw_only=True):
     """``pid``: the vault. ``run_dir``: where its socket is. ``alone_since``: wall seconds since when neither an agent
     nor a rank is connected, None where one is. ``ends_at``: when it ends for that, None where it does not."""
 
-    pid: int
+    pid: Pid
     run_dir: str
     alone_since: float | None = None
     ends_at: float | None = None
@@ -31,10 +36,21 @@ def write_note(lock: int, note: VaultNote) -> None:
 
 
 def read_note(directory: Path) -> VaultNote | None:
-    """What the vault of ``directory``, alive or not, said last; None where nothing can be read."""
+    """What the vault of ``directory``, alive or not, said last; None where nothing can be read, or where it names a
+    process of somebody who is not the note's owner: whoever reads it may end that process."""
     try:
-        return msgspec.json.decode((directory / LOCK_FILE).read_bytes(), type=VaultNote)
+        with (directory / LOCK_FILE).open("rb") as file:
+            note = msgspec.json.decode(file.read(_NOTE_BYTES), type=VaultNote)
+            return note if _owner_of(note.pid) in (None, os.fstat(file.fileno()).st_uid) else None
     except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _owner_of(pid: int) -> int | None:
+    """The user of a process; None where it has ended."""
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except FileNotFoundError:
         return None
 
 

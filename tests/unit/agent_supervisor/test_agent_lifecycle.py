@@ -58,6 +58,32 @@ def test_somebody_elses_directory_is_refused(tmp_path: Path) -> None:
         private_directory(tmp_path)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+@pytest.mark.parametrize("where", ["everstep-0/run", "everstep-0/everstep/run"])
+def test_a_directory_in_one_of_somebody_elses_is_refused(tmp_path: Path, where: str) -> None:
+    """Whoever owns ``/tmp/everstep-1000`` puts what they like in the place of what lies there."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    (shared / "everstep-0").mkdir(mode=0o777)
+    os.chown(shared / "everstep-0", 65534, 65534)
+    with pytest.raises(ConfigurationError, match="everstep-0 belongs to another user"):
+        private_directory(shared / where)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link away")
+def test_a_directory_behind_somebody_elses_link_is_refused(tmp_path: Path) -> None:
+    shared, precious = tmp_path / "shared", tmp_path / "home"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    precious.mkdir(mode=0o755)
+    (shared / "everstep-0").symlink_to(precious)
+    os.lchown(shared / "everstep-0", 65534, 65534)
+    with pytest.raises(ConfigurationError, match="belongs to another user"):
+        private_directory(shared / "everstep-0")
+    assert precious.stat().st_mode & 0o777 == 0o755
+
+
 def test_a_later_life_has_a_larger_number_even_if_the_clock_went_back(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     first = directory.incarnation(1000.0)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from agent.lifecycle import hold
 from everstep.cli.main import app
 from everstep.ids import Version
+from everstep.vault_note import LOCK_FILE, VaultNote, read_note, write_note
 from tests.support.vaults import JOB, RankMemory, VaultProcess, Vaults, process_gone
 from tests.support.waiting import until
 
@@ -79,3 +84,26 @@ def test_a_name_that_is_not_there_is_refused_with_where_to_look(vault: VaultProc
     status, said = drop(vault, "n2")
     assert status == 2
     assert "there is no 'n2' in" in said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_note_of_somebody_else_ends_no_process_of_ours(tmp_path: Path) -> None:
+    """In a directory that is theirs, or that root looks at, another user may write any number there."""
+    place = tmp_path / "n1"
+    place.mkdir()
+    lock = hold(place / LOCK_FILE, "nobody else holds it")
+    with subprocess.Popen(["sleep", "60"]) as ours:
+        try:
+            write_note(lock, VaultNote(pid=ours.pid, run_dir="/", alone_since=1.0))
+            assert read_note(place) is not None
+            os.fchown(lock, 65534, 65534)
+            assert read_note(place) is None
+            said = command.invoke(app, ["vault", "drop", "n1", "--dir", str(tmp_path)])
+            assert (said.exit_code, "in use" in said.output) == (2, True)
+            assert ours.poll() is None
+            for group in (0, -1, -ours.pid):
+                write_note(lock, VaultNote(pid=group, run_dir="/", alone_since=1.0))
+                assert read_note(place) is None
+        finally:
+            ours.kill()
+    os.close(lock)
