@@ -58,6 +58,14 @@ class ReportExit(msgspec.Struct, frozen=True):
     replacement: bool
 
 
+class AwaitLastWord(msgspec.Struct, frozen=True):
+    """The process of a local rank ended with status 0, which is in order once the job is over. Call ``left_early``
+    where nobody says that it is."""
+
+    local_rank: int
+    pid: int
+
+
 class GiveUp(msgspec.Struct, frozen=True):
     """This node cannot keep the local rank alive."""
 
@@ -71,13 +79,11 @@ class ScriptFailed(msgspec.Struct, frozen=True):
     sentence: str
 
 
-class AllFinished(msgspec.Struct, frozen=True):
-    """Every local rank's process ended with status 0; ``plain`` where none ever came to ``trainer_hooks.main``."""
-
-    plain: bool
+class ScriptEnded(msgspec.Struct, frozen=True):
+    """Every local rank's process ended with status 0, and none ever came to ``trainer_hooks.main``."""
 
 
-Action = StartWorker | StandbyLater | PromoteWorker | ReportExit | GiveUp | ScriptFailed | AllFinished
+Action = StartWorker | StandbyLater | PromoteWorker | ReportExit | AwaitLastWord | GiveUp | ScriptFailed | ScriptEnded
 
 
 class Worker(msgspec.Struct):
@@ -90,6 +96,7 @@ class Worker(msgspec.Struct):
     arrived: bool = False
 
 
+EARLY_END = "exit status 0 before the job was over"
 MAX_STILLBORN = 3
 """Standbys in a row that end before they arrive until no more are made."""
 
@@ -100,7 +107,7 @@ class Crew:
     def __init__(self, settings: CrewSettings) -> None:
         self._settings = settings
         self._workers: dict[int, Worker] = {}
-        self._finished: set[int] = set()
+        self._finished: dict[int, int] = {}  # local rank -> pid
         self._given_up: set[int] = set()
         self._deaths: dict[int, deque[float]] = {rank: deque() for rank in range(settings.nproc)}
         self._serial = 0
@@ -150,23 +157,32 @@ class Crew:
         if worker.local_rank is None:
             return self._standby_died(worker)
         if code == 0:
-            return self._finish(worker.local_rank)
+            return self._finish(worker.local_rank, pid)
         if not self._arrived:
             return [_script_failed(worker.local_rank, code, signal)]
-        replaced, actions = self._replace(worker.local_rank, now)
-        return [ReportExit(worker.local_rank, pid, code, signal, replaced), *actions]
+        return self._died(worker.local_rank, pid, code, signal, now)
 
-    def entered(self, generation: int, local_ranks: frozenset[int]) -> list[Action]:
+    def entered(self, generation: int, local_ranks: frozenset[int], now: float) -> list[Action]:
         """A generation with ``local_ranks`` of this node in its roster: those without a process get one.
 
-        Heard again (an agent that restarted repeats it), it asks nothing of a local rank that has finished in it.
+        Who ended with status 0 before a newer generation that counts on it had not finished, and died. Heard again (an
+        agent that restarted repeats it), a generation asks nothing of a local rank that has finished in it.
         """
+        actions: list[Action] = []
         if generation > self.generation:
             self.generation = generation
-            self._finished -= local_ranks
+            early = [(local_rank, pid) for local_rank, pid in self._finished.items() if local_rank in local_ranks]
+            actions = [action for local_rank, pid in early for action in self.left_early(local_rank, pid, now)]
         held = {worker.local_rank for worker in self._workers.values()}
-        missing = sorted(local_ranks - held - self._given_up - self._finished)
-        return [action for local_rank in missing for action in self._staff(local_rank)]
+        missing = sorted(local_ranks - held - self._given_up - self._finished.keys())
+        return actions + [action for local_rank in missing for action in self._staff(local_rank)]
+
+    def left_early(self, local_rank: int, pid: int, now: float) -> list[Action]:
+        """A process ended with status 0, and the job is not over: a death like any other."""
+        if self._finished.get(local_rank) != pid:
+            return []
+        del self._finished[local_rank]
+        return self._died(local_rank, pid, 0, None, now)
 
     def dismiss(self, serial: int) -> int | None:
         """A process ended that is not to be replaced; returns the local rank it had."""
@@ -186,6 +202,11 @@ class Crew:
         """Serial numbers of living active workers, with their local ranks."""
         return {w.serial: w.local_rank for w in self._workers.values() if w.local_rank is not None}
 
+    @property
+    def all_finished(self) -> bool:
+        """Whether the last process of every local rank ended with status 0."""
+        return len(self._finished) == self._settings.nproc
+
     def living(self) -> list[tuple[int, int]]:
         """Serial numbers and pids of all living workers (pid 0: not forked yet), standbys first."""
         workers = sorted(self._workers.values(), key=lambda worker: worker.local_rank is not None)
@@ -202,19 +223,22 @@ class Crew:
         self._workers[self._serial] = Worker(self._serial, local_rank, self.generation)
         return StartWorker(self._serial, local_rank)
 
-    def _replace(self, local_rank: int, now: float) -> tuple[bool, list[Action]]:
+    def _died(self, local_rank: int, pid: int, code: int | None, signal: int | None, now: float) -> list[Action]:
         deaths = self._deaths[local_rank]
         while deaths and now - deaths[0] > self._settings.window_s:
             deaths.popleft()
         deaths.append(now)
-        if len(deaths) > self._settings.max_deaths:
-            self._given_up.add(local_rank)
-            sentence = (
-                f"local rank {local_rank} died {len(deaths)} times within {self._settings.window_s:g} s "
-                f"(--max-restarts {self._settings.max_deaths}): this node cannot keep it alive"
-            )
-            return False, [GiveUp(sentence)]
-        return True, self._staff(local_rank)
+        replaced = len(deaths) <= self._settings.max_deaths
+        actions = self._staff(local_rank) if replaced else [self._give_up(local_rank, len(deaths), code)]
+        return [ReportExit(local_rank, pid, code, signal, replaced), *actions]
+
+    def _give_up(self, local_rank: int, deaths: int, code: int | None) -> GiveUp:
+        self._given_up.add(local_rank)
+        last = f", the last time with {EARLY_END}" if code == 0 else ""
+        return GiveUp(
+            f"local rank {local_rank} died {deaths} times within {self._settings.window_s:g} s{last} "
+            f"(--max-restarts {self._settings.max_deaths}): this node cannot keep it alive"
+        )
 
     def _staff(self, local_rank: int) -> list[Action]:
         """Puts a process on ``local_rank``: a standby if one lives, preferably one that is warm already."""
@@ -239,11 +263,11 @@ class Crew:
             self._stillborn += 1
         return self._refill()
 
-    def _finish(self, local_rank: int) -> list[Action]:
-        self._finished.add(local_rank)
-        if len(self._finished) < self._settings.nproc:
-            return []
-        return [AllFinished(plain=not self._arrived)]
+    def _finish(self, local_rank: int, pid: int) -> list[Action]:
+        self._finished[local_rank] = pid
+        if self._arrived:
+            return [AwaitLastWord(local_rank, pid)]
+        return [ScriptEnded()] if self.all_finished else []
 
 
 def _script_failed(local_rank: int, code: int | None, signal: int | None) -> ScriptFailed:

@@ -33,9 +33,11 @@ from trainer_hooks.launch.staff import STORE_SERIAL, Heard, Staff
 log = logging.getLogger(__name__)
 
 LEAVE_WAIT_S = 30.0
-"""How long a node that gave up on a local rank waits for a generation without it: it may host the store."""
-LAST_WORD_WAIT_S = 30.0
-"""How long a launcher whose ranks have finished waits for an agent that is away to say that the job is over."""
+"""How long a node that gave up on a local rank waits for a generation of others without it: it may host the store."""
+LAST_WORD_WAIT_S = 5.0
+"""After a rank's exit status 0, until it left too early where an agent is there that has not said the job is over."""
+LAST_WORD_WAITS = 6
+"""So many without an agent, and a launcher whose ranks have all ended with status 0 takes the job to be over."""
 LAST_BREATH_S = 0.5
 """Between a StopJob for a failure, which ranks hear too, and SIGTERM: time to print why."""
 EARLY_LOSSES = 3
@@ -62,7 +64,12 @@ class Overdue(msgspec.Struct, frozen=True):
 
 
 class LastWordOverdue(msgspec.Struct, frozen=True):
-    """The ranks have finished for a while, and nobody said that the job is over."""
+    """A process ended with status 0 ``waits`` waits ago, and nobody said that the job is over. ``joins``: how often
+    this launcher had joined the job before the last of them."""
+
+    ended: crews.AwaitLastWord
+    joins: int
+    waits: int
 
 
 Event = (
@@ -137,6 +144,7 @@ class Work:
         self._line: asyncio.Task[None] | None = None
         self._incarnation = int(clock.wall() * 1000)
         self._ranks: dict[int, int] = {}
+        self._joins = 0
         self._preloaded = False
         self._early_losses_left = 0  # at the start it is the environment that is at fault, and stays so
         self._stopping: Outcome | None = None
@@ -198,7 +206,7 @@ class Work:
             case Overdue():
                 return self._stopping or event.outcome
             case LastWordOverdue():
-                return self._unheard()
+                return self._unheard(event)
         return None
 
     def _exited(self, event: Exited) -> Outcome | None:
@@ -257,7 +265,8 @@ class Work:
             log.info("generation %d, %d ranks: %s", spec.number, spec.world_size, spec.sentence, extra=context)
         if self._giving_up is not None and not self._ranks:
             return Outcome(1, self._giving_up)
-        outcome = self._carry_out(self._crew.entered(spec.number, frozenset(self._ranks)))
+        actions = self._crew.entered(spec.number, frozenset(self._ranks), self._clock.monotonic())
+        outcome = self._carry_out(actions)
         self._relabel()
         return outcome
 
@@ -284,13 +293,19 @@ class Work:
             return outcome
         return None
 
-    def _unheard(self) -> Outcome | None:
+    def _await_last_word(self, ended: crews.AwaitLastWord, waits: int = 1) -> None:
+        self._later(LAST_WORD_WAIT_S, LastWordOverdue(ended, self._joins, waits))
+
+    def _unheard(self, event: LastWordOverdue) -> Outcome | None:
         if self._stopping is not None:
             return None
-        if self._link.connected:
-            self._later(LAST_WORD_WAIT_S, LastWordOverdue())
-            return None
-        return Outcome(0, "every rank of this node finished, and no agent was there to say that the job is over")
+        if self._link.connected and event.joins == self._joins:  # one that came meanwhile may not have heard yet
+            ended, now = event.ended, self._clock.monotonic()
+            return self._carry_out(self._crew.left_early(ended.local_rank, ended.pid, now))
+        if event.waits >= LAST_WORD_WAITS and self._crew.all_finished:
+            return Outcome(0, "every rank of this node finished, and no agent was there to say that the job is over")
+        self._await_last_word(event.ended, event.waits + 1)
+        return None
 
     def _offer_node(self) -> None:
         """Joins the job once all ranks here could begin: a spare that still imports would hold everybody up."""
@@ -298,6 +313,7 @@ class Work:
             self._line = asyncio.create_task(self._link.run(), name="agent link")
 
     def _joined(self) -> LauncherJoined:
+        self._joins += 1
         host, port = self._staff.address
         return LauncherJoined(
             job=self._options.job,
@@ -326,16 +342,17 @@ class Work:
                 self._later(action.delay_s, StandbyDue())
             case crews.ReportExit():
                 self._report(action)
+            case crews.AwaitLastWord():
+                self._await_last_word(action)
             case crews.GiveUp():
                 self._giving_up = action.sentence
                 log.error("%s; leaving the job", action.sentence)
-                self._later(LEAVE_WAIT_S, Overdue(Outcome(1, action.sentence)))
+                wait_s = LEAVE_WAIT_S if self._options.max_nodes > 1 else LAST_BREATH_S
+                self._later(wait_s, Overdue(Outcome(1, action.sentence)))
             case crews.ScriptFailed():
                 return Outcome(action.code, action.sentence + self._hint())
-            case crews.AllFinished():
-                if action.plain:
-                    return Outcome(0, "the script ended without calling trainer_hooks.main")
-                self._later(LAST_WORD_WAIT_S, LastWordOverdue())
+            case crews.ScriptEnded():
+                return Outcome(0, "the script ended without calling trainer_hooks.main")
         return None
 
     def _report(self, action: crews.ReportExit) -> None:
@@ -368,7 +385,7 @@ class Work:
 
 def _how(end: Exited | crews.ReportExit) -> str:
     if end.signal is None:
-        return f"exit status {end.code}"
+        return crews.EARLY_END if end.code == 0 else f"exit status {end.code}"
     try:
         return signal.Signals(end.signal).name
     except ValueError:  # a real-time signal

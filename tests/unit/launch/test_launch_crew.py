@@ -6,12 +6,13 @@ import signal
 
 from trainer_hooks.launch.crew import (
     Action,
-    AllFinished,
+    AwaitLastWord,
     Crew,
     CrewSettings,
     GiveUp,
     PromoteWorker,
     ReportExit,
+    ScriptEnded,
     ScriptFailed,
     StandbyLater,
     StartWorker,
@@ -32,7 +33,7 @@ def staffed(nproc: int = 2, standbys: int = 1, max_deaths: int = 3) -> Crew:
             assert isinstance(action, StartWorker)
             crew.forked(action.serial, 100 + action.serial)
             crew.arrived(action.serial)
-    crew.entered(1, frozenset(range(nproc)))
+    crew.entered(1, frozenset(range(nproc)), 0.0)
     return crew
 
 
@@ -106,7 +107,7 @@ def test_too_many_deaths_of_one_local_rank_within_the_window_are_not_replaced() 
     assert report == ReportExit(0, 103, None, KILL, False)
     assert isinstance(given_up, GiveUp)
     assert "died 3 times" in given_up.sentence
-    assert crew.entered(2, frozenset({0})) == []
+    assert crew.entered(2, frozenset({0}), 3.0) == []
 
 
 def test_deaths_outside_the_window_are_forgotten() -> None:
@@ -117,14 +118,17 @@ def test_deaths_outside_the_window_are_forgotten() -> None:
 
 def test_a_worker_that_exits_cleanly_is_no_death() -> None:
     crew = staffed()
-    assert crew.exited(1, 101, 0, None, 0.0) == []
-    assert crew.exited(2, 102, 0, None, 0.0) == [AllFinished(plain=False)]
+    assert crew.exited(1, 101, 0, None, 0.0) == [AwaitLastWord(0, 101)]
+    assert not crew.all_finished
+    assert crew.exited(2, 102, 0, None, 0.0) == [AwaitLastWord(1, 102)]
+    assert crew.all_finished
+    assert crew.entered(1, frozenset({0, 1}), 0.0) == []
 
 
 def test_a_plain_script_finishes_when_all_its_processes_have() -> None:
     crew = Crew(CrewSettings(nproc=1))
     crew.start()
-    assert crew.exited(1, 101, 0, None, 0.0) == [AllFinished(plain=True)]
+    assert crew.exited(1, 101, 0, None, 0.0) == [ScriptEnded()]
 
 
 def test_a_script_that_fails_before_main_is_not_tried_again() -> None:
@@ -149,15 +153,43 @@ def test_a_kill_for_a_generation_hits_only_who_took_part_in_it() -> None:
     assert crew.to_kill(1, generation=1) == 2
     killed(crew, 2)
     assert crew.to_kill(1, generation=1) is None
-    crew.entered(2, frozenset({0, 1}))
+    crew.entered(2, frozenset({0, 1}), 0.0)
     assert crew.to_kill(1, generation=2) == 3
 
 
 def test_a_generation_fills_local_ranks_that_nobody_holds() -> None:
     crew = staffed()
+    assert crew.entered(2, frozenset({1}), 0.0) == []
+    crew.dismiss(1)
+    assert crew.entered(2, frozenset({0, 1}), 0.0) == [PromoteWorker(3, 0), StandbyLater(1.0)]
+
+
+def test_who_ended_cleanly_before_a_newer_generation_that_counts_on_it_died() -> None:
+    crew = staffed()
     crew.exited(2, 102, 0, None, 0.0)
-    assert crew.entered(1, frozenset({0, 1})) == []
-    assert crew.entered(2, frozenset({0, 1})) == [PromoteWorker(3, 1), StandbyLater(1.0)]
+    died = [ReportExit(1, 102, 0, None, True), PromoteWorker(3, 1), StandbyLater(1.0)]
+    assert crew.entered(2, frozenset({0, 1}), 0.0) == died
+    assert crew.left_early(1, 102, 0.0) == [], "once"
+
+
+def test_who_ended_cleanly_while_the_job_goes_on_died() -> None:
+    """As where its end is heard of only after the generation that was made for another in its place."""
+    crew = staffed()
+    crew.entered(2, frozenset({0, 1}), 0.0)
+    crew.exited(2, 102, 0, None, 0.0)
+    died = [ReportExit(1, 102, 0, None, True), PromoteWorker(3, 1), StandbyLater(1.0)]
+    assert crew.left_early(1, 102, 0.0) == died
+
+
+def test_who_ends_cleanly_in_each_generation_is_given_up_on() -> None:
+    crew = staffed(nproc=1, standbys=0, max_deaths=2)
+    for serial in (1, 2, 3):
+        crew.exited(serial, 100 + serial, 0, None, 0.0)
+        actions = crew.entered(1 + serial, frozenset({0}), 0.0)
+    report, given_up = actions
+    assert report == ReportExit(0, 103, 0, None, False)
+    assert isinstance(given_up, GiveUp)
+    assert "the last time with exit status 0 before the job was over" in given_up.sentence
 
 
 def test_an_unknown_process_changes_nothing() -> None:
