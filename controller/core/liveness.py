@@ -264,6 +264,7 @@ def _judge_silence(turn: Turn, node: str) -> tuple[Answer, float]:
         return answer, pulse.since + suspicion.loss_s(policy, pulse.longest_s) + slack_s
     correlation.fall_silent(turn, node)
     if correlation.is_doubted(turn, node, pulse.since):
+        _suspect(turn, node, _unheard(turn, node))  # where a late Tick brought no look before this one
         return answer, correlation.look_again_at(turn, pulse.since)
     gone_at = turn.state.live_nodes[node].gone_at
     lose(turn, node, _unheard(turn, node) if gone_at is None else _not_back(turn, node, gone_at))

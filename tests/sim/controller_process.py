@@ -88,6 +88,8 @@ class ControllerProcess:
         self._sessions: dict[Line, Wire] = {}
         self._queue: deque[_Waiting] = deque()
         self._timer: Timer | None = None
+        self._armed_for: float | None = None
+        self._due_at = 0.0
         self._busy = False
         self._thawing: list[Callable[[], None]] = []
 
@@ -251,7 +253,8 @@ class ControllerProcess:
         if deadline is None or deadline > now:
             return
         waited = max((self.world.timeline.now - waiting.arrived for waiting in taken), default=0.0)
-        tx.handle(ev.Tick(lag_s=max(waited, self._late_s), trace=self.world.trace_id(self.name)), now)
+        late = self.world.timeline.now - self._due_at if self._armed_for == deadline else 0.0
+        tx.handle(ev.Tick(lag_s=max(waited, late), trace=self.world.trace_id(self.name)), now)
 
     # --- keeping (controller.keeping) --------------------------------------------------------------------------------
 
@@ -334,8 +337,6 @@ class ControllerProcess:
             self.towards_outside.requested(told)
         self._go_on()
 
-    _late_s = 0.0
-
     def _go_on(self) -> None:
         """The next turn: at once where somebody waits, else at the core's next deadline."""
         self._cancel_timer()
@@ -348,19 +349,18 @@ class ControllerProcess:
             return
         wait_s = max(0.0, self.clock.real_s(deadline - self._steady.now())) + 1e-6
         due = self.world.timeline.now + wait_s
-        self._timer = self.world.timeline.at(due, lambda: self.do(life, lambda: self._due(due)))
+        self._armed_for, self._due_at = deadline, due
+        self._timer = self.world.timeline.at(due, lambda: self.do(life, self._due))
 
-    def _due(self, due: float) -> None:
+    def _due(self) -> None:
         if not self._busy:
             self._busy = True
-            self._late_s = max(0.0, self.world.timeline.now - due)
             self._turn()
-            self._late_s = 0.0
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+            self._timer = self._armed_for = None
 
     # --- sessions ----------------------------------------------------------------------------------------------------
 

@@ -70,13 +70,15 @@ class Restores(Checker):
             if not fact.storage and (protection is None or version != protection.version):
                 raise Violation(self.name, f"{what}, although {known} was committed before")
             self._must_be_lost(spec, f"{what}, as what is kept besides")
-        self._taint(fact, after_corruption)
+        self._taint(fact, begun, after_corruption)
 
-    def _taint(self, fact: facts.Restored, after_corruption: bool) -> None:
+    def _taint(self, fact: facts.Restored, begun: Version | None, after_corruption: bool) -> None:
         """What was restored by all alike cannot be told from right values afterwards, also where a job that is run once
-        more finds it on storage; only that is forgiven."""
+        more finds it on storage, nor what a node computed alone; only that is forgiven."""
         job = fact.spec.job
-        seen = fact.state.liars - self._spread.get(job, frozenset())
+        made_on = self._holders.get((job, begun.generation), set()) if begun is not None else set()
+        alike = made_on if len(made_on) == 1 else set()
+        seen = fact.state.liars - self._spread.get(job, frozenset()) - alike
         replicated = self.world.jobs[job].replicated
         if after_corruption and seen and replicated:
             raise Violation(self.name, f"{job} generation {fact.spec.number} starts from what {sorted(seen)} got wrong")

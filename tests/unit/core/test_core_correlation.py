@@ -151,6 +151,19 @@ def test_a_thundering_return_after_a_power_cut_is_taken_back_without_a_verdict_a
     assert fleet.state.fleet.evicted == []
 
 
+def test_who_is_looked_at_only_when_its_silence_would_be_a_loss_is_suspected_and_gets_no_seat_anew() -> None:
+    """A Tick came too late for the look at which it would have been suspected first."""
+    fleet = CoreFleet()
+    fleet.start(2, spares=4)
+    for node in ("n4", "n5", "n6"):
+        fleet.disconnect(node)
+    fleet.now += LAB.dead_after_s + 1.0
+    fleet.feed(Tick(trace="t"))
+    assert _states(fleet, "n") == {NodeState.SUSPECT}
+    (spec,) = generations(fleet.fail_collective(0))
+    assert spec.seats == ("n1",)
+
+
 def test_a_pause_of_the_controller_is_nobodys_silence() -> None:
     """Beats wait unread meanwhile; whichever is handled first, a Tick or the first of them, nobody is called late."""
     for beat_first in (False, True):
