@@ -88,7 +88,8 @@ def choose_takings(state: FleetState, job: JobRecord, givers: Sequence[JobRecord
 
     ``givers`` are asked in their order; each keeps its own minimum, without the free nodes that the job takes as well.
     Nodes that leave another job at a boundary already are counted on. Where blocks stay within a domain, the one in
-    which the next block lacks least comes first.
+    which the next block lacks least comes first; what a giver can spare in one it may not in the next as well, and not
+    every order is tried: seldom is there a way that is not found.
     """
     least = least_nodes(job)
     offered = [*able_nodes(state, job), *(node for node in job.launchers if _is_coming(state, job, node))]

@@ -89,6 +89,14 @@ def _rosters(world: World, fleet: CoreFleet) -> Iterator[tuple[set[str], set[str
             yield roster, roster & computing
 
 
+def _all_can_be_spared(world: World, fleet: CoreFleet) -> bool:
+    """Whether no other job would miss whatever the waiting one could use, in one domain and in the next."""
+    seated = {name: set(fleet.seats(name)) for name in GIVERS if _runs(fleet, name)}
+    computing = set().union(*seated.values())
+    left = {name: (seats | (world.offered[name] - computing)) - world.offered[WAITER] for name, seats in seated.items()}
+    return all(len(left[name]) >= world.least[name] for name in left)
+
+
 def _runs(fleet: CoreFleet, job: str) -> bool:
     return job in fleet.state.jobs and fleet.job_state(job) is JobState.RUNNING
 
@@ -103,6 +111,10 @@ def test_a_job_takes_what_lets_it_run_and_leaves_the_others_what_they_need(world
     possible = list(_rosters(world, fleet))
     if any(not taken for _, taken in possible) or not possible:
         assert plan == Plan(), "nothing is taken where that is not needed, or would not be enough"
+        return
+    if plan == Plan():
+        surely_found = not world.shape.within or _all_can_be_spared(world, fleet)
+        assert not surely_found, "there is a way, and it is not found"
         return
     taken = {node for one in plan.takings.values() for node in one}
     assert (set(plan.seats), taken) in possible
