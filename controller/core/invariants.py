@@ -87,7 +87,7 @@ def _check_node(state: FleetState, record: NodeRecord) -> None:
         assert record.probe, f"{node}: a probation without a probe, or a word on why there is none"
     if record.reachable:
         assert state.live_nodes[node].watched, f"{node}: nobody watches its silence"
-    if node in state.silent and state.live_nodes[node].gone_at is None:
+    if node in state.silent:
         assert record.state is not NodeState.HEALTHY, f"{node} is silent and not suspected"
 
 

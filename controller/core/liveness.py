@@ -42,15 +42,12 @@ def heard(turn: Turn, node: str) -> None:
     state = turn.state
     record, live = state.nodes[node], state.live_nodes[node]
     suspicion.take_word(turn.policy, state.hearing, live.pulse, turn.now)
-    was_gone = live.gone_at is not None
     live.gone_at, live.accusers = None, {}
     correlation.speak(turn, node)
     watch(turn, node)
     if record.state is NodeState.SUSPECT:
         set_state(turn, node, NodeState.HEALTHY, f"{node} was heard again: the suspicion is refuted")
         _tell(turn, "node.refuted", node, record.sentence)
-        offer_to_jobs(turn, node)
-    elif was_gone and record.state is NodeState.HEALTHY:  # it became so while its connection was closed
         offer_to_jobs(turn, node)
     if not record.reachable:
         _returned(turn, node)

@@ -14,9 +14,14 @@ IN_SERVICE = (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION)
 
 
 def set_state(turn: Turn, node: str, state: NodeState, sentence: str) -> None:
-    """Moves a node to ``state``, for the reason in ``sentence``; cordons it with the scheduler, or gives it back."""
+    """Moves a node to ``state``, for the reason in ``sentence``; cordons it with the scheduler, or gives it back.
+
+    One that is healthy by somebody's word, and silent, is suspected until its own next word.
+    """
     record = turn.state.nodes[node]
-    record.state, record.since, record.sentence, record.trace = state, turn.now, sentence, turn.trace
+    doubted = state is NodeState.HEALTHY and node in turn.state.silent
+    record.state, record.since = NodeState.SUSPECT if doubted else state, turn.now
+    record.sentence, record.trace = sentence, turn.trace
     turn.node_changed(node)
     if state in OUT:
         remedies.cordon(turn, node, sentence)

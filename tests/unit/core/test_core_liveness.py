@@ -127,7 +127,7 @@ def test_a_mass_silence_is_believed_after_patience() -> None:
     assert fleet.job_state() is JobState.PAUSED
 
 
-def test_a_node_that_became_healthy_while_its_connection_was_closed_is_offered_when_it_is_heard() -> None:
+def test_a_node_that_is_readmitted_while_its_connection_is_closed_is_offered_when_it_is_heard() -> None:
     fleet = CoreFleet()
     fleet.start(2, min_nodes=2)
     fleet.order(OperatorAction.HOLD, node="n2")
@@ -139,10 +139,26 @@ def test_a_node_that_became_healthy_while_its_connection_was_closed_is_offered_w
     fleet.advance(4.0, "n1", "n2")
     fleet.disconnect("n2")
     fleet.order(OperatorAction.READMIT, node="n2")
-    assert (fleet.node_state("n2"), fleet.job_state()) == (NodeState.HEALTHY, JobState.PAUSED)
+    assert (fleet.node_state("n2"), fleet.job_state()) == (NodeState.SUSPECT, JobState.PAUSED)
     fleet.hear("n2")
     fleet.advance(0.3, "n1", "n2")
     assert fleet.job_state() is JobState.RUNNING
+
+
+def test_a_node_that_is_readmitted_while_it_is_silent_gets_no_seat_before_its_next_word() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.order(OperatorAction.HOLD, node="n2")
+    fleet.lose_rank(1, replacement=False)
+    assert fleet.seats() == ["n1"]
+    fleet.resume()
+    fleet.advance(4.0, "n1")
+    fleet.order(OperatorAction.READMIT, node="n2")
+    fleet.advance(1.0, "n1")
+    assert (fleet.node_state("n2"), fleet.seats()) == (NodeState.SUSPECT, ["n1"])
+    fleet.hear("n2")
+    fleet.advance(1.0, "n1", "n2")
+    assert (fleet.node_state("n2"), fleet.seats()) == (NodeState.HEALTHY, ["n1", "n2"])
 
 
 def test_an_agents_restart_with_its_launchers_costs_nothing() -> None:
