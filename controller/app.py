@@ -32,6 +32,7 @@ from controller.core import fleet
 from controller.core.state import FleetState
 from controller.credentials import Credentials
 from controller.doubt import Doubt
+from controller.elsewhere import Elsewhere
 from controller.journal import Journal
 from controller.keeping import Absence
 from controller.lease import Tenure
@@ -135,7 +136,9 @@ class Controller:
             away=self.away,
             remedies_open=self.outside.desk.open,
             journal_gaps=lambda: self.journal.gaps if self.journal is not None else 0,
+            elsewhere=lambda: self.elsewhere.told,
         )
+        self.elsewhere = Elsewhere(settings, self.loop, clock)
         self._gauges = FleetCollector(self.desk)
         self.metrics.registry.register(self._gauges)
         self.credentials = Credentials(loaded.credentials)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from sqlalchemy import Engine
 
+from controller.knocks import Knocks
 from controller.lease import Seen, Tenure, reason_to_lead
+from controller.reach import Resignation, Told
 from controller.read_ahead import Known
 from controller.store.leases import LeaseSession, claim
 from controller.store.records import Loaded
 from controller.store.threads import Hangs, Lane, Store
-from controller.store.trouble import StoreAway, Superseded
+from controller.store.trouble import Resigned, StoreAway, Superseded
 from controller.threshold import Threshold
 from everstep.clock import Clock
 
@@ -28,6 +30,11 @@ STARTING_S = 30.0
 meanwhile is missed by its lock as ever."""
 ABSENT_S = 0.5
 """The same while the database is away."""
+TELL_S = 2.0
+"""Seconds between two times that a standby writes down how many nodes insist on it, while any does."""
+
+Watch = Callable[[Told], Awaitable[Resignation | None]]
+"""What a leader concludes from what standbys have written down."""
 
 
 class Won(NamedTuple):
@@ -46,6 +53,8 @@ class Candidate:
         address: where others reach it, told as a hint; empty for none.
         lease_s, renew_s: how long the lease holds, and how often its holder renews it.
         threshold: closed while the lease is taken. Who goes on from there opens it.
+        knocks: nodes that were sent on.
+        goes_last: this one gave the lease up, since nodes did not reach it: any other may have it first.
     """
 
     def __init__(
@@ -58,6 +67,8 @@ class Candidate:
         lease_s: float,
         renew_s: float,
         threshold: Threshold,
+        knocks: Knocks,
+        goes_last: bool = False,
     ) -> None:
         self._session = LeaseSession(engine)
         self._lane = Lane("lease", self._session.abort)
@@ -68,6 +79,10 @@ class Candidate:
         self._lease_s = lease_s
         self._renew_s = renew_s
         self._threshold = threshold
+        self._knocks = knocks
+        self._goes_last = goes_last
+        self._vacant_since: float | None = None
+        self._tell_at = 0.0
         self._patient_until = 0.0
         self._away = ""
         self.leader: Seen | None = None
@@ -91,29 +106,37 @@ class Candidate:
             self._threshold.open()
             await asyncio.sleep(LOOK_S)
 
-    async def renewing(self, epoch: int, tenure: Tenure) -> None:
-        """Keeps the lease for as long as it lasts. Raises Superseded when another controller has it."""
+    async def renewing(self, epoch: int, tenure: Tenure, watch: Watch) -> None:
+        """Keeps the lease for as long as it lasts. Raises Superseded when another controller has it, and Resigned when
+        ``watch``, which is asked after each renewal, would have it given up."""
         asked_at = self._clock.monotonic()
         while True:
             await asyncio.sleep(max(0.0, asked_at + self._renew_s - self._clock.monotonic()))
             asked_at = tenure.asks()
             try:
-                await self._lane.call(lambda: self._renew(epoch), self._renew_s)
+                told = await self._lane.call(lambda: self._renew(epoch), self._renew_s)
+                tenure.renewed(asked_at)
+                self._note_back()
+                if (resignation := await watch(told)) is not None:
+                    await self._resign(epoch, resignation)
             except (StoreAway, Hangs) as error:
                 tenure.unreachable()
                 self._note_away(str(error))
-            else:
-                tenure.renewed(asked_at)
-                self._note_back()
 
     async def close(self) -> None:
         """Ends the session: whoever waits for the lease may have it at once."""
         await asyncio.to_thread(self._lane.close, self._session.close)
         self._engine.dispose()
 
-    def _renew(self, epoch: int) -> None:
+    def _renew(self, epoch: int) -> Told:
         self._session.hold(epoch)  # it is lost with a session that broke; a standby that looks has it for a moment
         self._session.renew(epoch, self._lease_s)
+        return self._session.told()
+
+    async def _resign(self, epoch: int, resignation: Resignation) -> None:
+        """The lease stays ours until this session ends, when nothing is answered here any more."""
+        await self._lane.call(lambda: self._session.resign(epoch, resignation.heir), self._renew_s)
+        raise Resigned(resignation.sentence)
 
     async def _turn(self) -> Seen:
         """Waits until there is a reason to lead."""
@@ -121,12 +144,33 @@ class Candidate:
             seen = await self._look()
             if seen is not None:
                 reason = reason_to_lead(seen, self._name, patient=self._clock.monotonic() < self._patient_until)
-                if reason:
+                if reason and not self._lets_others_first():
                     log.info("taking the lease: %s", reason)
                     return seen
-                self._note_leader(seen)
+                if not reason:
+                    self._vacant_since = None
+                    self._note_leader(seen)
+                await self._tell_knocks()
             self.looked.set()
             await asyncio.sleep(ABSENT_S if seen is None else LOOK_S)
+
+    def _lets_others_first(self) -> bool:
+        """The lease may be had. Whoever else stands by has it within a look; nobody does if it is still there later."""
+        now = self._clock.monotonic()
+        if self._vacant_since is None:
+            self._vacant_since = now
+        waits = self._goes_last and now < self._vacant_since + self._lease_s
+        return waits and not self._knocks.insistent()
+
+    async def _tell_knocks(self) -> None:
+        """Nothing depends on it here: what cannot be written is written the next time."""
+        now = self._clock.monotonic()
+        if now < self._tell_at:
+            return
+        self._tell_at = now + TELL_S
+        if nodes := self._knocks.insistent():
+            with contextlib.suppress(StoreAway, Hangs):
+                await self._lane.call(lambda: self._session.tell(self._name, nodes), self._lease_s)
 
     async def _look(self) -> Seen | None:
         """None while the database is away. It is back when it can be written, as its leader has to."""

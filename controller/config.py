@@ -118,6 +118,10 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     and gives a leader less time to find a database that moved."""
     lease_renew_s: float = 1.0
     """Seconds between two renewals; at most a third of ``lease_s``, so that one may fail."""
+    resign_after_s: float = 15.0
+    """Seconds for which a leader goes on, over PostgreSQL, while it hears nearly none of its nodes and they knock at
+    another controller; then it gives the lease up for that one. Twice as long after each time within an hour. Shorter
+    moves sooner, and gives a fleet less time to find a leader that is new. 0: never."""
     advertise: str = ""
     """``host:port`` by which others reach this controller, told by the controllers that stand by. Empty: as served."""
     stop_grace_s: float = 0.5
@@ -160,7 +164,7 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         if name == "production":
             return cls()
         if name == "lab":
-            return cls(policy=CorePolicy.lab(), heartbeat_interval_s=0.5)
+            return cls(policy=CorePolicy.lab(), heartbeat_interval_s=0.5, resign_after_s=5.0)
         raise ConfigurationError(f"there is no preset {name!r}: use {' or '.join(PRESETS)}")
 
     @property
@@ -241,6 +245,11 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
                 not 0.2 <= self.lease_renew_s <= self.lease_s / 3,
                 f"lease_renew_s ({self.lease_renew_s}) must be at least 0.2 and at most a third of lease_s "
                 f"({self.lease_s}): one renewal may fail",
+            ),
+            (
+                self.resign_after_s != 0 and self.resign_after_s < self.lease_s,
+                f"resign_after_s ({self.resign_after_s}) must be 0, or at least lease_s ({self.lease_s}): nodes need a "
+                "moment to come to a leader that is new",
             ),
             (
                 self.journal_bytes < 1 or self.journal_days <= 0,

@@ -22,6 +22,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
     ``epoch``: of the lease. ``newest``: of the newest life over this database, larger where that had no lease.
     ``free``: nobody held the lock of ``epoch``. ``expires_in_s``: by the database's clock; negative when it is over.
+    ``heir``: for whom its holder gave it up a moment ago; empty where that was not so, or another leads since.
     """
 
     epoch: int
@@ -30,6 +31,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     expires_in_s: float
     free: bool
+    heir: str = ""
 
 
 def reason_to_lead(seen: Seen, name: str, *, patient: bool) -> str:
@@ -42,6 +44,8 @@ def reason_to_lead(seen: Seen, name: str, *, patient: bool) -> str:
     """
     if not seen.holder:
         return "nobody has led before"
+    if seen.heir not in ("", name):
+        return ""
     if seen.free and seen.holder == name:
         return "it was this one's, in the life before"
     if patient:

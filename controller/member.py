@@ -16,6 +16,8 @@ from sqlalchemy import Engine
 from starlette.types import Receive, Scope, Send
 
 from controller import read_ahead
+from controller.api.auth import Headers
+from controller.api.peers import Peer
 from controller.app import Controller, MakeRemediator, document
 from controller.candidate import Candidate, Won
 from controller.config import ControllerSettings
@@ -27,7 +29,7 @@ from controller.store import credentials
 from controller.store.database import engine_of, parse_url
 from controller.store.records import Loaded
 from controller.store.threads import Store
-from controller.store.trouble import Superseded
+from controller.store.trouble import Resigned, Superseded
 from controller.threshold import Threshold
 from everstep.clock import Clock
 from everstep.errors import Unavailable
@@ -66,6 +68,7 @@ class Member:
         self._candidate: Candidate | None = None
         self._controller: Controller | None = None
         self._known = NOTHING
+        self._resigned = False
         document()
         self.standby = Standby(settings, keyring, clock, self._leader)
         self.settled = asyncio.Event()
@@ -80,6 +83,10 @@ class Member:
     def refusal(self) -> NotLeading:
         """What whoever wants a leader is told while this controller is none."""
         return self.standby.refusal()
+
+    def knock(self, node: str, headers: Headers, peer: Peer) -> None:
+        """An agent has come while this controller does not lead."""
+        self.standby.knock(node, headers, peer)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         controller = self.leading()
@@ -118,12 +125,16 @@ class Member:
             lease_s=settings.lease_s,
             renew_s=settings.lease_renew_s,
             threshold=self.threshold,
+            knocks=self.standby.begin(),
+            goes_last=self._resigned,
         )
         try:
             won = await self._stand_by(candidate, store)
+            self._resigned = False
             await self._lead(store, won.loaded, won.known, candidate, won.tenure)
         except Superseded as error:
             log.warning("stepping down: %s", error)
+            self._resigned = isinstance(error, Resigned)
             await self._leave(store, candidate)
         except asyncio.CancelledError:
             await self._leave(store, candidate)
@@ -186,7 +197,7 @@ class Member:
         assert controller.task is not None
         tasks: set[asyncio.Future[None]] = {controller.task, controller.outside.ended}
         if candidate is not None and tenure is not None:
-            tasks.add(asyncio.create_task(candidate.renewing(epoch, tenure), name="lease"))
+            tasks.add(asyncio.create_task(candidate.renewing(epoch, tenure, controller.elsewhere.look), name="lease"))
         if controller.doubt is not None:
             tasks.add(asyncio.create_task(controller.doubt.superseded(), name="doubt"))
         try:

@@ -23,6 +23,9 @@ everstep_controller_reports_repeated_total               counter    reports drop
 everstep_controller_ignored_total{reason}                counter    reports the core dropped by rule
 everstep_controller_requests_refused_total{route,code}   counter    requests answered with an error
 everstep_controller_journal_gaps_total                   counter    places where the journal lacks something
+everstep_controller_knocks                               gauge      nodes that insist on this one, which stands by
+everstep_controller_nodes_elsewhere                      gauge      nodes that insist on another one, which stands by
+everstep_controller_resignations                         gauge      leaders in a row that gave up: see resign_after_s
 everstep_controller_connected_agents                     gauge      nodes with a session
 everstep_controller_nodes{state}                         gauge      nodes by state
 everstep_controller_nodes_silent                         gauge      over their deadline, or cut off; not lost yet
@@ -214,6 +217,10 @@ class FleetCollector(Collector):
         gaps = "Places where the journal lacks something."
         yield CounterMetricFamily(_PREFIX + "journal_gaps", gaps, value=desk.journal_gaps())
         yield _gauge("remedies_open", "Remedies that have not ended.", desk.remedies_open())
+        told = desk.elsewhere()
+        away = "Nodes that knock again and again at a controller that stands by, of one the most."
+        yield _gauge("nodes_elsewhere", away, max(told.knocks.values(), default=0))
+        yield _gauge("resignations", "Leaders in a row, within the hour, whom nodes did not reach.", told.resignations)
         yield from self._database()
         yield from self._fleet(desk.state, desk.outbox)
         yield from self._evictions(desk.state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -9,11 +10,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, gen
 from starlette.types import Receive, Scope, Send
 
 from controller.api import asgi, problems
-from controller.api.auth import Gate
-from controller.api.peers import SCOPE_KEY
+from controller.api.auth import Gate, Headers
+from controller.api.peers import SCOPE_KEY, Peer
 from controller.api.routes import PLAIN, POLICY
 from controller.config import ControllerSettings
 from controller.credentials import Credentials
+from controller.knocks import Knocks
 from controller.lease import NotLeading
 from controller.rulebook import with_rules
 from controller.secret_file import Keyring
@@ -34,9 +36,13 @@ class Standby:
 
     Args:
         leader: the leader's address as far as it is known, else empty.
+
+    Attributes:
+        knocks: agents that were sent on since this controller stands by.
     """
 
     def __init__(self, settings: ControllerSettings, keyring: Keyring, clock: Clock, leader: Callable[[], str]) -> None:
+        self.knocks = Knocks(clock, settings.resign_after_s / 3)
         self._settings = settings
         self._keyring = keyring
         self._clock = clock
@@ -46,6 +52,8 @@ class Standby:
         registry = self._registry = CollectorRegistry()
         Gauge("everstep_controller_info", "The program.", ["version"], registry=registry).labels(__version__).set(1)
         Gauge("everstep_controller_leader", "1 where this controller leads.", registry=registry).set(0)
+        insistent = Gauge("everstep_controller_knocks", "Nodes that insist on this controller.", registry=registry)
+        insistent.set_function(lambda: self.knocks.insistent())
 
     def admit(self, credentials: Iterable[CredentialRow]) -> None:
         """Stored credentials as they are now: who may read the metrics."""
@@ -76,6 +84,17 @@ class Standby:
             await _refuse(send, error)
         except EverstepError as error:
             await asgi.refuse(send, error)
+
+    def begin(self) -> Knocks:
+        """This controller stands by from now on; who knocked before does not count."""
+        self.knocks = Knocks(self._clock, self._settings.resign_after_s / 3)
+        return self.knocks
+
+    def knock(self, node: str, headers: Headers, peer: Peer) -> None:
+        """An agent asks for a session. Only one that could have it counts."""
+        with contextlib.suppress(EverstepError):
+            self._gate.agent(headers, node, peer)
+            self.knocks.hear(node)
 
     async def _try(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Tries a change on what was recorded here while this controller led."""

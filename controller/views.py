@@ -21,6 +21,7 @@ from controller.core.records import JobRecord, NodeRecord
 from controller.core.state import FleetState, JobLive
 from controller.keeping import Absence
 from controller.push import Outbox
+from controller.reach import Told
 from everstep import __version__
 from everstep.errors import NotFound
 from everstep.ids import Rank
@@ -50,6 +51,7 @@ class Desk(msgspec.Struct, frozen=True, kw_only=True):
     away: Callable[[], Absence | None] = lambda: None
     remedies_open: Callable[[], int] = lambda: 0
     journal_gaps: Callable[[], int] = lambda: 0
+    elsewhere: Callable[[], Told] = Told
 
     def budget_left(self) -> int:
         """How many nodes may be evicted now."""

@@ -218,6 +218,7 @@ CONTROLLER = (
         "Heartbeats", "Per second.", ((f"sum(rate({C}heartbeats_total[1m]))", "heartbeats"),), "stat", "reqps", width=4
     ),
     Panel("Role", "1 leads, 0 stands by.", ((f"{C}leader", "{{instance}}"),)),
+    Panel("Knocks", "Nodes that come again and again to one that stands by.", ((f"{C}knocks", "{{instance}}"),)),
     Panel(
         "Time to decide and to commit",
         "The core's time per event; a transaction, until it is durable.",

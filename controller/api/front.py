@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from urllib.parse import unquote
 
 from controller.api import asgi
-from controller.api.auth import Gate
+from controller.api.auth import Gate, Headers
 from controller.api.descriptors import Descriptors
 from controller.api.desk import AgentDesk
 from controller.api.peers import Peer
@@ -56,6 +56,9 @@ class House(Protocol):
 
     def refusal(self) -> EverstepError:
         """What an agent is told while none does."""
+
+    def knock(self, node: str, headers: Headers, peer: Peer) -> None:
+        """An agent has come while none does."""
 
 
 class Front(asyncio.Protocol):
@@ -117,11 +120,12 @@ class Front(asyncio.Protocol):
         if not path.endswith(_AFTER_NODE) or (b"upgrade", _WANTED) not in headers:
             self._to_http()
             return
+        node = unquote(path[: -len(_AFTER_NODE)].decode("latin-1"))
         leader = self._house.leading()
         if leader is None:
+            self._house.knock(node, headers, Peer.of(self._transport))
             self._wait()
             return
-        node = unquote(path[: -len(_AFTER_NODE)].decode("latin-1"))
         try:
             identity = leader.gate.agent(headers, node, Peer.of(self._transport))
         except EverstepError as error:

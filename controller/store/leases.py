@@ -13,6 +13,7 @@ from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DBAPIError
 
 from controller.lease import Seen
+from controller.reach import Told
 from controller.store.cut import cut
 from controller.store.database import application_of
 from controller.store.diagnose import diagnose
@@ -24,11 +25,20 @@ T = TypeVar("T")
 _LOCKS = 0x6576_7374
 """First half of the advisory locks' keys (``evst`` in ASCII); the second is the epoch."""
 _KEYS = 1 << 31
+RESERVED_S = 10.0
+"""Seconds for which a lease that was given up waits for its heir; then the heir is taken for dead."""
+FRESH_S = 5.0
+"""Seconds for which a standby's count of knocks holds: it writes one every two."""
+IN_A_ROW_S = 3600.0
+"""Seconds between two resignations that belong together."""
+KEPT_S = 86400.0
+"""Seconds until the counts of a controller that is there no more are deleted."""
 _NOW = "extract(epoch from clock_timestamp())"
 
 _LOOK = text(
     f"SELECT epoch, holder, address, expires_at - {_NOW} AS left_s, "  # noqa: S608 - constants of this file
     "(SELECT value FROM meta WHERE key = 'epoch') AS newest, "
+    f"CASE WHEN resigned_at > {_NOW} - {RESERVED_S} THEN heir ELSE '' END AS heir, "
     f"pg_try_advisory_xact_lock({_LOCKS}, mod(epoch, {_KEYS})::int) AS free FROM lease WHERE id = 1"
 )
 _LOCK = text("SELECT pg_try_advisory_lock(:locks, :key)")
@@ -37,6 +47,21 @@ _SPEAK = text("SELECT 1")
 _WRITE = text("UPDATE lease SET address = address WHERE id = 1")
 _RENEW = text(
     f"UPDATE lease SET renewed_at = {_NOW}, expires_at = {_NOW} + :lease_s "  # noqa: S608 - as above
+    "WHERE id = 1 AND epoch = :epoch"
+)
+_TELL = text(
+    f"WITH gone AS (DELETE FROM knocks WHERE told_at < {_NOW} - {KEPT_S} AND controller <> :controller) "  # noqa: S608
+    f"INSERT INTO knocks (controller, nodes, told_at) VALUES (:controller, :nodes, {_NOW}) "
+    "ON CONFLICT (controller) DO UPDATE SET nodes = excluded.nodes, told_at = excluded.told_at"
+)
+_TOLD = text(
+    f"SELECT CASE WHEN resigned_at > {_NOW} - {IN_A_ROW_S} THEN resignations ELSE 0 END AS resignations, "  # noqa: S608
+    f"controller, nodes FROM lease LEFT JOIN knocks ON controller <> holder AND told_at > {_NOW} - {FRESH_S} "
+    "WHERE id = 1"
+)
+_RESIGN = text(
+    f"UPDATE lease SET heir = :heir, resigned_at = {_NOW}, "  # noqa: S608 - as above
+    f"resignations = CASE WHEN resigned_at > {_NOW} - {IN_A_ROW_S} THEN resignations + 1 ELSE 1 END "
     "WHERE id = 1 AND epoch = :epoch"
 )
 _END = text(
@@ -52,7 +77,7 @@ _END_SILENT = text(
     "AND datname = current_database() AND usename = current_user AND pid <> pg_backend_pid()"
 )
 _CLAIM = text(
-    f"UPDATE lease SET epoch = :epoch, holder = :holder, address = :address, "  # noqa: S608 - as above
+    f"UPDATE lease SET epoch = :epoch, holder = :holder, address = :address, heir = '', "  # noqa: S608 - as above
     f"renewed_at = {_NOW}, expires_at = {_NOW} + :lease_s WHERE id = 1 AND (:free OR expires_at <= {_NOW})"
 )
 
@@ -98,6 +123,7 @@ class LeaseSession:
             address=row.address,
             expires_in_s=float(row.left_s),
             free=row.free,
+            heir=row.heir,
         )
 
     def hold(self, epoch: int) -> bool:
@@ -131,6 +157,21 @@ class LeaseSession:
         """Another ``lease_s`` from now on, by the database's clock. Raises Superseded where another one has it."""
         values = {"epoch": epoch, "lease_s": lease_s}
         if self._asked(lambda connection: connection.execute(_RENEW, values).rowcount) == 0:
+            raise Superseded(f"another controller has taken the lease of epoch {epoch}")
+
+    def tell(self, controller: str, nodes: int) -> None:
+        """Writes down how many nodes insist on a controller that stands by."""
+        self._asked(lambda connection: connection.execute(_TELL, {"controller": controller, "nodes": nodes}))
+
+    def told(self) -> Told:
+        """What those that stand by have written down in the last seconds."""
+        rows = self._asked(lambda connection: connection.execute(_TOLD).all())
+        knocks = {row.controller: row.nodes for row in rows if row.controller is not None}
+        return Told(knocks=knocks, resignations=rows[0].resignations)
+
+    def resign(self, epoch: int, heir: str) -> None:
+        """Keeps the lease for ``heir``, from the end of this session on. Raises Superseded where another one has it."""
+        if self._asked(lambda connection: connection.execute(_RESIGN, {"epoch": epoch, "heir": heir}).rowcount) == 0:
             raise Superseded(f"another controller has taken the lease of epoch {epoch}")
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sqlalchemy import BigInteger, Column, Float, Index, Integer, MetaData, PrimaryKeyConstraint, Table, Text
 
-HEAD = "0006"
+HEAD = "0007"
 """The newest migration; a database at this revision needs no migration tool at start."""
 
 metadata = MetaData()
@@ -154,8 +154,22 @@ lease = Table(
     Column("address", Text, nullable=False),
     Column("renewed_at", Float(53), nullable=False),
     Column("expires_at", Float(53), nullable=False),
+    Column("heir", Text, nullable=False, server_default=""),
+    Column("resigned_at", Float(53), nullable=False, server_default="0"),
+    Column("resignations", Integer, nullable=False, server_default="0"),
 )
-"""One row: who leads, and until when unless it is renewed; in seconds of the database's own clock."""
+"""One row: who leads, and until when unless it is renewed; in seconds of the database's own clock. ``heir``: for whom
+the leader before gave it up ("" otherwise), ``resigned_at`` when one did last, ``resignations`` how many in a row."""
+
+knocks = Table(
+    "knocks",
+    metadata,
+    Column("controller", Text, primary_key=True),
+    Column("nodes", Integer, nullable=False),
+    Column("told_at", Float(53), nullable=False),
+)
+"""How many nodes insist on controllers that stand by, by the database's clock; PostgreSQL only. No part of the
+fleet's state: written without the fence, and read for what it is."""
 
 credentials = Table(
     "credentials",

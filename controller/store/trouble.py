@@ -14,6 +14,10 @@ class Superseded(Unavailable):
     """Another controller took this database over; this one must not write any more."""
 
 
+class Resigned(Superseded):
+    """This controller gave its lease up: its nodes reach another one. The message says why."""
+
+
 class StoreAway(Unavailable):
     """The database cannot be used at present; the same write may succeed later. The message says why.
 

@@ -22,11 +22,12 @@ TOKEN = "agent:n1:mac"
 
 
 class AgentProcess:
-    """Agents of node n1, one life after another over the same directories."""
+    """Agents of one node, one life after another over the same directories."""
 
-    def __init__(self, base: Path, controller: str) -> None:
+    def __init__(self, base: Path, controller: str, node: str) -> None:
+        self.node = node
         self.run_dir = base / "run"
-        self.segments = base / "segments" / "n1"
+        self.segments = base / "segments" / node
         self.kernel_log = base / "kernel.log"
         self.kernel_log.touch()
         self.token_file = base / "token"
@@ -50,7 +51,7 @@ class AgentProcess:
 
     def launch(self, *options: str) -> subprocess.Popen[str]:
         """Starts another life without waiting for it."""
-        command = [sys.executable, "-m", "agent.main", "--node", "n1", "--controller", self.controller]
+        command = [sys.executable, "-m", "agent.main", "--node", self.node, "--controller", self.controller]
         command += ["--token-file", str(self.token_file), "--run-dir", str(self.run_dir)]
         command += ["--segment-dir", str(self.segments), "--kernel-log", str(self.kernel_log)]
         command += ["--virtual", "default:2", *options]
@@ -89,10 +90,10 @@ class AgentProcess:
 
 
 @contextlib.contextmanager
-def agent_process(controller: str) -> Iterator[AgentProcess]:
+def agent_process(controller: str, node: str = "n1") -> Iterator[AgentProcess]:
     """An agent that is not started yet; everything of it is gone after the block."""
     base = Path(tempfile.mkdtemp(prefix="ev-agent-"))
-    agent = AgentProcess(base, controller)
+    agent = AgentProcess(base, controller, node)
     try:
         yield agent
     finally:

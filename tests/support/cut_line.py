@@ -1,5 +1,5 @@
-"""A line between one controller and a database on a unix socket that can be cut: whoever is at either end hears nothing
-more, and nothing that it says arrives."""
+"""Lines that can be cut, to a database on a unix socket or to a controller's port: whoever is at either end hears
+nothing more, and nothing that it says arrives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from sqlalchemy.engine import make_url
@@ -19,15 +19,18 @@ _PIECE = 1 << 16
 
 
 class CutLine:
-    """Forwards bytes in a thread of its own until ``cut``, and again after ``mend``."""
+    """Forwards bytes in a thread of its own until ``cut``, and again after ``mend``.
 
-    def __init__(self, database: str) -> None:
-        url = make_url(database)
-        self._target = f"{url.query['host']}/.s.PGSQL.{_PORT}"
-        self._directory = Path(tempfile.mkdtemp(prefix="everstep-line-"))
-        self.url = url.set(query={**url.query, "host": str(self._directory)}).render_as_string(hide_password=False)
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(self._directory / f".s.PGSQL.{_PORT}"))
+    Args:
+        url: by which this end of the line is reached.
+        listener: at this end.
+        reach: a connection to the other one.
+    """
+
+    def __init__(self, url: str, listener: socket.socket, reach: Callable[[], socket.socket]) -> None:
+        self.url = url
+        self._listener = listener
+        self._reach = reach
         self._listener.listen(64)
         self._whole = threading.Event()
         self._whole.set()
@@ -57,7 +60,6 @@ class CutLine:
             key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()
         self._waker.close()
-        shutil.rmtree(self._directory)
 
     def _forward(self) -> None:
         while not self._ends:
@@ -72,8 +74,11 @@ class CutLine:
 
     def _join(self) -> None:
         near, _ = self._listener.accept()
-        far = socket.socket(socket.AF_UNIX)
-        far.connect(self._target)
+        try:
+            far = self._reach()
+        except OSError:
+            near.close()
+            return
         self._selector.register(near, selectors.EVENT_READ, far)
         self._selector.register(far, selectors.EVENT_READ, near)
 
@@ -96,7 +101,35 @@ class CutLine:
 @contextlib.contextmanager
 def line_to(database: str) -> Iterator[CutLine]:
     """A line to a test's database; ``url`` leads over it."""
-    line = CutLine(database)
+    url, directory = make_url(database), Path(tempfile.mkdtemp(prefix="everstep-line-"))
+    over = url.set(query={**url.query, "host": str(directory)}).render_as_string(hide_password=False)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(directory / f".s.PGSQL.{_PORT}"))
+
+    def reach() -> socket.socket:
+        far = socket.socket(socket.AF_UNIX)
+        far.connect(f"{url.query['host']}/.s.PGSQL.{_PORT}")
+        return far
+
+    try:
+        yield from _open(CutLine(over, listener, reach))
+    finally:
+        shutil.rmtree(directory)
+
+
+@contextlib.contextmanager
+def line_to_port(place: Callable[[], str]) -> Iterator[CutLine]:
+    """A line to a controller's port, ``host:port`` as it is when somebody comes; ``url`` leads over it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def reach() -> socket.socket:
+        host, _, port = place().rpartition(":")
+        return socket.create_connection((host, int(port)), timeout=5.0)
+
+    yield from _open(CutLine(f"http://127.0.0.1:{listener.getsockname()[1]}", listener, reach))
+
+
+def _open(line: CutLine) -> Iterator[CutLine]:
     try:
         yield line
     finally:

@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from controller.api.auth import Headers
 from controller.api.descriptors import Descriptors
 from controller.api.front import Front
+from controller.api.peers import Peer
 from controller.app import Controller
 from controller.lease import NotLeading
 from controller.threshold import Threshold
@@ -208,6 +210,9 @@ class Served:
 
     def refusal(self) -> NotLeading:
         return NotLeading("it stands by")
+
+    def knock(self, node: str, headers: Headers, peer: Peer) -> None:
+        """Nobody counts."""
 
     def run(self, coroutine: Any) -> Any:
         """The coroutine's result, run on the controller's loop."""

@@ -94,6 +94,7 @@ def test_every_preset_is_free_of_contradictions(preset: str) -> None:
         ({"tls_key": "k"}, "give both or none"),
         ({"heartbeat_interval_s": 4.0}, "one late beat must not make a suspect"),
         ({"group_commit": 0}, "at least 1"),
+        ({"resign_after_s": 2.0}, "at least lease_s"),
         ({"commit_timeout_s": 0}, "commit_timeout_s must be positive"),
         ({"remediation": "webhook"}, "give all or none"),
         ({"remediation": "email"}, "a setting is wrong: .*email"),

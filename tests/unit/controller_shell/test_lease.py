@@ -35,6 +35,17 @@ def test_after_an_absence_of_the_database_its_leader_may_come_back_first(facts: 
     assert reason_to_lead(seen(holder="", free=True), "c2", patient=True) != ""
 
 
+@pytest.mark.parametrize("facts", [{"free": True}, {"expires_in_s": -9.0}])
+def test_a_lease_that_was_given_up_is_its_heirs_also_under_the_name_of_whoever_had_it(facts: dict[str, object]) -> None:
+    given_up = seen(heir="c3", **facts)
+    assert [reason_to_lead(given_up, name, patient=False) for name in ("c1", "c2")] == ["", ""]
+    assert reason_to_lead(given_up, "c3", patient=False) != ""
+
+
+def test_an_heir_waits_until_its_leader_has_gone() -> None:
+    assert reason_to_lead(seen(heir="c3"), "c3", patient=False) == ""
+
+
 def test_a_leader_is_certain_until_shortly_before_its_lease_ends() -> None:
     clock = ManualClock()
     tenure = Tenure(clock, 10.0)

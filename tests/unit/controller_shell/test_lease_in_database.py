@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from sqlalchemy import Engine, create_engine, text
 
+from controller.reach import Told
 from controller.store.database import engine_of, open_database, parse_url
 from controller.store.leases import LeaseSession, claim
 from controller.store.trouble import StoreAway, Superseded
@@ -98,6 +99,54 @@ def test_a_lease_that_is_renewed_while_another_one_is_about_to_take_it_stays(eng
         late.take_over(expected=epoch, claim=claim("c2", "", 30.0, free=seen.free))
     late.close()
     assert standby.look().newest == epoch
+
+
+def test_a_leader_hears_from_standbys_how_many_knock_at_them_but_not_from_itself(engine: Engine, session: Open) -> None:
+    leader, standby = session(), session()
+    leader.tell("c1", 9)  # as a standby, a moment ago
+    lead(engine, leader, "c1")
+    assert leader.told() == Told()
+    standby.tell("c2", 3)
+    standby.tell("c2", 4)
+    standby.tell("c3", 1)
+    assert leader.told() == Told(knocks={"c2": 4, "c3": 1})
+
+
+def test_what_was_told_is_not_believed_for_long_and_not_kept_for_ever(engine: Engine, session: Open) -> None:
+    leader, standby = session(), session()
+    lead(engine, leader, "c1")
+    standby.tell("c2", 4)
+    standby.tell("c3", 4)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE knocks SET told_at = told_at - CASE controller WHEN 'c2' THEN 10 ELSE 1e6 END"))
+    assert leader.told() == Told()
+    standby.tell("c4", 1)
+    with engine.connect() as connection:
+        assert set(connection.execute(text("SELECT controller FROM knocks")).scalars()) == {"c2", "c4"}
+
+
+def test_a_lease_that_was_given_up_is_kept_for_its_heir_for_a_while_and_each_time_in_a_row_counts(
+    engine: Engine, session: Open
+) -> None:
+    leader, heir = session(), session()
+    epoch = lead(engine, leader, "c1")
+    leader.resign(epoch, "c2")
+    assert (heir.look().heir, heir.look().free) == ("c2", False)
+    leader.close()
+    until(lambda: heir.look().free, "the server has noticed")
+    epoch = lead(engine, heir, "c2")
+    assert heir.look().heir == ""
+    assert heir.told() == Told(resignations=1)
+    heir.resign(epoch, "c1")
+    assert heir.told() == Told(resignations=2)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE lease SET resigned_at = resigned_at - 60"))
+    assert heir.look().heir == ""
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE lease SET resigned_at = resigned_at - 3600"))
+    assert heir.told() == Told()
+    with pytest.raises(Superseded, match=f"epoch {epoch - 1}"):
+        heir.resign(epoch - 1, "c1")
 
 
 def test_who_looks_keeps_nobody_from_the_lock_though_nobody_waited_for_what_it_saw(
