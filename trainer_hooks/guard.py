@@ -19,6 +19,7 @@ import torch
 
 from everstep.errors import EverstepError
 from trainer_hooks.kept_versions import KeptVersion, KeptVersions
+from trainer_hooks.loading.stateful import is_stateful_loader
 from trainer_hooks.spikes import LossHistory, SpikeRule
 from trainer_hooks.state import TrackedState
 
@@ -113,6 +114,20 @@ class Guard:
         return True
 
     # --- what Run calls
+
+    def require(self, objects: Mapping[str, object]) -> None:
+        """Raises ValueError for tracked objects that cannot be kept together with the guard."""
+        if "guard" in objects:
+            raise ValueError("the run's guard is tracked under the name guard: give what you track another one")
+        again = self._back > 0 or self._policy == "replay"
+        for key, tracked in objects.items():
+            # its iterator goes on, while what is stored of it would stand where the guard went back to
+            if again and is_stateful_loader(tracked):
+                raise ValueError(
+                    f"{key} is a StatefulDataLoader, which cannot go back in the midst of an epoch: take run.loader, "
+                    "which is asked for guard.data_step, or a guard that only leaves updates out "
+                    '(run.guard(policy="skip", back=0))'
+                )
 
     def watch(self, objects: Mapping[str, object], exclude: Iterable[str] = ()) -> None:
         """The tracked objects, restored; from here on their versions are kept, without what ``exclude`` leaves out."""

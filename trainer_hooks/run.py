@@ -315,8 +315,7 @@ class Run:
         }
         self._loaders += [loader for loader in kept.values() if isinstance(loader, OwnLoader)]
         if self._guard is not None:
-            if "guard" in objects:
-                raise ValueError("the run's guard is tracked under the name guard: give what you track another one")
+            self._guard.require(objects)
             kept["guard"] = self._guard
         self._finished = self._keeper.track(kept, choices)
         self._replication.restored(kept, exclude)

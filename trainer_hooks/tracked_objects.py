@@ -6,7 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, Sampler
 
+from trainer_hooks.data import ElasticSampler
+from trainer_hooks.loading.loader import Loader
+from trainer_hooks.loading.stream import StreamSampler
 from trainer_hooks.module_names import replicas_in
 from trainer_hooks.snapshot.refusals import refuse_zero
 
@@ -37,7 +41,16 @@ class TrackedObjects:
         elif hasattr(tracked, "state_dict") and hasattr(tracked, "load_state_dict"):
             self.others[key] = tracked
         else:
-            raise TypeError(f"{key} is a {type(tracked).__qualname__}, which has no state_dict and load_state_dict")
+            raise TypeError(f"{key} is a {type(tracked).__qualname__}, {_mend(tracked)}")
+
+
+def _mend(tracked: object) -> str:
+    if isinstance(tracked, ElasticSampler | Loader | StreamSampler):
+        return "which has nothing to keep, since samples are a function of the step: leave it out"
+    if isinstance(tracked, DataLoader | Sampler):
+        return "which cannot say how far it is: take run.loader or run.sampler, whose samples follow from the step"
+    one = "track each of its members under a name of its own, " if isinstance(tracked, list | tuple | dict) else ""
+    return f"which has no state_dict and load_state_dict: {one}give it both, or leave it out"
 
 
 def several(tracked: object) -> Sequence[object]:

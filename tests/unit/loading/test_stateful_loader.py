@@ -89,6 +89,21 @@ def test_another_world_size_or_rank_is_refused_with_what_to_do(rank, world, reas
         tracked(Stored(keeper.keep()), rank, world)
 
 
+@pytest.mark.parametrize("how", [{"back": 1}, {"back": 0, "policy": "replay"}], ids=["back", "replay"])
+def test_a_guard_that_computes_data_again_is_refused_beside_it_with_what_to_do(how):
+    run = Run(Place(), Stored())
+    run.guard(**how)
+    with pytest.raises(ValueError, match=r"loader is a StatefulDataLoader.*take run.loader.*back=0"):
+        run.track(loader=new_loader())
+
+
+def test_a_guard_that_leaves_updates_out_goes_with_it():
+    run = Run(Place(), Stored())
+    guard = run.guard(back=0)
+    run.track(loader=new_loader())
+    assert not guard.allows(torch.tensor(float("nan")))
+
+
 def test_its_workers_end_with_the_generation():
     loader = new_loader(num_workers=2)
     run = Run(Place(), Stored())

@@ -12,9 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
 
 from everstep.errors import ConfigurationError, MalformedMessage, NotRestorable
 from tests.support.given_state import GivenState
+from trainer_hooks.data import ElasticSampler
 from trainer_hooks.python_state import Merged, decode
 from trainer_hooks.snapshot.blob import decode_blob, encode_blob
 from trainer_hooks.snapshot.layout import Sharing, Tensor
@@ -177,9 +179,20 @@ def test_optimizer_state_that_is_no_tensor_comes_back() -> None:
     assert other.state[other.param_groups[0]["params"][0]] == {"count": 3, "momentum_buffer": None}
 
 
-def test_what_has_no_state_dict_is_refused_by_name() -> None:
-    with pytest.raises(TypeError, match="sampler is a list"):
-        TrackedState({"sampler": [1]})
+@pytest.mark.parametrize(
+    ("tracked", "mend"),
+    [
+        ([1], "track each of its members under a name of its own"),
+        (object(), "give it both, or leave it out"),
+        (ElasticSampler(10, global_batch=2), "samples are a function of the step: leave it out"),
+        (DataLoader([1, 2]), r"take run\.loader or run\.sampler"),
+        (DistributedSampler([1, 2], num_replicas=2, rank=0), r"take run\.loader or run\.sampler"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_has_no_state_dict_is_refused_by_name_with_what_to_do(tracked: object, mend: str) -> None:
+    with pytest.raises(TypeError, match=f"odd is a {type(tracked).__name__}, .*{mend}"):
+        TrackedState({"odd": tracked})
 
 
 @pytest.mark.parametrize(
