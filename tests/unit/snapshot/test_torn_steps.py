@@ -24,13 +24,17 @@ from tests.support.waiting import until
 WORLD, FIRST, APART = 3, 5, 6
 SUBSETS = [ranks for count in range(1, WORLD + 1) for ranks in combinations(range(WORLD), count)]
 STEPS = FIRST + APART * len(SUBSETS)
+OF_SHARDS = [Kill(FIRST + APART * n, point, SUBSETS[n % len(SUBSETS)]) for n, point in enumerate(POINTS)]
+STEPS_OF_SHARDS = FIRST + APART * len(OF_SHARDS)
 
 pytestmark = pytest.mark.slow
 
 
-def run_through(forks: ForkPool, folder: Path, kills: Sequence[Kill]) -> list[dict[str, Any]]:
+def run_through(
+    forks: ForkPool, folder: Path, kills: Sequence[Kill], steps: int = STEPS, *, sharded: bool = False
+) -> list[dict[str, Any]]:
     """A whole run on one node; a generation after each kill. What the ranks wrote down."""
-    train = partial(injections.train, folder=str(folder), until=STEPS, kills=kills)
+    train = partial(injections.train, folder=str(folder), until=steps, kills=kills, sharded=sharded)
     with vaults(forks) as fleet:
         vault = fleet.start("n1")
         fleet.configure(vault)
@@ -47,10 +51,16 @@ def run_through(forks: ForkPool, folder: Path, kills: Sequence[Kill]) -> list[di
                 form(scene, number)
                 (version,) = {m.restored for m in resumed(scene, number)}
                 assert version is not None, kill
-                assert version.step >= kill.step - (len(kill.ranks) > 1), f"a finished step was lost after {kill}"
+                lost = not is_stored(kill) if sharded else len(kill.ranks) > 1
+                assert version.step >= kill.step - lost, f"a finished step was lost after {kill}"
             scene.heard(RankFinished, WORLD, where=lambda m: m.generation == len(kills) + 1)
             assert scene.finish() == [0] * WORLD
     return read_diaries(folder)
+
+
+def is_stored(kill: Kill) -> bool:
+    """Whether the slots of those who die say that all of their shards are there."""
+    return POINTS.index(kill.point) >= POINTS.index("marked")
 
 
 def form(scene: Stage, number: int) -> None:
@@ -79,3 +89,18 @@ def test_a_kill_at_any_point_of_any_ranks_ends_in_one_consistent_version(forks, 
     torn = [(row["generation"], row["step"], row["rank"]) for row in rows if row["state"] != calm[row["step"]]]
     assert not torn
     assert {row["step"] for row in rows} == calm.keys()
+
+
+def test_so_do_kills_of_ranks_that_alone_hold_their_shards(forks, tmp_path):
+    """Who was not killed has gone on to a step that the others never finished, and goes back by one."""
+    for folder in (alone := tmp_path / "calm", killed := tmp_path / "killed"):
+        folder.mkdir()
+    calm = {
+        (row["step"], row["rank"]): row["state"] for row in run_through(forks, alone, (), STEPS_OF_SHARDS, sharded=True)
+    }
+    assert len(calm) == WORLD * STEPS_OF_SHARDS == len(set(calm.values())), "each rank has its own"
+    rows = run_through(forks, killed, OF_SHARDS, STEPS_OF_SHARDS, sharded=True)
+    assert len(list(killed.glob("died-*"))) == sum(len(kill.ranks) for kill in OF_SHARDS)
+    torn = [(r["generation"], r["step"], r["rank"]) for r in rows if r["state"] != calm[r["step"], r["rank"]]]
+    assert not torn
+    assert {(row["step"], row["rank"]) for row in rows} == calm.keys()

@@ -66,6 +66,14 @@ def test_a_segment_is_private_and_has_its_pages_before_it_is_handed_out(fleet: V
     assert stat.S_IMODE((vault.run_dir / "vault.json").stat().st_mode) == 0o600
 
 
+def test_a_ranks_slots_are_asked_for_near_it(fleet: Vaults, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of a machine with one node all that can be seen is that another one is refused, and done without."""
+    vault = fleet.start("n1")
+    said = {"job": JOB, "local_rank": 0, "slot_bytes": 4096, "slots": SLOTS}
+    assert isinstance(vault.client().ask(local.OpenSegment, **said, numa_node=1000), local.Segment)
+    assert "slots are not bound to NUMA node 1000" in capfd.readouterr().err
+
+
 def test_a_rank_that_comes_again_finds_its_slots(fleet: Vaults) -> None:
     vault = fleet.start("n1")
     before = RankMemory(vault.client(), rank=0)

@@ -7,15 +7,18 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from agent.vault.pacing import BURST_S, Pace
+from agent.vault.send import PIECE_BYTES, Outgoing
 from everstep.clock import Clock
 from everstep.ids import Version
 from everstep.slots import CHUNK_BYTES, slot_bytes_for
 from everstep.wire.v1 import local, supervision
-from everstep.wire.v1.transfer import chunk_bits, chunks_without
+from everstep.wire.v1.transfer import Ready, chunk_bits, chunks_without
 from tests.support.vaults import JOB, RankMemory, VaultClient, VaultProcess, Vaults, map_segment, noise
 
 CHUNKS = 12
@@ -227,3 +230,37 @@ def test_without_a_bound_nobody_waits() -> None:
     pace.take(1 << 60)
     assert watch.now == 100.0
     assert not pace.bounded
+
+
+class Line:
+    """A connection that takes whatever is sent, and whose other end finds it right. ``pieces``: how long each was."""
+
+    def __init__(self) -> None:
+        self.pieces: list[int] = []
+
+    def send(self, message: object) -> None:
+        pass
+
+    def send_bulk(self, views: list[memoryview]) -> None:
+        self.pieces += map(len, views)
+
+    def send_status(self, good: bool) -> None:
+        assert good
+
+    def answer(self, kind: Any) -> Any:
+        return kind()
+
+
+def test_manifest_and_chunks_go_in_small_pieces_none_of_which_passes_the_pace() -> None:
+    watch, line = Watch(), Line()
+    reading: Any = SimpleNamespace(manifest=bytes(3_000_000), payload=memoryview(bytes(2 * CHUNK_BYTES + 5)))
+    reading.still = lambda: True
+    ready = Ready(transfer=bytes(16), manifest=True, here=chunk_bits([1]))
+    outgoing = Outgoing(reading, ready, Pace(1e6, watch, watch.sleep))
+    channel: Any = line
+    outgoing.send_manifest(channel)
+    outgoing.send(channel)
+    sent = sum(line.pieces)
+    assert sent == 3_000_000 + CHUNK_BYTES + 5
+    assert max(line.pieces) == PIECE_BYTES
+    assert watch.now - 100.0 == pytest.approx((sent - line.pieces[-1]) / 1e6, abs=BURST_S)

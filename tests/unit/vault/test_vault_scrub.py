@@ -291,3 +291,14 @@ def test_a_slot_that_cannot_be_opened_to_be_mended_is_looked_at_again(
     assert bench.told == []
     bench.rounds(1)
     assert [one.finding.kind for one in bench.told] == [FindingKind.SLOT_CORRUPT]
+
+
+def test_a_round_waits_after_each_piece_for_as_long_as_its_bytes_may_take(bench: Bench) -> None:
+    waits: list[float] = []
+    bench.scrubber._bytes_per_s = 1e6
+    bench.scrubber._stopping.wait = waits.append  # type: ignore[method-assign, assignment]
+    bench.fill(0, Version(1, 1))
+    bench.rounds(2)
+    assert sum(waits) == pytest.approx(bench.tally.read()[0]["scrubbed_bytes"] / 1e6)
+    assert max(waits) == CHUNK_BYTES / 1e6
+    assert sum(waits) > SIZE / 1e6

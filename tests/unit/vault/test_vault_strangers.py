@@ -384,6 +384,33 @@ def test_a_transfer_belongs_to_the_node_that_began_it(wire: Wire, supervisor: Va
         theirs.answer(PartDone)
 
 
+def test_who_knows_the_secret_of_one_job_reaches_nothing_of_another(wire: Wire, supervisor: VaultClient) -> None:
+    secret = "a secret of the other job, for tests"
+    supervisor.ask(supervision.Configure, job="other", generation=1, secret=secret, holders=())
+    mine = wire.proved()
+    transfer = begin(mine, put(bytes(10)))
+    with pytest.raises(AuthenticationError):
+        wire.proved(known=facts(secret))
+    theirs = wire.proved(known=facts(secret, job="other"))
+    theirs.send(PutDone(transfer=transfer))
+    with pytest.raises(NotFound):
+        theirs.answer(Ack)
+    mine.send(Part(transfer=transfer, first=0, chunks=1))
+    bulk(mine, bytes(10), PIECE_GOOD)
+    mine.answer(PartDone)
+    mine.send(PutDone(transfer=transfer))
+    mine.answer(Ack)
+    theirs.send(InventoryAsk())
+    assert theirs.answer(InventoryList).slots == ()
+    theirs.send(Get(rank=0, version=V, ranges=((0, 10),)))
+    with pytest.raises(NotFound):
+        theirs.any_answer()
+    theirs.send(Part(transfer=transfer, first=0, chunks=1))
+    with pytest.raises(MalformedMessage):
+        theirs.answer(PartDone)
+    assert refused(supervisor) == {"unauthenticated": 1, "not_found": 2, "malformed": 1}
+
+
 def test_a_sender_that_went_away_frees_the_slot_it_was_filling(wire: Wire, supervisor: VaultClient) -> None:
     for _ in range(5):
         channel = wire.proved()
