@@ -72,13 +72,14 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
-    """One event that was handled. ``decisions``: ``describe`` of its effects; ``digest``: of what these words leave out
-    as well, None in a journal of before."""
+    """One event that was handled. ``decisions``: ``describe`` of its effects; ``digest``: of all that these are, None
+    in a journal of before. ``partial``: of a part of them, as it was written then; nobody reads it."""
 
     at: float
     event: Event
     reads: tuple[Read, ...]
     decisions: tuple[str, ...]
+    partial: int | None = None
     digest: int | None = None
 
 
@@ -147,7 +148,7 @@ class Journal:
             return
         if isinstance(event, ReportArrived):
             event = msgspec.structs.replace(event, entropy=_BLANK)
-        self._add(Entry(now, event, tuple(turn.reads), decisions, digest(decisions, effects)))
+        self._add(Entry(now, event, tuple(turn.reads), decisions, digest=digest(effects)))
 
     def _add(self, frame: msgspec.Struct) -> None:
         body = _encoder.encode(frame)

@@ -25,7 +25,7 @@ from everstep import __version__
 from everstep.errors import EverstepError, MalformedMessage
 from everstep.vocabulary import Verdict
 
-HIDDEN = "! other nodes than these words name, other seats or holders, or another record of a node or a job"
+HIDDEN = "! what these words leave out is another: nodes, GPUs, groups, a record, or something else of a directive"
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +131,7 @@ def _again(state: FleetState, entry: Entry) -> tuple[tuple[str, ...], tuple[Verd
         return (f"refused ({error.code}): {error}",), (), 0
     verdicts = tuple(effect.verdict for effect in effects if isinstance(effect, PutVerdict))
     words = tuple(describe(effects))
-    return words, verdicts, digest(words, effects)
+    return words, verdicts, digest(effects)
 
 
 def _name(event: Event) -> str:

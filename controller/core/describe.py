@@ -1,14 +1,16 @@
-"""What was decided, in lines for people: of transcripts, of a journal, of a replay."""
+"""What was decided, in lines for people: of transcripts, of a journal, of a replay; and a digest of all of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import msgspec
 import xxhash
 
 from controller.core.effects import (
     Audit,
     Effect,
+    PutFleet,
     PutGeneration,
     PutJob,
     PutNode,
@@ -26,9 +28,11 @@ from everstep.wire.v1.directives import (
     StopJob,
     VersionNotice,
 )
+from everstep.wire.v1.training import GenerationSpec
 
 NAMED_NODES = 8
 """Receivers of a directive that are named; of more, these and how many others."""
+_encode = msgspec.msgpack.Encoder().encode
 
 
 def describe(effects: Iterable[Effect]) -> Iterator[str]:
@@ -53,24 +57,41 @@ def describe(effects: Iterable[Effect]) -> Iterator[str]:
         yield f"to {_several(nodes, ' ')}: {directive}"
 
 
-def digest(words: Iterable[str], effects: Iterable[Effect]) -> int:
-    """xxh3-64 of all that is decided: of ``describe``'s words for ``effects``, and of what these leave out."""
-    return xxhash.xxh3_64_intdigest("\n".join((*words, *_unsaid(effects))).encode())
+def digest(effects: Iterable[Effect]) -> int:
+    """xxh3-64 of all that is decided, of what ``describe`` leaves out too: whole directives, evidence, GPUs to reset.
 
-
-def _unsaid(effects: Iterable[Effect]) -> Iterator[str]:
+    Not of jobs' secrets, which no journal keeps; of records only of what is a judgement, since they have more fields in
+    each release.
+    """
+    hashed, sent = xxhash.xxh3_64(), None
     for effect in effects:
-        if isinstance(effect, Send):
-            yield f"{effect.node} {type(effect.body).__name__}"
-        elif isinstance(effect, PutGeneration):
-            yield " ".join(effect.spec.seats)
-            yield " ".join(holder.node for holder in effect.spec.holders)
-            yield " ".join(_homes(effect))
-        elif isinstance(effect, PutNode):
-            doc = effect.doc
-            yield f"{effect.node} {doc.state} {doc.offences:.6f} {doc.returns_at:.3f} {doc.sentence}"
-        elif isinstance(effect, PutJob):
-            yield f"{effect.job} {effect.doc.state} {effect.doc.last_number} {' '.join(effect.doc.excluded)}"
+        if isinstance(effect, Send) and effect.body == sent:  # one directive for a whole job is encoded once
+            hashed.update(effect.node.encode() + b"\0")
+        else:
+            hashed.update(_encode(_decided(effect)))
+        sent = effect.body if isinstance(effect, Send) else None
+    return hashed.intdigest()
+
+
+def _decided(effect: Effect) -> object:
+    match effect:
+        case PutFleet():
+            return effect.doc.breaker
+        case PutNode(doc=node):
+            held = node.hold, node.foreign, node.held_by, node.maintenance_until
+            way_back = node.action, node.causes, node.course, node.returns_at, node.offences
+            return effect.node, node.state, node.sentence, held, way_back
+        case PutJob(doc=job):
+            return effect.job, job.state, job.last_number, list(job.excluded), job.ceiling, job.size
+        case PutGeneration():
+            return _without_secret(effect.spec)
+        case Send(body=NewGeneration(spec=spec)):
+            return effect.node, _without_secret(spec)
+    return effect
+
+
+def _without_secret(spec: GenerationSpec) -> GenerationSpec:
+    return msgspec.structs.replace(spec, secret="")
 
 
 def _is_verdict(effect: Audit) -> bool:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,17 @@ import msgspec
 import pytest
 
 from controller import journal
-from controller.core import generations
+from controller.core import generations, probes, remedies
+from controller.core.effects import RemedyKind, RequestRemedy
+from controller.core.events import ProbeRequested
+from controller.core.policy import CorePolicy
 from controller.core.turn import Turn
 from controller.journal import MAGIC, RETRY_S, Journal, read_segment, segments
 from controller.replay import HIDDEN, Step, replay
 from everstep.errors import ConfigurationError, MalformedMessage
-from everstep.vocabulary import NodeState
+from everstep.vocabulary import Action, Mode, NodeState
+from everstep.wire.v1.agent import Gpu
+from everstep.wire.v1.directives import RunProbe
 from tests.support.core_fleet import ENTROPY, START, CoreFleet
 from tests.support.findings import xid
 from tests.support.journaled import JournaledFleet
@@ -103,6 +109,30 @@ def test_other_places_for_copies_than_the_words_name_are_a_difference(
     different = [step for step in _steps(tmp_path / "journal") if step.differs]
     assert different
     assert all(step.then == step.now and step.difference()[-1] == HIDDEN for step in different)
+
+
+def test_another_gpu_to_reset_and_another_probe_than_the_words_name_are_differences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = JournaledFleet(tmp_path, msgspec.structs.replace(CorePolicy.lab(), remediate=Mode.ENFORCE))
+    gpus = tuple(Gpu(index=i, uuid=f"GPU-{i}", name="virtual", pci_bus_id=str(i), memory_bytes=1) for i in range(2))
+    fleet.register("n1", "n2", "n3", "n4", gpus=gpus)
+    for node in fleet.state.nodes:
+        fleet.beat(node)
+    fleet.raise_finding("n2", xid(119, Action.RESET_GPU))
+    fleet.advance(5.0, *fleet.state.nodes)
+    fleet.feed(ProbeRequested(nodes=("n3", "n4"), actor="ada", trace=fleet.trace()))
+    fleet.journal.close()
+    (reset,) = [
+        e.remedy for e in fleet.effects if isinstance(e, RequestRemedy) and e.remedy.kind is RemedyKind.RESET_GPU
+    ]
+    assert reset.gpus == ("GPU-0",)
+    assert not any(step.differs for step in _steps(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(remedies, "suspect_gpus", lambda record, _: record.gpus[1:])
+        assert [step.difference()[-1] for step in _steps(tmp_path) if step.differs] == [HIDDEN]
+    monkeypatch.setattr(probes, "RunProbe", partial(RunProbe, repeats=1))
+    assert [step.difference()[-1] for step in _steps(tmp_path) if step.differs] == [HIDDEN]
 
 
 def test_secrets_are_not_written_and_the_files_are_their_owners_only(fleet: JournaledFleet, tmp_path: Path) -> None:
