@@ -1,4 +1,5 @@
-"""Nodes that are gone for good, and jobs that are over for long: forgotten by an operator's word, or by age.
+"""Nodes that are gone for good, and jobs that are over for long: forgotten by an operator's word, or by age. A job that
+nobody goes on with is over after a while.
 
 Nobody is forgotten whom a job may still want, and by age nobody against whom something stands that no sensor would see
 again. A node that comes back under a forgotten name is a new one. But of one that was not fit to serve so much is kept:
@@ -10,11 +11,12 @@ from __future__ import annotations
 from controller.core import remedies
 from controller.core.effects import NoteCleared
 from controller.core.eviction import release
+from controller.core.jobs import fail
 from controller.core.membership import ENDED, is_seated
 from controller.core.records import Course, JobRecord, NodeRecord, Unfit
 from controller.core.state import FleetState
 from controller.core.turn import Turn
-from everstep.vocabulary import NodeState
+from everstep.vocabulary import JobState, NodeState
 
 LOOK_S = 600.0
 """Seconds between two looks at what has become old."""
@@ -30,7 +32,8 @@ FLEET = "fleet"
 
 def look_later(turn: Turn, wait_s: float = LOOK_S) -> None:
     """Asks for the next look, where policy wants any."""
-    if turn.policy.forget_nodes_after_s or turn.policy.forget_jobs_after_s:
+    policy = turn.policy
+    if policy.forget_nodes_after_s or policy.forget_jobs_after_s or policy.desert_jobs_after_s:
         turn.wake(turn.now + wait_s, "retention", FLEET)
 
 
@@ -38,6 +41,7 @@ def look(turn: Turn) -> None:
     """Forgets what is older than policy keeps. Not while the database is away: it would have to be done again."""
     jobs = nodes = 0
     if not turn.state.store_away:
+        _end_deserted(turn)
         jobs, nodes = _old_jobs(turn), _old_nodes(turn)
     look_later(turn, AGAIN_S if MOST_AT_ONCE in (jobs, nodes) else LOOK_S)
 
@@ -140,6 +144,17 @@ def _strike(turn: Turn, job: JobRecord, node: str) -> None:
 
 
 # --- jobs --------------------------------------------------------------------------------------------------------
+
+
+def _end_deserted(turn: Turn) -> None:
+    """Ends jobs that do not run, whose launchers have all left, and that nobody went on with in time: they keep memory
+    of their nodes taken. One whose launchers are only out of reach may be running there."""
+    after_s = turn.policy.desert_jobs_after_s
+    for job in turn.state.jobs.values() if after_s else ():
+        deserted = job.state in (JobState.FORMING, JobState.PAUSED) and not job.launchers
+        if deserted and turn.now - max(job.since, job.deserted_at) >= after_s:
+            sentence = f"all its launchers have left, and none came for {after_s / 3600:g} h: its memory is given back"
+            fail(turn, job, sentence)
 
 
 def _old_jobs(turn: Turn) -> int:

@@ -274,6 +274,8 @@ def remove_launcher(turn: Turn, job: JobRecord, node: str, sentence: str) -> Non
     """Forgets a node's launcher, and regroups without the node where it had a seat."""
     del job.launchers[node]
     turn.job_changed(job.job)
+    if not job.launchers:
+        job.deserted_at = turn.now
     turn.audit("launcher.left", sentence, node=node, job=job.job, generation=job.last_number)
     if job.state is JobState.RUNNING and is_seated(job, node):
         stored = job.generation is not None and job.generation.store_node == node

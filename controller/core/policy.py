@@ -222,6 +222,9 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     forget_jobs_after_s: float = 30 * 86400.0
     """Seconds after a job's end after which it is forgotten, with its rosters and versions. Generation numbers begin
     anew for a job that is run under its name later. 0: never."""
+    desert_jobs_after_s: float = 86400.0
+    """Seconds after all launchers of a job have left, where none came, after which it is ended as failed: until then it
+    can be started again from memory, which it keeps on its nodes. Longer keeps it longer from others. 0: never."""
 
     # versions
     version_window: int = 64

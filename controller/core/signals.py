@@ -50,7 +50,7 @@ def send_kill(turn: Turn, job: JobRecord, member: Member, generation: int, reaso
 
 
 def send_stop(turn: Turn, job: JobRecord, ok: bool, reason: str) -> None:
-    """The job's end, to everybody concerned."""
+    """The job's end, to everybody concerned: vaults of former members still hold slots of it."""
     body = StopJob(job=job.job, ok=ok, reason=reason[:4096])
-    for node in audience(job, seats_of(job.leaving)):
+    for node in audience(job, [*seats_of(job.leaving), *job.former]):
         turn.send(node, body)

@@ -10,9 +10,11 @@ from controller.core.effects import DropJob, DropNode, NoteCleared, PutNode, Put
 from controller.core.events import OperatorAction, StoreChanged
 from controller.core.policy import CorePolicy
 from everstep.errors import Conflict, NotFound
+from everstep.ids import Version
 from everstep.vocabulary import JobState, NodeState, ProbeKind
 from everstep.wire.v1.agent import Gpu
-from tests.support.core_fleet import CoreFleet, audits, generations
+from everstep.wire.v1.directives import StopJob
+from tests.support.core_fleet import CoreFleet, audits, generations, sent
 from tests.support.findings import xid
 
 DAY = 86400.0
@@ -266,7 +268,8 @@ def test_the_age_of_an_absence_outlives_the_controller() -> None:
 
 
 def test_zero_forgets_nothing_and_asks_for_no_look() -> None:
-    fleet = _fleet(msgspec.structs.replace(LAB, forget_nodes_after_s=0.0, forget_jobs_after_s=0.0))
+    never = dict.fromkeys(("forget_nodes_after_s", "forget_jobs_after_s", "desert_jobs_after_s"), 0.0)
+    fleet = _fleet(msgspec.structs.replace(LAB, **never))
     _lose(fleet, "n4")
     _finish(fleet)
     _pass(fleet, 3.0)
@@ -328,3 +331,56 @@ def test_while_the_database_is_away_nothing_is_forgotten() -> None:
 def test_an_age_below_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="forget_nodes_after_s"):
         msgspec.structs.replace(LAB, forget_nodes_after_s=-1.0).validate()
+
+
+# --- jobs that nobody goes on with -------------------------------------------------------------------------------
+
+
+def _deserted() -> CoreFleet:
+    """A job of three nodes, none of which has a launcher any more."""
+    fleet = _fleet(nodes=3, spares=0, min_nodes=2)
+    for node in ("n1", "n2", "n3"):
+        fleet.leave(node, orderly=True)
+    assert fleet.job_state() is JobState.PAUSED
+    return fleet
+
+
+def test_a_job_that_all_launchers_have_left_is_ended_when_none_comes_for_a_day_and_its_vaults_are_told() -> None:
+    fleet = _deserted()
+    _pass(fleet, 0.8)
+    fleet.restart()
+    before = len(fleet.effects)
+    _pass(fleet, 0.5)
+    assert fleet.job_state() is JobState.FAILED
+    assert fleet.job().sentence == "all its launchers have left, and none came for 24 h: its memory is given back"
+    assert set(sent(fleet.effects[before:], StopJob)) == {"n1", "n2", "n3"}
+
+
+def test_one_that_a_launcher_comes_back_to_goes_on_from_memory_and_is_waited_for_anew_when_it_leaves() -> None:
+    fleet = _deserted()
+    _pass(fleet, 0.8)
+    fleet.join("n1", "n2", min_nodes=2, max_nodes=3)
+    fleet.advance(5.0, "n1", "n2", "n3")
+    assert (fleet.job_state(), fleet.spec().restore.floor) == (JobState.RUNNING, Version(1, 5))
+    _pass(fleet, 1.5)
+    fleet.leave("n1")
+    fleet.leave("n2")
+    _pass(fleet, 0.8)
+    assert fleet.job_state() is JobState.PAUSED
+
+
+def test_one_that_never_formed_is_ended_too_and_one_whose_nodes_are_only_out_of_reach_is_not() -> None:
+    fleet = _fleet(nodes=2, spares=0, min_nodes=2)
+    fleet.register("m1")
+    fleet.join("m1", job="alone", min_nodes=2, max_nodes=2, join_wait_s=5.0)
+    fleet.leave("m1", job="alone")
+    _lose(fleet, "n1", "n2")
+    _pass(fleet, 1.5)
+    assert (fleet.job_state("alone"), fleet.job_state()) == (JobState.FAILED, JobState.PAUSED)
+
+
+def test_zero_waits_for_ever() -> None:
+    fleet = _deserted()
+    fleet.policy = fleet.state.policy = msgspec.structs.replace(fleet.policy, desert_jobs_after_s=0.0)
+    _pass(fleet, 3.0)
+    assert fleet.job_state() is JobState.PAUSED

@@ -296,6 +296,17 @@ def test_one_that_leaves_before_its_ranks_are_at_their_end_is() -> None:
     assert fleet.job_state() is JobState.PAUSED
 
 
+def test_a_node_that_a_launcher_has_left_is_told_of_the_end_as_well_since_its_vault_keeps_slots() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.leave("n2")
+    fleet.resume()
+    assert fleet.seats() == ["n1", "n3"]
+    before = len(fleet.effects)
+    fleet.finish()
+    assert set(sent(fleet.effects[before:], StopJob)) == {"n1", "n2", "n3"}
+
+
 def test_a_launcher_that_missed_the_end_is_told() -> None:
     fleet = CoreFleet()
     fleet.start(2)
