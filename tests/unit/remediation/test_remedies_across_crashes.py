@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,11 +20,12 @@ from everstep.vocabulary import Action
 from everstep.wire.v1.agent import Numbered, Reports
 from everstep.wire.v1.history import RemedyList
 from everstep.wire.v1.training import FindingRaised
-from tests.support import kube
+from tests.support import kube, slurm
 from tests.support.controllers import VIEWER, ControllerProcess, bearer, controller_process, registration
 from tests.support.findings import xid
 from tests.support.forked import ForkPool
 from tests.support.hook import Receiver
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -197,3 +200,41 @@ def _killed_during(
         _await(process, {"cordon": "confirmed", "reboot": "confirmed"})
         assert outside.did() == ["cordon", "reboot"]
         return halt.asked
+
+
+def _scontrol(directory: Path) -> tuple[Path, Path, Path]:
+    """A ``scontrol`` that writes down what it is asked and has it done by the real one; a reboot is not answered before
+    it is let go. What was asked; what is there once the reboot was told; what lets go."""
+    directory.mkdir()
+    asked, reached, released = (directory / name for name in ("asked", "reached", "released"))
+    program = directory / "scontrol"
+    program.write_text(
+        f'#!/bin/sh\necho "$1" >> {asked}\n{shutil.which("scontrol")} "$@"\nstatus=$?\n'
+        f'if [ "$1" = reboot ]; then touch {reached}; until [ -e {released} ]; do sleep 0.05; done; fi\nexit $status\n'
+    )
+    program.chmod(0o700)
+    return asked, reached, released
+
+
+def test_a_controller_killed_while_slurm_is_told_to_reboot_a_node_does_not_tell_it_again(
+    program_forks: ForkPool, real_slurm: slurm.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_slurm.make_idle()
+    told = real_slurm.reboots()
+    asked, reached, released = _scontrol(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    settings = f'remediation = "slurm"\nslurm_conf = "{real_slurm.configuration}"\n'
+    try:
+        with controller_with(program_forks, settings, tmp_path) as process:
+            fall_off_the_bus(process)
+            until(reached.exists, "Slurm to be told")
+            _await(process, BEFORE["reboot"])
+            process.kill()
+            released.touch()
+            process.start()
+            real_slurm.boot_as_told(told)
+            _await(process, {"cordon": "confirmed", "reboot": "confirmed"})
+    finally:
+        released.touch()
+    assert [word for word in asked.read_text().split() if word in ("update", "reboot")] == ["update", "reboot"]
+    assert real_slurm.reboots() == told + 1
