@@ -15,6 +15,7 @@ _COMMUNICATION = re.compile(
     r"\[(enforce fail at )?[^\]\s]*gloo/[^\]\s]*:\d+\]|Gloo connectFullMesh failed|\[Rank \d+\]: .*monitoredBarrier"
     r"|NCCL [Ee]rror( in:| \d)"
 )
+_TRACEBACK = "raceback (most recent call last):"
 _TYPES = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
 
 
@@ -26,7 +27,7 @@ def is_communication_error(error: BaseException) -> bool:
 def _is_one(error: BaseException) -> bool:
     if isinstance(error, _TYPES):
         return True
-    return isinstance(error, RuntimeError) and _COMMUNICATION.match(str(error)) is not None
+    return isinstance(error, RuntimeError) and _COMMUNICATION.match(_words(error)) is not None
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -59,13 +60,29 @@ class Unexplained:
 
 
 def describe(error: BaseException, limit: int = 4096) -> str:
-    """One line: the class and what it says."""
-    return f"{type(error).__name__}: {error}".strip()[:limit]
+    """One line: the class and what it says; of a traceback in there (a worker process's), the end."""
+    lines = [line.strip() for line in _words(error).splitlines() if line.strip()]
+    if len(lines) > 2 and any(line.endswith(_TRACEBACK) for line in lines):
+        lines = [lines[0], lines[-1]]
+    kind = type(error).__name__
+    return (f"{kind}: {' '.join(lines)}" if lines else kind)[:limit]
 
 
 def full_traceback(error: BaseException, limit: int = 65_000) -> str:
     """The traceback with causes; cut in front where it is longer than ``limit`` characters, since the end says most."""
-    return "".join(traceback.format_exception(error))[-limit:]
+    return _sendable("".join(traceback.format_exception(error)))[-limit:]
+
+
+def _words(error: BaseException) -> str:
+    try:
+        return _sendable(str(error))
+    except Exception:  # noqa: BLE001 - as the interpreter does: an error that cannot be told is one all the same
+        return "<exception str() failed>"
+
+
+def _sendable(text: str) -> str:
+    """Without surrogates, which names of files have where they are not text, and which no message can hold."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def release_frames(error: BaseException | None) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -72,6 +73,21 @@ class Interrupter:
         self._atomic_depth = 0
         self._deferred = False
         self._asking: RemovableHandle | None = None
+        self._told: BaseException | None = None
+
+    def note(self, error: BaseException) -> None:
+        """The running ``call`` was told by ``error``, Regroup or that of a collective, that its generation is over."""
+        if self._told is None:
+            words = f"the training function caught {type(error).__name__}: {error}"
+            self._told = error if isinstance(error, Regroup) else dist.DistBackendError(words)
+
+    def hold_back(self) -> None:
+        """Where a step of the running ``call`` is about to count: raises again what it was told by, since training
+        code has caught that and gone on."""
+        if self._raised:
+            raise Regroup
+        if self._told is not None:
+            raise self._told
 
     def ask(self) -> None:
         """From another thread: the running ``call`` ends with Regroup where it calls a module next."""
@@ -142,7 +158,7 @@ class Interrupter:
             self._open = opened
             if opened:
                 self._raised = self._deferred = False
-                self._atomic_depth = 0
+                self._atomic_depth, self._told = 0, None
                 return
             _set_async_exception(self._thread_id, None)
             if self._asking is not None:

@@ -37,6 +37,10 @@ class Keeper(Protocol):
     def before_update(self) -> None:
         """An optimizer is about to change tracked state. May raise Regroup."""
 
+    def hold_back(self) -> None:
+        """A step is about to count as finished. Raises Regroup, or the error of a collective, where training code has
+        caught that."""
+
     def step_finished(self, step: int) -> None:
         """A step is finished, and the tracked state stands. May raise Regroup."""
 
@@ -60,6 +64,9 @@ class IdleKeeper:
         return 0
 
     def before_update(self) -> None:
+        return
+
+    def hold_back(self) -> None:
         return
 
     def step_finished(self, step: int) -> None:
@@ -190,6 +197,9 @@ class GenerationKeeper:
                 self._snapshotter.wait()
         self._fence()
 
+    def hold_back(self) -> None:
+        self._interrupter.hold_back()
+
     def step_finished(self, step: int) -> None:
         with self._interrupter.atomic():
             self._progress.finish(step)
@@ -248,7 +258,9 @@ class GenerationKeeper:
 
     def _fence(self) -> None:
         if self._orders.is_over(self._spec.number, self._progress.step):
-            raise Regroup
+            over = Regroup()
+            self._interrupter.note(over)
+            raise over
 
     def _phase_ends(self, phase: str) -> None:
         if self._timeline is not None:

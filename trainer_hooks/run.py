@@ -348,6 +348,7 @@ class Run:
         Raises RuntimeError where the step had no gradients: a loop over ``parts`` was left before its end, or in exact
         mode there was none.
         """
+        self._keeper.hold_back()
         self._replication.step_finished()
         if self._guard is not None:
             self._guard.step_finished()

@@ -27,6 +27,8 @@ SLICE = timedelta(seconds=SLICE_S)
 _wait = dist.Work.wait
 _over: Callable[[], bool] = bool
 """Whether the main thread's generation is over: whoever waits there leaves between two slices."""
+_failed: Callable[[BaseException], object] = bool
+"""Told what waits of the main thread end with, Regroup included: training code may catch it."""
 
 
 _MESSAGES = [int(kind) for kind in (OpType.SEND, OpType.RECV, OpType.RECVANYSOURCE)]
@@ -36,8 +38,17 @@ def _wait_in_slices(work: dist.Work, timeout: timedelta | None = None) -> bool:
     """``Work.wait``: an explicit time-out is kept as it is."""
     if timeout is not None:
         return _wait(work, timeout)
-    if work._get_op_type() in _MESSAGES:  # type: ignore[attr-defined]
-        return _wait_for_message(work)
+    try:
+        if work._get_op_type() in _MESSAGES:  # type: ignore[attr-defined]
+            return _wait_for_message(work)
+        return _wait_for_collective(work)
+    except BaseException as error:
+        if threading.current_thread() is threading.main_thread():
+            _failed(error)
+        raise
+
+
+def _wait_for_collective(work: dist.Work) -> bool:
     while True:
         try:
             return _wait(work, SLICE)
@@ -73,10 +84,11 @@ def _wait_for_message(work: dist.Work) -> bool:
     return result
 
 
-def leave_when(over: Callable[[], bool]) -> None:
-    """Waits of the main thread that begin inside the training function raise Regroup once ``over`` is true."""
-    global _over  # one main thread, one training function
-    _over = over
+def leave_when(over: Callable[[], bool], failed: Callable[[BaseException], object] = bool) -> None:
+    """Waits of the main thread that begin inside the training function raise Regroup once ``over`` is true; ``failed``
+    is told what they raise, but where they have a time-out of their own."""
+    global _over, _failed  # one main thread, one training function
+    _over, _failed = over, failed
 
 
 def install() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import logging
@@ -42,9 +43,23 @@ logger = logging.getLogger(__name__)
 TrainingFunction = Callable[[Run], None]
 
 
+def _show(text: str) -> None:
+    """On stderr, where the training function has left one that takes it: the job hears of it in any case."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
 def _is_return(failure: BaseException) -> bool:
     """``sys.exit()`` in the training function."""
     return isinstance(failure, SystemExit) and failure.code in (None, 0)
+
+
+def _end_child(failure: BaseException | None) -> None:
+    """The end of a child that training code forked by hand and let leave the training function: it speaks for nobody,
+    whatever of its parent's connections it has."""
+    if failure is not None and not _is_return(failure):
+        _show(full_traceback(failure))
+    os._exit(0 if failure is None or _is_return(failure) else 1)
 
 
 class Worker:
@@ -61,6 +76,7 @@ class Worker:
         self._start_from = assignment.start_from
         self._settings = settings
         self._clock = clock
+        self._pid = os.getpid()
         self._orders = Orders()
         self._progress = Progress(settings.step_window)
         self._interrupter = Interrupter()
@@ -76,7 +92,7 @@ class Worker:
             self._ask_for_replacement,
             settings,
         )
-        waiting.leave_when(lambda: self._presence.unwelcome)
+        waiting.leave_when(lambda: self._presence.unwelcome, self._wait_failed)
         self._attendant = Attendant(
             self._orders, self._presence, self._progress, lambda m: self._link.send(m), settings, clock
         )
@@ -144,7 +160,7 @@ class Worker:
 
     def _stop(self, stop: StopJob) -> None:
         if not stop.ok:
-            print(f"everstep: job {stop.job} was stopped: {stop.reason}", file=sys.stderr, flush=True)
+            _show(f"everstep: job {stop.job} was stopped: {stop.reason}")
             raise SystemExit(1)
 
     def _take_part(self, spec: GenerationSpec, member: Member, train: TrainingFunction) -> None:
@@ -205,6 +221,8 @@ class Worker:
         self._presence.enter()
         run = Run(self._place(group), keeper)
         failure = self._interrupter.call(partial(train, run))
+        if os.getpid() != self._pid:
+            _end_child(failure)
         self._presence.leave()
         run.close()
         self._timeline = Timeline(self._presence.disturbance())
@@ -218,6 +236,10 @@ class Worker:
         self._attendant.keeper = None
         keeper.close()
         return failure
+
+    def _wait_failed(self, error: BaseException) -> None:
+        if isinstance(error, Regroup) or is_communication_error(error):
+            self._interrupter.note(error)
 
     def _is_news(self, spec: GenerationSpec, failure: BaseException) -> bool:
         return is_communication_error(failure) and not self._orders.superseded(spec.number)
@@ -286,7 +308,7 @@ class Worker:
 
         Raises SystemExit(1) when nobody says anything within ``verdict_wait_s``.
         """
-        print(trace, file=sys.stderr, flush=True)
+        _show(trace)
         self._link.stand(
             UserError(
                 **self._report(),
@@ -304,7 +326,8 @@ class Worker:
     def _ask_for_replacement(self) -> None:
         """From the link's thread: the main thread is beyond reach. Whoever takes this place starts with clean hands."""
         logger.error("the main thread did not leave within %.1f s: this process ends", self._settings.leave_within_s)
-        faulthandler.dump_traceback()
+        with contextlib.suppress(Exception):  # stderr may be gone
+            faulthandler.dump_traceback()
         os._exit(os.EX_TEMPFAIL)
 
     def _report(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import weakref
@@ -56,6 +57,32 @@ def fail_like_gloo_at_step_3(run: Run) -> None:
         dist.all_reduce(torch.ones(1))
         if step == 3 and run.rank == 0:
             raise RuntimeError("[gloo/gloo/transport/tcp/pair.cc:1] Connection closed by peer")
+
+
+def skip_what_fails(run: Run) -> None:
+    """As scripts do that would rather lose a bad batch than end."""
+    for _ in run.steps(until=STEPS):
+        try:
+            dist.all_reduce(torch.ones(1000))
+        except Exception:  # noqa: BLE001 - that is the mistake
+            continue
+
+
+def skip_even_regroup(run: Run) -> None:
+    for step in run.steps(until=STEPS):
+        try:
+            while step > 1 and run.generation == 1:
+                time.sleep(0.01)
+        except:  # noqa: E722 - that is the mistake
+            continue
+
+
+def fork_and_leave(run: Run) -> None:
+    """A child that was forked by hand leaves the training function as its parent does."""
+    if os.fork() == 0:
+        sys.exit(0)
+    os.wait()
+    sum_ones_a_few_times(run)
 
 
 def leave_at_step_3(run: Run) -> None:

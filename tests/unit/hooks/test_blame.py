@@ -158,6 +158,35 @@ def test_a_description_is_one_bounded_line_and_a_traceback_ends_with_the_error()
     assert len(full_traceback(caught.value, 1000)) == 1000
 
 
+def test_of_a_worker_processs_traceback_a_description_has_the_end():
+    told = "Caught KeyError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File ..."
+    assert describe(KeyErrorOfAWorker(f"{told}\nKeyError: 'label'\n")) == (
+        "KeyErrorOfAWorker: Caught KeyError in DataLoader worker process 0. KeyError: 'label'"
+    )
+    cuda = RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with `TORCH_USE_CUDA_DSA`.\n")
+    assert "\n" not in describe(cuda)
+    assert describe(MemoryError()) == "MemoryError"
+
+
+class KeyErrorOfAWorker(Exception):
+    pass
+
+
+class Unspeakable(RuntimeError):
+    def __str__(self) -> str:
+        raise KeyError("no words")
+
+
+def test_what_no_message_can_hold_and_what_cannot_be_told_are_described_all_the_same():
+    name = os.fsdecode(b"data/\xff.bin")
+    error = FileNotFoundError(name)
+    assert describe(error) == "FileNotFoundError: data/\\udcff.bin"
+    full_traceback(error).encode()
+    assert not is_communication_error(Unspeakable())
+    assert describe(Unspeakable()) == "Unspeakable: <exception str() failed>"
+    assert "Unspeakable" in full_traceback(Unspeakable())
+
+
 def test_released_frames_let_go_of_the_model():
     class Model:
         pass

@@ -186,6 +186,40 @@ def test_a_users_error_is_reported_whole_and_ends_the_rank_with_the_job(forks):
         assert scene.finish(ok=False, reason="a user's error") == [1, 1]
 
 
+def test_a_step_in_which_a_lost_peers_error_was_caught_is_not_finished(forks):
+    with stage(forks, training.skip_what_fails) as scene:
+        scene.start(0, 1)
+        scene.form(1, 0, 1)
+        resumed(scene, 1, 2)
+        scene.kill(1)
+        (witness,) = scene.heard(CollectiveFailed, 1)
+        assert "the training function caught" in witness.detail
+        scene.form(2, 0)
+        resumed(scene, 2, 1)
+        assert not [m for peer in scene.agent.peers for m in peer.messages if isinstance(m, RankFinished | UserError)]
+        assert scene.finish() == [0]
+
+
+def test_a_step_in_which_regroup_was_caught_is_not_finished(forks):
+    with stage(forks, training.skip_even_regroup, interrupt_after_s=0.05) as scene:
+        scene.start(0)
+        scene.form(1, 0)
+        resumed(scene, 1, 1)
+        scene.form(2, 0)
+        resumed(scene, 2, 1)
+        ticks = scene.heard(Tick, 1, where=lambda t: t.generation == 1)
+        assert {tick.step for tick in ticks} <= {0, 1}
+        assert scene.finish() == [0]
+
+
+def test_a_child_forked_by_hand_speaks_for_nobody(forks):
+    with stage(forks, training.fork_and_leave) as scene:
+        scene.start(0, 1)
+        scene.form(1, 0, 1)
+        assert [m.step for m in scene.heard(RankFinished, 2)] == [20, 20]
+        assert scene.finish() == [0, 0]
+
+
 def test_a_script_that_leaves_the_training_function_has_finished(forks):
     with stage(forks, training.leave_at_step_3) as scene:
         scene.start(0, 1)
