@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import http.server
 import logging
+import socket
 import socketserver
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -17,6 +20,8 @@ from prometheus_client.registry import Collector
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 2.0
+"""For a scraper's next byte."""
+ASKED_WITHIN_S = 4.0
 """For a scraper to say its request and take its answer; another waits meanwhile."""
 
 
@@ -63,8 +68,22 @@ class _Server(socketserver.TCPServer):
     allow_reuse_address = True
     request_queue_size = 16
 
+    def process_request(self, request: socket.socket, client_address: Any) -> None:  # type: ignore[override]
+        late = threading.Timer(ASKED_WITHIN_S, _hang_up, (request,))
+        late.daemon = True
+        late.start()
+        try:
+            super().process_request(request, client_address)
+        finally:
+            late.cancel()
+
     def handle_error(self, request: object, client_address: object) -> None:
         log.info("a scrape from %s failed", client_address, exc_info=True)
+
+
+def _hang_up(request: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has been answered
+        request.shutdown(socket.SHUT_RDWR)
 
 
 def _handler(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import socket
+import threading
 import urllib.error
 import urllib.request
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 from prometheus_client.core import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from agent import metrics_server
 from agent.metrics import AgentCollector, AgentNumbers, resident_bytes
 from agent.metrics_server import MetricsServer
 from agent.sensors.picture import GpuSample, Picture
@@ -204,3 +208,25 @@ def test_a_scrape_that_fails_does_not_close_the_door(caplog: pytest.LogCaptureFi
             assert ask(server, Authorization="Bearer secret")[0] == 503
     finally:
         server.close()
+
+
+def test_who_asks_a_letter_at_a_time_keeps_nobody_waiting_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_server, "ASKED_WITHIN_S", 0.2)
+    server = MetricsServer("127.0.0.1", 0, lambda: "secret", AgentCollector(numbers, dcgm_names=False))
+    ended = threading.Event()
+
+    def drip(slow: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while not ended.wait(0.02):
+                slow.sendall(b"x")
+
+    host, _, port = server.address.rpartition(":")
+    with socket.create_connection((host, int(port))) as slow:
+        dripping = threading.Thread(target=drip, args=(slow,))
+        dripping.start()
+        try:
+            assert ask(server, Authorization="Bearer secret")[0] == 200
+        finally:
+            ended.set()
+            dripping.join()
+            server.close()

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
@@ -13,16 +14,18 @@ from uvicorn.server import ServerState
 from controller import http_protocol
 from controller.api import asgi
 from controller.api.problems import Problem
-from controller.http_protocol import MOST_HEAD_BYTES, MOST_MESSAGE_BYTES, BoundedHttp
+from controller.http_protocol import LEAST_READ_BYTES, MOST_HEAD_BYTES, MOST_MESSAGE_BYTES, MOST_PIPELINED, BoundedHttp
 
 DEADLINE_S = 20.0
 REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+LARGE = 16 << 20
+"""More than sockets hold unread."""
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 async def application(scope: Any, receive: Any, send: Any) -> None:
     """Answers at once, whatever is still to come."""
-    await asgi.answer(send, b"{}")
+    await asgi.answer(send, b"{}" if scope["path"] != "/large" else bytes(LARGE))
 
 
 @asynccontextmanager
@@ -66,6 +69,18 @@ def test_requests_pass_one_after_another_and_many_at_once() -> None:
             assert await status(reader) == 200
         writer.write(REQUEST * 3)
         assert [await status(reader) for _ in range(3)] == [200, 200, 200]
+
+    play(talk)
+
+
+def test_more_requests_at_once_than_anybody_sends_are_hung_up_on() -> None:
+    """Each that waits holds fifty times its own bytes, and while some are answered others came: without end."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(REQUEST * (MOST_PIPELINED + 2))
+        answers = await reader.read()  # ends when the other side closes
+        assert answers.count(b"HTTP/1.1 400 ") == 1
+        assert answers.count(b"HTTP/1.1 200 ") <= MOST_PIPELINED
 
     play(talk)
 
@@ -136,3 +151,34 @@ def test_a_head_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyP
         await reader.read()  # ends when the other side closes
 
     play(talk)
+
+
+def test_an_answer_that_is_not_read_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "UNREAD_S", 0.05)
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
+        while not writer.transport.is_closing():  # the other side's word that it is over comes past what is not read
+            writer.write(b"x")
+            await asyncio.sleep(0.01)
+
+    play(talk)
+
+
+def test_an_answer_that_is_read_slowly_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[Callable[[], None]] = []
+    transport = MagicMock()
+
+    async def scenario() -> None:
+        http = BoundedHttp(uvicorn.Config(application, log_config=None), ServerState(), {})
+        monkeypatch.setattr(http.loop, "call_later", lambda _, look: (looks.append(look), MagicMock())[1])
+        http.connection_made(transport)
+        looks.clear()
+        for unread in range(10, 5, -1):
+            transport.get_write_buffer_size.return_value = unread * LEAST_READ_BYTES
+            looks.pop()() if looks else http.pause_writing()
+            assert not transport.abort.called
+        looks.pop()()
+        assert transport.abort.called
+
+    asyncio.run(scenario())
