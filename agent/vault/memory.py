@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from agent.vault.control_group import group_left_bytes
 from everstep.errors import ConfigurationError, OutOfSlotMemory
 from everstep.vault_note import LOCK_FILE
 
@@ -27,6 +28,8 @@ _SEGMENTS = ("own-", "replica-", "parity-")
 
 FEWER_SLOTS = "keep fewer slots: run.track(slots=2)"
 FEWER_COPIES = "fewer --replicas"
+LARGER_FILE_SYSTEM = "enlarge that file system"
+LARGER_GROUP = "raise the memory limit of the container (control group) that the vault runs in"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -110,13 +113,14 @@ class Budget:
                 f"{max(0, self._limit - used)} are free: raise it (the agent's --vault-memory-limit-bytes), "
                 f"or {otherwise}"
             )
-        free = self._unpromised() + freed
+        unpromised, larger = self._unpromised()
+        free = unpromised + freed
         left = int(margin * free)
         if need > free - left:
             kept = f", of which {left} are left to the training," if left else ""
             raise OutOfSlotMemory(
                 f"{what} needs {need} bytes; {self._directory} has {free} free{kept} and {used} in use by slots: "
-                f"enlarge that file system, or {otherwise}"
+                f"{larger}, or {otherwise}"
             )
 
     def _counted(self) -> dict[Path, int]:
@@ -127,13 +131,14 @@ class Budget:
             counted[path] = max(counted.get(path, 0), *sizes)
         return counted
 
-    def _unpromised(self) -> int:
-        """What is left, less what files that are being made have not taken yet.
+    def _unpromised(self) -> tuple[int, str]:
+        """What is left, less what files that are being made have not taken yet; and how to get more of it.
 
         Their pages are counted before what is left: one that is made in between counts as still to come.
         """
         to_come = sum(max(0, max(sizes) - taken_bytes(path)) for path, sizes in self._growing.items())
-        return self._left_bytes() - to_come
+        left, larger = self._left()
+        return left - to_come, larger
 
     def used_bytes(self) -> int:
         """What the files under the directory take, those that are being made included."""
@@ -143,15 +148,17 @@ class Budget:
     def free_bytes(self) -> int:
         """What could be made now: the limit and the machine allow it, and nobody is making it already."""
         with self._lock:
-            free = self._unpromised()
+            free, _ = self._unpromised()
             if self._limit is not None:
                 free = min(free, self._limit - sum(self._counted().values()))
             return max(0, free)
 
-    def _left_bytes(self) -> int:
-        """What the file system, and on a memory file system the machine, has left."""
+    def _left(self) -> tuple[int, str]:
+        """The least of what file system, machine (on a memory file system) and control group have left; see above."""
         found = os.statvfs(next(path for path in (self._directory, *self._directory.parents) if path.exists()))
-        return min(found.f_bavail * found.f_frsize, _available_memory())
+        left = [(min(found.f_bavail * found.f_frsize, _available_memory()), LARGER_FILE_SYSTEM)]
+        group = group_left_bytes()
+        return min(left if group is None else [*left, (max(0, group), LARGER_GROUP)])
 
 
 def _size(path: Path) -> int:
