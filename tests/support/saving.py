@@ -254,6 +254,7 @@ def _train(
     return {
         "restored": result,
         "restored_as": restored_as,
+        "held": sum(tensor.local.nbytes for tensor in state.tensors()),
         "losses": losses,
         "read": training.cursor.at,
         "fingerprint": training.fingerprint(),

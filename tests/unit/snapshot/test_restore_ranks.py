@@ -123,6 +123,9 @@ def test_four_ranks_become_three_and_four_again_with_nothing_lost(fleet: Fleet, 
     assert {r["restored_as"] for r in three} == {r["fingerprint"] for r in four}
     assert {r["restored_as"] for r in again} == {r["fingerprint"] for r in three}
     assert again[0]["restored"].version == Version(2, 5)
+    for rank in (*three, *again):
+        read = sum(rank["restored"].bytes_by_source.values())
+        assert read == rank["held"], "each reads what it holds: of shards never the whole"
 
 
 @pytest.mark.slow
