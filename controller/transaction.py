@@ -109,12 +109,12 @@ class Transaction:
         except EverstepError:
             self.handling = None
             raise
-        self.handling = None
         self._metrics.handled(kind, time.perf_counter() - started)
         if isinstance(event, ev.ReportArrived):
             self._boards.report(event.node, event.body)
         for effect in effects:
             self._collect(effect, now)
+        self.handling = None
         return effects
 
     def hear(self, event: ev.Event, now: float) -> list[fx.Effect]:

@@ -9,12 +9,14 @@ from controller import loop as loop_module
 from controller.core import effects as fx
 from controller.core import events as ev
 from controller.core import fleet
+from controller.core.state import FleetState
 from controller.intake import Urgency
 from controller.lag import LagMeter
 from controller.steady_time import SteadyTime
 from everstep.clock import ManualClock
 from everstep.errors import NotFound, Unavailable
 from tests.support.running_loop import Running, scenario, settle
+from tests.support.uplinks import lost
 
 
 def test_nobody_is_answered_before_the_transaction_is_durable() -> None:
@@ -76,6 +78,33 @@ def test_when_a_transaction_fails_nobody_is_answered_and_the_loop_ends_with_the_
         assert running.audit == []
 
     scenario(body)
+
+
+@pytest.mark.parametrize("where", ["in the core", "in what it decided", "in what came after it"])
+def test_a_report_is_remembered_where_it_led_to_an_error_of_our_own_and_no_other_is(where: str) -> None:
+    class Broken:
+        @property
+        def key(self) -> str:
+            raise OSError("an error of our own")
+
+    def decide(state: FleetState, event: ev.Event, now: float) -> list[fx.Effect]:
+        if not isinstance(event, ev.ReportArrived):
+            return fleet.handle(state, event, now)
+        if where == "in the core":
+            raise OSError("an error of our own")
+        broken: Any = Broken()
+        return [fx.NoteFinding(node="n1", finding=broken, at=now)] if where == "in what it decided" else []
+
+    async def body(running: Running) -> None:
+        report = ev.ReportArrived(node="n1", incarnation=1, number=7, body=lost(), entropy="", trace="t")
+        running.loop.enqueue(lambda tx, now: tx.handle(report, now))
+        running.loop.enqueue(lambda tx, now: Broken().key)
+        with pytest.raises(OSError, match="of our own"):
+            await running.task
+        poisoned = [row.number for batch in running.disk.written for row in batch.poisoned]
+        assert poisoned == ([] if where == "in what came after it" else [7])
+
+    scenario(body, decide=decide)
 
 
 def test_a_client_that_leaves_meanwhile_changes_nothing_for_the_others() -> None:
