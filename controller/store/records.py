@@ -240,7 +240,8 @@ class Batch(msgspec.Struct, kw_only=True):
         """About how many bytes of memory it holds."""
         texts = [self.fleet or "", *self.nodes.values(), *self.standing.values(), *self.jobs.values()]
         texts += [row.body for row in self.outbox] + [row.doc for row in self.generations]
-        texts += [row.doc for row in self.recoveries] + [row.doc for row in self.verdicts]
+        for documented in (self.recoveries, self.verdicts, self.findings, self.remedies.values()):
+            texts += [row.doc for row in documented]
         texts += [text for row in self.audit for text in (row.sentence, row.detail)]
         rows = sum(len(getattr(self, name)) for name in (*_KEYED, *_LISTED))
         return sum(len(text) for text in texts) + _ROW_BYTES * rows

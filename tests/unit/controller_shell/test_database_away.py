@@ -14,6 +14,17 @@ from controller.core import events as ev
 from controller.core import fleet
 from controller.core.state import FleetState
 from controller.lease import NotLeading
+from controller.store.records import (
+    AuditRow,
+    Batch,
+    FindingRow,
+    GenerationRow,
+    OutboxRow,
+    RecoveryRow,
+    RemedyRow,
+    RemedyState,
+    VerdictRow,
+)
 from controller.store.trouble import StoreAway, Superseded
 from controller.transaction import Decide
 from everstep.errors import Unavailable
@@ -196,6 +207,34 @@ def test_at_the_bound_nothing_more_is_taken_and_nothing_is_lost() -> None:
         assert len({node for batch in running.disk.written for node in batch.nodes}) == taken + 1
 
     scenario(body, decide=noting([]), away_limit_bytes=20_000)
+
+
+TEXT = "x" * 10_000
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        Batch(fleet=TEXT),
+        Batch(nodes={"n1": TEXT}),
+        Batch(standing={("n1", "key"): TEXT}),
+        Batch(jobs={"j": TEXT}),
+        Batch(outbox=[OutboxRow(node="n1", seq=1, body=TEXT)]),
+        Batch(generations=[GenerationRow(job="j", number=1, reason="", trace="", issued_at=1.0, doc=TEXT)]),
+        Batch(recoveries=[RecoveryRow(job="j", generation=1, doc=TEXT)]),
+        Batch(verdicts=[VerdictRow(id="1", node="n1", decision="evict", at=1.0, trace="", doc=TEXT)]),
+        Batch(audit=[AuditRow(id=1, at=1.0, kind="test", sentence=TEXT[:5000], detail=TEXT[5000:])]),
+        Batch(findings=[FindingRow(node="n1", key="key", kind="test", at=1.0, doc=TEXT)]),
+        Batch(
+            remedies={
+                "1": RemedyRow(id="1", node="n1", kind="cordon", state=RemedyState.WANTED, requested_at=1.0, doc=TEXT)
+            }
+        ),
+    ],
+    ids=lambda batch: next(name for name in batch.__struct_fields__ if name != "number" and getattr(batch, name)),
+)
+def test_what_waits_is_measured_by_its_texts(batch: Batch) -> None:
+    assert len(TEXT) <= batch.size() < len(TEXT) + 1000
 
 
 def test_a_batch_that_the_store_keeps_is_not_given_to_it_twice() -> None:
