@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -75,7 +76,9 @@ class Bench:
         self.token_file.write_text(TOKEN + "\n")
 
     @contextlib.asynccontextmanager
-    async def line(self, *urls: str, **settings: Any) -> AsyncIterator[Line]:
+    async def line(
+        self, *urls: str, uniform: Callable[[], float] = random.random, **settings: Any
+    ) -> AsyncIterator[Line]:
         given = {
             "connect_timeout_s": 1.0,
             "answer_timeout_s": DEADLINE_S,
@@ -85,7 +88,7 @@ class Bench:
         chosen = AgentSettings(node="n1", controllers=urls, run_dir=self.directory, **{**given, **settings})
         spool = Spool(None, most_reports=5000, most_bytes=8 << 20, window_s=chosen.seal_window_s)
         node = FakeNode()
-        uplink = Uplink(chosen, Conversation("n1", 7, "0.1.0"), spool, node, SYSTEM_CLOCK)
+        uplink = Uplink(chosen, Conversation("n1", 7, "0.1.0"), spool, node, SYSTEM_CLOCK, uniform)
         running = asyncio.create_task(uplink.run())
         try:
             yield Line(node, uplink, spool)
@@ -125,6 +128,15 @@ def refuse_once(controller: ControllerStub, route: str, error: EverstepError) ->
 
     def refuse(body: bytes) -> None:
         del controller.refusals[route]
+        raise error
+
+    controller.refusals[route] = refuse
+
+
+def refuse_always(controller: ControllerStub, route: str, error: EverstepError) -> None:
+    """Every request of that route is answered by the error from now on."""
+
+    def refuse(body: bytes) -> None:
         raise error
 
     controller.refusals[route] = refuse

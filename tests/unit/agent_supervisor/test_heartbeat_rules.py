@@ -7,6 +7,7 @@ import pytest
 
 from agent.uplink.heartbeat import (
     MOST_FINDINGS,
+    REMEMBERED_DIRECTIVES,
     Conversation,
     Inbox,
     NodeFacts,
@@ -205,3 +206,12 @@ def test_a_controller_that_counts_from_the_start_again_is_still_heard() -> None:
     assert inbox.through == 0
     again = inbox.take([Directive(seq=1, body=stop("a")), Directive(seq=2, body=stop("c"))])
     assert [d.body for d in again] == [stop("c")]
+
+
+def test_a_number_that_came_with_other_words_is_remembered_from_then_on() -> None:
+    inbox = Inbox()
+    inbox.take(Directive(seq=seq, body=stop("a")) for seq in range(1, REMEMBERED_DIRECTIVES + 1))
+    inbox.start_at(1)
+    again = Directive(seq=1, body=stop("b"))
+    assert inbox.take([again, Directive(seq=REMEMBERED_DIRECTIVES + 1, body=stop("a"))])[0] == again
+    assert inbox.take([again]) == []

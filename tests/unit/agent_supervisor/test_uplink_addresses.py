@@ -76,6 +76,12 @@ def test_one_that_hangs_costs_its_time_out_once_and_then_the_others_come_first()
     assert all(url == B for url, at in failing(controllers, 1.0, 20) if at < 1.0 + HUNG_PAUSE_S)
 
 
+def test_a_lone_controller_that_hangs_is_called_again_after_its_back_off() -> None:
+    controllers = Controllers([A])
+    controllers.hung(A, 1.0, BACKOFF, 0.999)
+    assert controllers.next(1.0)[1] == pytest.approx(1.02, rel=0.01)
+
+
 def test_patience_grows_with_each_time_that_it_hung_and_ends_with_a_session() -> None:
     controllers = Controllers([A])
     found = []

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from agent.uplink.session import Session
 from everstep.errors import (
     EverstepError,
     MalformedMessage,
@@ -25,7 +26,7 @@ from everstep.wire.v1.agent import Reports
 from everstep.wire.v1.directives import StopJob
 from everstep.wire.v1.training import FindingRaised, RankLost, Sealed
 from tests.support.controller_stub import DEADLINE_S, ControllerStub, serving
-from tests.support.uplinks import TOKEN, Bench, lost, refuse_once, stop, until, until_nudged
+from tests.support.uplinks import TOKEN, Bench, lost, refuse_always, refuse_once, stop, until, until_nudged
 
 
 def sealed(step: int) -> Sealed:
@@ -338,10 +339,7 @@ def test_a_controller_with_a_smaller_limit_is_given_smaller_requests(bench: Benc
 def test_what_a_person_must_mend_is_said_once_with_the_mend(
     bench: Bench, controller: ControllerStub, caplog: pytest.LogCaptureFixture, error: EverstepError, advice: str
 ) -> None:
-    def refuse(body: bytes) -> None:
-        raise error
-
-    controller.refusals["register"] = refuse
+    refuse_always(controller, "register", error)
 
     async def story() -> None:
         async with bench.line(controller.url) as line:
@@ -390,18 +388,71 @@ def test_a_session_that_is_not_held_is_opened_for_beats_and_urgent_reports(
     controller.hold = False
 
     async def story() -> None:
-        async with bench.line(controller.url) as line:
+        async with bench.line(controller.url, uniform=lambda: 0.9) as line:
             await until(lambda: len(controller.beats) >= 2 and not controller.listening)
             controller.push(stop("a"))
             await until(lambda: line.node.directives)
             await until(lambda: controller.acknowledged == [1])
-            controller.interval_s = DEADLINE_S
+            controller.interval_s = 3 * DEADLINE_S
             line.node.vault = "127.0.0.1:9999"  # registered anew, which brings the new interval
             await until(lambda: len(controller.registered) == 2 and not controller.listening)
             line.uplink.report(lost())
             await until(lambda: controller.taken and not len(line.spool))
             await until(lambda: not controller.listening)
             assert line.uplink.outcomes["session", "ok"] >= 4
+
+    asyncio.run(story())
+
+
+def test_urgent_news_wakes_who_rests_and_not_who_was_refused(
+    bench: Bench, controller: ControllerStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller.hold = False
+    asked: list[str] = []
+
+    async def story() -> None:
+        async with bench.line(controller.url) as line:
+            await until(lambda: len(controller.beats) >= 2 and not controller.listening)
+            refuse_always(controller, "session", PermissionDenied("not your node"))
+            await until(lambda: line.uplink.outcomes["session", "forbidden"])
+            monkeypatch.setattr("agent.uplink.client.open_session", lambda url, *_: asked.append(url))
+            for rank in range(20):
+                line.uplink.report(lost(rank))
+                await asyncio.sleep(0)
+            assert asked == []
+
+    asyncio.run(story())
+
+
+def test_neither_news_nor_a_session_of_before_adds_a_timer_to_that_of_the_next_beat(
+    bench: Bench, controller: ControllerStub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turned: list[Session] = []
+
+    class Counted(Session):
+        def pump(self) -> float:
+            turned.append(self)
+            return super().pump()
+
+    monkeypatch.setattr("agent.uplink.client.Session", Counted)
+
+    async def story() -> None:
+        async with bench.line(controller.url) as line:
+            await until(lambda: line.node.registrations)
+            controller.drop()
+            await until(lambda: line.uplink.outcomes["session", "ok"] == 2)
+            turned.clear()
+            beats = len(controller.beats)
+            await until(lambda: len(controller.beats) >= beats + 4)
+            assert len(set(turned)) == 1
+            for rank in range(50):
+                line.uplink.report(lost(rank))
+                await asyncio.sleep(0)
+            await until(lambda: not len(line.spool))
+            turned.clear()
+            beats = len(controller.beats)
+            await until(lambda: len(controller.beats) >= beats + 4)
+            assert len(turned) < 50
 
     asyncio.run(story())
 

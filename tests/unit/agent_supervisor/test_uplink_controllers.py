@@ -12,7 +12,7 @@ from everstep.errors import (
     Unavailable,
 )
 from tests.support.controller_stub import DEADLINE_S, ControllerStub, serving
-from tests.support.uplinks import TOKEN, Bench, lost, refuse_once, stop, until
+from tests.support.uplinks import TOKEN, Bench, lost, refuse_always, refuse_once, stop, until
 
 
 def test_when_one_controller_goes_the_next_is_used_for_everything(bench: Bench, controller: ControllerStub) -> None:
@@ -58,16 +58,27 @@ def test_a_controller_that_stops_answering_in_a_session_is_left_for_the_next(
 def test_a_controller_that_is_not_in_charge_sends_the_agent_on_to_the_next(
     bench: Bench, controller: ControllerStub, what: str
 ) -> None:
-    def refuse(body: bytes) -> None:
-        raise Unavailable("another controller has the lease", DEADLINE_S)
-
     async def story(second: ControllerStub) -> None:
         async with bench.line(controller.url, second.url) as line:
             await until(lambda: controller.beats)
-            controller.refusals[what] = refuse
+            refuse_always(controller, what, Unavailable("another controller has the lease", DEADLINE_S))
             controller.drop()
             line.uplink.report(lost())
             await until(lambda: second.taken)
+
+    with serving(ControllerStub(TOKEN)) as second:
+        asyncio.run(story(second))
+
+
+def test_a_controller_that_only_a_person_can_mend_is_asked_slowly_and_the_others_as_ever(
+    bench: Bench, controller: ControllerStub
+) -> None:
+    async def story(second: ControllerStub) -> None:
+        refuse_always(controller, "session", PermissionDenied("not your node"))
+        refuse_always(second, "session", Unavailable("standing by", 0.0))
+        async with bench.line(controller.url, second.url) as line:
+            await until(lambda: line.uplink.outcomes["session", "unavailable"] >= 5)
+            assert line.uplink.outcomes["session", "forbidden"] == 1
 
     with serving(ControllerStub(TOKEN)) as second:
         asyncio.run(story(second))

@@ -13,10 +13,10 @@ import pytest
 from agent.config import AgentSettings
 from agent.uplink.credentials import RENEWS_AGAIN_AFTER_S, Credentials
 from everstep.clock import ManualClock
-from everstep.errors import ConfigurationError, Unavailable
+from everstep.errors import AuthenticationError, ConfigurationError, Unavailable
 from tests.support.certificates import Authority
 from tests.support.controller_stub import ControllerStub, serving
-from tests.support.uplinks import TOKEN, Bench, until
+from tests.support.uplinks import TOKEN, Bench, refuse_always, until
 
 
 def settings(directory: Path, **changes: object) -> AgentSettings:
@@ -117,6 +117,27 @@ def test_a_refused_token_is_looked_for_anew_but_not_again_and_again(
 
     asyncio.run(story())
     assert refused == ["first", "first"]
+
+
+def test_a_controller_that_is_away_costs_no_enrolment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    renewed: list[str] = []
+
+    async def renew(given: AgentSettings, token: str) -> str:
+        renewed.append(token)
+        return token
+
+    monkeypatch.setattr("agent.enrolment.renew_token", renew)
+
+    async def story(controller: ControllerStub) -> None:
+        refuse_always(controller, "session", Unavailable("standing by", 0.0))
+        async with Bench(tmp_path).line(controller.url) as line:
+            await until(lambda: line.uplink.outcomes["session", "unavailable"] >= 2)
+            assert renewed == []
+            refuse_always(controller, "session", AuthenticationError("who?"))
+            await until(lambda: renewed)
+
+    with serving(ControllerStub(TOKEN)) as controller:
+        asyncio.run(story(controller))
 
 
 def test_an_enrolment_that_fails_leaves_the_refusal_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

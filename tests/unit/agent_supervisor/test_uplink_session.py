@@ -24,6 +24,7 @@ from everstep.wire.v1.agent import (
     Registered,
     Reports,
     ReportsAnswer,
+    Succession,
 )
 from everstep.wire.v1.directives import Directive, StopJob
 from everstep.wire.v1.session import ANSWER_EVERY_S, Acknowledge, Frame, Refused
@@ -166,6 +167,22 @@ def test_a_life_that_is_registered_begins_its_next_session_with_a_beat_and_what_
     assert numbers(reports) == [1]
 
 
+def test_while_a_change_of_the_node_is_registered_reports_wait_and_what_was_found_elsewhere_goes_with_the_next_beat(
+    talk: Talk,
+) -> None:
+    found = Succession(epoch=9, proof="p")
+    talk.vault, talk.session.succession = "127.0.0.1:2", found
+    talk.session.beat_at = talk.clock.monotonic()
+    talk.report(0)
+    (register,) = talk.says()
+    assert isinstance(register, Register)
+    again = Registered(protocol=1, heartbeat_interval_s=1.0, next_directive=5, controller="c", server_at=0.0)
+    assert [numbers(message) for message in talk.hears(Frame.REGISTERED, again)] == [[1]]
+    beat = talk.beat()
+    assert (beat.succession, beat.directives_through) == (found, 4)
+    assert talk.beat().succession is None
+
+
 def test_the_first_beats_of_a_fleet_are_spread_over_the_interval() -> None:
     for uniform in (0.125, 0.25, 0.75):
         talk = Talk(uniform=uniform)
@@ -184,6 +201,17 @@ def test_a_controller_that_owes_an_answer_for_too_long_is_given_up(talk: Talk) -
         talk.beat()
     talk.clock.advance(PATIENCE_S - 4.0)
     with pytest.raises(NoAnswer, match="no answer within 5 s"):
+        talk.session.pump()
+
+
+def test_an_answer_is_for_the_oldest_beat_that_waits_for_one(talk: Talk) -> None:
+    talk.beat()
+    talk.beat()
+    talk.answered()
+    talk.clock.advance(PATIENCE_S - 0.5)
+    talk.session.pump()
+    talk.clock.advance(0.5)
+    with pytest.raises(NoAnswer):
         talk.session.pump()
 
 
@@ -311,6 +339,16 @@ def test_a_controller_that_refuses_beats_is_left_after_a_few_where_there_are_oth
     else:
         talk.refused(Frame.HEARTBEAT, "unavailable")
         assert talk.beat().seq == first + MOST_REFUSED_BEATS
+
+
+def test_a_controller_that_refuses_a_beat_now_and_then_is_stayed_with() -> None:
+    talk = Talk(elsewhere=True)
+    talk.registered()
+    for _ in range(MOST_REFUSED_BEATS + 1):
+        talk.asks()
+        talk.refused(Frame.HEARTBEAT, "unavailable")
+        talk.asks()
+        talk.answered()
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,18 @@ def test_a_leader_goes_on_while_the_database_is_away_for_everybody() -> None:
         tenure.check()
 
 
+def test_an_absence_counts_from_the_first_renewal_that_failed_to_the_next_that_did_not() -> None:
+    clock = ManualClock()
+    tenure = Tenure(clock, 10.0)
+    assert tenure.absent_s() is None
+    for _ in range(3):
+        clock.advance(2.0)
+        tenure.unreachable()
+    assert tenure.absent_s() == 4.0
+    tenure.renewed(clock.monotonic())
+    assert tenure.absent_s() is None
+
+
 def test_a_leader_that_was_stopped_must_renew_before_it_says_anything() -> None:
     clock = ManualClock()
     tenure = Tenure(clock, 10.0)

@@ -1,15 +1,22 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 
 import pytest
 from sqlalchemy import Engine, create_engine, text
 
+from controller.candidate import Candidate
+from controller.knocks import Knocks
 from controller.reach import Told
+from controller.read_ahead import NOTHING
 from controller.store.database import engine_of, open_database, parse_url
 from controller.store.leases import LeaseSession, claim
+from controller.store.threads import Store
 from controller.store.trouble import StoreAway, Superseded
 from controller.store.writer import Writer
+from controller.threshold import Threshold
+from everstep.system_clock import SYSTEM_CLOCK
 from tests.support.waiting import until
 
 Open = Callable[[], LeaseSession]
@@ -226,14 +233,43 @@ def test_a_controller_that_was_stopped_inside_a_transaction_holds_nobody_up(post
     stopped.dispose()
 
 
+@pytest.mark.parametrize("name", ["c1", "c1" * 50])
 def test_the_sessions_of_a_controller_whose_lease_is_over_can_be_ended_and_no_others(
-    postgres: str, session: Open
+    postgres: str, session: Open, name: str
 ) -> None:
-    stopped, other = (engine_of(parse_url(postgres), name=name) for name in ("c1", "c2"))
+    stopped, other = (engine_of(parse_url(postgres), name=of) for of in (name, "c2"))
     with stopped.connect() as held, other.connect() as kept:
         held.execute(text("SELECT * FROM meta FOR UPDATE"))
-        session().end_sessions_of("c1")
+        session().end_sessions_of(name)
         assert kept.execute(text("SELECT key FROM meta WHERE key = 'epoch' FOR UPDATE")).scalar() == "epoch"
         held.invalidate()
     stopped.dispose()
     other.dispose()
+
+
+def test_a_candidate_that_leaves_frees_what_it_has_locked_before_its_lease_is_over(
+    postgres: str, engine: Engine, session: Open
+) -> None:
+    standby = session()
+
+    async def story() -> None:
+        candidate = Candidate(
+            engine_of(parse_url(postgres)),
+            SYSTEM_CLOCK,
+            name="c1",
+            address="http://c1",
+            lease_s=5.0,
+            renew_s=1.0,
+            threshold=Threshold(),
+            knocks=Knocks(SYSTEM_CLOCK, 1.0),
+        )
+        store = Store(engine_of(parse_url(postgres)))
+        won = await candidate.elected(store, lambda: NOTHING)
+        seen = standby.look()
+        assert (seen.holder, seen.epoch, seen.free) == ("c1", won.loaded.epoch, False)
+        won.tenure.check()
+        store.close()
+        await candidate.close()
+
+    asyncio.run(story())
+    until(lambda: standby.look().free, "the server has noticed")

@@ -64,6 +64,8 @@ def test_lines_are_counted_not_the_ids_that_a_restore_left_out(writer: Writer, e
     writer.commit([Batch(number=1, audit=audit(*range(1, 11), *range(ROOM, ROOM + 3)))])
     pruned(writer, engine, keep(events=5))
     assert ids(engine) == [9, 10, ROOM, ROOM + 1, ROOM + 2]
+    pruned(writer, engine, keep(events=4))
+    assert ids(engine) == [10, ROOM, ROOM + 1, ROOM + 2]
     for _ in range(2):  # a bite does not reach over what was left out
         pruned(writer, engine, keep(events=2))
     assert ids(engine) == [ROOM + 1, ROOM + 2]

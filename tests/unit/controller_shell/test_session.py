@@ -18,7 +18,7 @@ from everstep.wire.v1.agent import MAX_BODY_BYTES, HeartbeatAnswer, Registered, 
 from everstep.wire.v1.directives import NewGeneration
 from everstep.wire.v1.session import Frame, Refused, encode_frame
 from everstep.wire.v1.training import RankProgress
-from tests.support.controllers import OPERATOR, InProcess, bearer, joined
+from tests.support.controllers import OPERATOR, InProcess, bearer, joined, registration
 from tests.support.sessions import AgentSession, Line, Served, served, upgrade
 
 
@@ -121,11 +121,14 @@ def test_an_agent_registers_beats_and_is_known(controller: Served, dial: Dial) -
     assert controller.controller.metrics.beats == 2
 
 
-def test_a_node_that_never_registered_is_told_to(dial: Dial) -> None:
+def test_a_node_that_never_registered_is_told_to_and_counted(controller: Served, dial: Dial) -> None:
     session = dial()
     session.say(Frame.HEARTBEAT, {"incarnation": 1, "seq": 1, "sent_at": 0.0})
     refused = session.answer(Refused)
     assert (refused.of, refused.code) == (Frame.HEARTBEAT, "not_found")
+    counted = {"route": "session", "code": "not_found"}
+    registry = controller.controller.metrics.registry
+    assert registry.get_sample_value("everstep_controller_requests_refused_total", counted) == 1.0
     assert session.register().protocol == 1
 
 
@@ -136,6 +139,14 @@ def test_a_life_that_is_over_is_refused_and_the_session_goes_on(dial: Dial) -> N
     assert session.answer(Refused).code == "stale"
     session.incarnation = 2
     assert not session.beat().resend
+
+
+def test_a_beat_that_comes_with_a_registration_is_answered_after_it(dial: Dial) -> None:
+    session = dial()
+    beat = encode_frame(Frame.HEARTBEAT, b'{"incarnation":1,"seq":1,"sent_at":0.0,"findings":[]}')
+    session.send(encode_frame(Frame.REGISTER, msgspec.json.encode(registration("n1", 1))) + beat)
+    assert session.answer(Registered).protocol == 1
+    assert not session.answer(HeartbeatAnswer).resend
 
 
 def test_a_session_speaks_for_one_life_only(dial: Dial) -> None:

@@ -92,6 +92,17 @@ def test_an_answer_that_was_lost_is_asked_for_again_with_the_same_secret(
     assert is_good(process, mine)
 
 
+def test_an_attempt_that_nobody_heard_is_made_again_with_the_same_secret(
+    settings: Callable[..., AgentSettings], tmp_path: Path
+) -> None:
+    mine = settings("unheard")
+    with pytest.raises(Unavailable):
+        enrol(msgspec.structs.replace(mine, controllers=("http://127.0.0.1:1",)))
+    secret = (tmp_path / ".token.enrolling").read_text().strip()
+    enrol(mine)
+    assert split_stored(token(mine))[1] == secret
+
+
 def test_a_refusal_is_the_controllers_own_and_writes_no_token(settings: Callable[..., AgentSettings]) -> None:
     with pytest.raises(PermissionDenied, match="for nodes named other"):
         enrol(mine := settings("stranger", subject="other*"))

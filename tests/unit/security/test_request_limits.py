@@ -110,6 +110,17 @@ def test_idle_buckets_cost_no_memory_and_busy_ones_a_bounded_amount(clock: Manua
     assert len(buckets) <= 101
 
 
+def test_who_has_used_up_a_bucket_does_not_get_another_when_idle_ones_are_forgotten(clock: ManualClock) -> None:
+    buckets: Buckets[str] = Buckets(1.0, 2.0, clock.monotonic, most=4)
+    for idle in ("a", "b", "c"):
+        buckets.take(idle)
+    clock.advance(1.5)
+    buckets.take("busy", 2)
+    buckets.take("d")
+    assert len(buckets) == 2
+    assert buckets.take("busy") == 1.0
+
+
 def test_failures_of_one_address_are_slowed_down_and_said_once(
     clock: ManualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
