@@ -21,12 +21,14 @@ BLOB_PREFIX = 8
 
 class Lies(IntEnum):
     """Where an optimizer had a tensor of its state: as a plain tensor on the host or on its parameter's device, or
-    spread over its parameter's mesh (a DTensor). UNTOLD: on a CPU, by releases before, and of what is no such state."""
+    spread over its parameter's mesh (a DTensor). WHOLE: plain, in full, beside a parameter of its shape that is a
+    DTensor. UNTOLD: on a CPU, by releases before, and of what is no such state."""
 
     UNTOLD = 0
     HOST = 1
     DEVICE = 2
     SPREAD = 3
+    WHOLE = 4
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -25,6 +25,8 @@ def lies_of(parameter: torch.Tensor, moment: torch.Tensor) -> Lies:
         return Lies.SPREAD
     if parameter.device.type == "cpu" and not isinstance(parameter, DTensor):
         return Lies.UNTOLD
+    if isinstance(parameter, DTensor) and moment.ndim and moment.shape == parameter.shape:
+        return Lies.WHOLE
     return Lies.HOST if moment.device.type == "cpu" else Lies.DEVICE
 
 
@@ -40,12 +42,14 @@ def room_for(
 def moment_like(parameter: torch.Tensor, key: str, stored: Tensor, capturable: bool) -> torch.Tensor:
     """Room for what was ``stored`` under ``key`` of a parameter's state.
 
-    What has the parameter's shape is made like it. A scalar lies where it lay; where that was not told, a step counter
-    and all scalars of a larger parameter are on the host unless the optimizer is fused or ``capturable``.
+    What has the parameter's shape is made like it, unless it was plain beside a DTensor. A scalar lies where it lay;
+    where that was not told, a step counter and all scalars of a larger parameter are on the host unless the optimizer
+    is fused or ``capturable``.
     """
     dtype, shape, lies = dtype_of(stored.dtype), stored.shape, stored.lies
     counts = lies is Lies.HOST or (key == "step" and lies is not Lies.SPREAD)
-    if shape == tuple(parameter.shape) and (shape or not counts):
+    plain = lies is Lies.WHOLE and isinstance(parameter, DTensor)
+    if shape == tuple(parameter.shape) and (shape or not counts) and not plain:
         return _empty_like(parameter.detach(), dtype)
     if lies is Lies.UNTOLD:
         lies = Lies.DEVICE if capturable or shape else Lies.HOST

@@ -5,13 +5,16 @@ It is Python state, which comes back from its bytes on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from everstep.errors import NotRestorable
+
+SHARED = ""
+"""In the place of a parameter's name: state of an optimizer that is of none."""
 
 
 def is_of_all(optimizer: torch.optim.Optimizer) -> bool:
@@ -40,6 +43,29 @@ def replicated(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         return here
     mesh = parameter.device_mesh
     return DTensor.from_local(here, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def shared_state(optimizers: Sequence[tuple[str, torch.optim.Optimizer]]) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """What optimizers have of no parameter, by the keys under which they are tracked: torch keeps in ``state`` what is
+    under other keys than tensors, too.
+
+    Raises ValueError where several are tracked under one key, and the one's would be the other's.
+    """
+    for top, optimizer in optimizers:
+        if shared := {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}:
+            if [key for key, _ in optimizers].count(top) > 1:
+                raise ValueError(
+                    f"one of several optimizers under {top} has state of no parameter, under {next(iter(shared))!r}: "
+                    "track each under a name of its own"
+                )
+            yield top, shared
+
+
+def put_shared(optimizer: torch.optim.Optimizer, stored: Mapping[Any, Any]) -> None:
+    """What ``shared_state`` gave; its tensors on the device of the first parameter."""
+    if stored:
+        device = optimizer.param_groups[0]["params"][0].device
+        optimizer.state.update(each_tensor(dict(stored), lambda tensor: tensor.to(device)))
 
 
 def require_same_vector(top: str, stored: Sequence[Sequence[str]], now: Sequence[str]) -> None:

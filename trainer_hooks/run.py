@@ -27,6 +27,7 @@ from trainer_hooks.rng import seed_step
 from trainer_hooks.snapshot.choices import Choices
 from trainer_hooks.spikes import SpikeRule
 from trainer_hooks.tier import Tier
+from trainer_hooks.unseen_state import look_for_unseen
 from trainer_hooks.updates import Updates
 from trainer_hooks.waits import Waits
 
@@ -297,8 +298,9 @@ class Run:
         checkpoints, instead of training on without: here, or, where an optimizer has no state yet, before the second
         step changes anything. All six must be the same on all ranks.
 
-        Raises TypeError for an object that cannot be tracked, NotRestorable where the objects are others than those
-        that were stored, or one that is a rank's own (or a StatefulDataLoader) meets another rank or world size.
+        Raises TypeError for an object that cannot be tracked, ValueError for an optimizer of parameters that are in no
+        module here, NotRestorable where the objects are others than those that were stored, or one that is a rank's own
+        (or a StatefulDataLoader) meets another rank or world size.
         """
         if isinstance(exclude, str):
             raise TypeError(f"exclude takes a list of patterns: exclude=[{exclude!r}]")
@@ -307,6 +309,7 @@ class Run:
         )
         replica = self._parallel.replica_for("run.track")
         self._replication.require_elementwise(objects.values())
+        look_for_unseen(objects)
         if self.rank == 0 and not self._parallel.said:
             warn_of_model_parallelism(objects.values(), self.world_size)
         kept = {

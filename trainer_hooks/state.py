@@ -18,9 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from everstep.manifests import Lies
+from trainer_hooks import nested_state
 from trainer_hooks.module_names import named_modules
 from trainer_hooks.moments import is_complete, lies_of, room_for
-from trainer_hooks.nested_state import is_of_all, require_same_vector, to_live, to_store
 from trainer_hooks.one_rank import marks_of
 from trainer_hooks.python_state import (
     Group,
@@ -34,12 +34,17 @@ from trainer_hooks.python_state import (
     state_of,
 )
 from trainer_hooks.snapshot.blob import MAX_BLOB_BYTES, Blob
-from trainer_hooks.snapshot.changes import refuse_other_model
+from trainer_hooks.snapshot.changes import refuse_other_groups, refuse_other_model
 from trainer_hooks.snapshot.exclude import Exclusions
 from trainer_hooks.snapshot.identity import Identity
 from trainer_hooks.snapshot.layout import Layout, Sharing, Tensor
-from trainer_hooks.snapshot.live import Still, TrackedTensor, local_parts, require_dense, still
-from trainer_hooks.snapshot.refusals import lacks, refuse_fsdp1, refuse_long_history
+from trainer_hooks.snapshot.live import Still, TrackedTensor, local_parts, refuse_namesakes, require_dense, still
+from trainer_hooks.snapshot.refusals import (
+    lacks,
+    refuse_fsdp1,
+    refuse_long_history,
+    refuse_own_shard,
+)
 from trainer_hooks.ties import StoredNames, Twin, aliases_in, require_alike
 from trainer_hooks.tracked_objects import TrackedObjects
 
@@ -126,7 +131,9 @@ class TrackedState:
         self._exclude.require_used([tensor.name for tensor in found.values()], to_come)
         for name, mark in self._marks.items():
             self._add(found, name, self._marks, name, mark, Sharing.OWN, parameter=False)
-        return list(found.values())
+        tensors = list(found.values())
+        refuse_namesakes(tensors)
+        return tensors
 
     def _wanted(self, tensors: Iterable[_Named]) -> Iterator[_Named]:
         return (each for each in tensors if not self._exclude.covers(each[0]))
@@ -240,6 +247,8 @@ class TrackedState:
                             f"{top} has a tensor of {fqn} under {key!r}, which is a {type(key).__qualname__}: "
                             "state is stored and found by names, so take a string for the key"
                         )
+                    if not self._exclude.covers(name):
+                        refuse_own_shard(name, parameter, value)
                     self._lies[name] = lies_of(parameter, value)
                     yield name, state, key, value
 
@@ -282,6 +291,7 @@ class TrackedState:
         self._create_moments(catalog)
         live = [t for t in self.tensors() if t.name in index_of or t.name not in self._marks]
         refuse_other_model(live, index_of, catalog)
+        refuse_other_groups(live, index_of, catalog, self._groups(), {top for top, _ in self._optimizers})
         self._apart = self._stored.apart(live, aliases_in(self._modules, live))
         return [*((index_of[t.name], t) for t in live), *((index_of[name], beside) for name, _, beside in self._apart)]
 
@@ -320,7 +330,9 @@ class TrackedState:
             self.tensors()
         scalars: dict[str, dict[str, dict[str, Any]]] = {}
         for top, optimizer, fqn, state, key in self._scalars:
-            scalars.setdefault(top, {}).setdefault(fqn, {})[key] = to_store(optimizer, state[key])
+            scalars.setdefault(top, {}).setdefault(fqn, {})[key] = nested_state.to_store(optimizer, state[key])
+        for top, shared in nested_state.shared_state(self._optimizers):
+            scalars.setdefault(top, {})[nested_state.SHARED] = shared
         groups: dict[str, list[Group]] = {}
         for packed, (top, _, group) in zip(self._packed_names(), self._all_groups(), strict=True):
             groups.setdefault(top, []).append(Group(packed, group_options(group)))
@@ -342,8 +354,10 @@ class TrackedState:
         for top, index, group in self._all_groups():
             stored.options(top, index, self._stored_names(stored, top, self._names_in(group, index)))
         for top, optimizer in self._optimizers:
-            if is_of_all(optimizer):
-                require_same_vector(top, stored.members(top), [name for name, *_ in self._trained(optimizer)])
+            if nested_state.is_of_all(optimizer):
+                nested_state.require_same_vector(
+                    top, stored.members(top), [name for name, *_ in self._trained(optimizer)]
+                )
         stored.require(self.python_names())
 
     def load_python(self, stored: Merged) -> None:
@@ -355,7 +369,8 @@ class TrackedState:
             for fqn, parameter, _ in self._trained(optimizer):
                 (name,) = self._stored_names(stored, top, [fqn])
                 if scalars := stored.scalars(top, name):
-                    optimizer.state[parameter].update(to_live(optimizer, parameter, scalars))
+                    optimizer.state[parameter].update(nested_state.to_live(optimizer, parameter, scalars))
+            nested_state.put_shared(optimizer, stored.scalars(top, nested_state.SHARED))
         stored.require(self.python_names())
         for name, module in self._extra:
             if name in stored.extra:

@@ -74,8 +74,9 @@ class Names:
                 yield name, path, value
 
     def scalars(self, state: Mapping[str, Any]) -> Iterator[tuple[str, Path, Any]]:
-        """Optimizer state that is no tensor, each with the full name of the parameter it belongs to."""
+        """Optimizer state that is no tensor, each with the full name of the parameter it belongs to; empty, of none."""
         for top, parameters in state.get("scalars", {}).items():
             for name, values in parameters.items():
-                for path, value in flatten((top, "state", self._parameter(top, name)), values):
+                of = (self._parameter(top, name),) if name else ()
+                for path, value in flatten((top, "state", *of), values):
                     yield name, path, value

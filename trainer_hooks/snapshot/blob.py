@@ -32,6 +32,7 @@ _TUPLE, _SET, _FROZENSET, _INTEGER, _TENSOR, _ARRAY, _SCALAR, _DTYPE, _DEVICE, _
 _COUNTER, _ORDERED, _SIZE = range(12, 15)
 _PLAIN_KEYS = (str, float, bool, bytes, type(None))
 _ARRAY_KINDS = frozenset("biufc")
+_ARRAYS = (np.ndarray, np.memmap)
 _MAPPINGS: dict[type, int] = {Counter: _COUNTER, OrderedDict: _ORDERED}
 _TUPLES: dict[type, int] = {tuple: _TUPLE, torch.Size: _SIZE}
 
@@ -174,8 +175,10 @@ def _pack(value: Any, path: str, depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise TypeError(f"{path} is nested more than {MAX_DEPTH} deep, or contains itself")
     kind = type(value)
-    if kind in (float, bool, str, bytes, type(None)):
+    if kind in (float, bool, bytes, type(None)):
         return value
+    if kind is str:
+        return _text(value, path)
     if kind is int:
         return value if -(1 << 63) <= value < 1 << 63 else _ext(_INTEGER, hex(value))
     if kind is list:
@@ -200,7 +203,7 @@ def _pack_mapping(value: Mapping[Any, Any], path: str, depth: int) -> Any:
 
 def _pack_key(key: Any, path: str) -> Any:
     if type(key) in _PLAIN_KEYS:
-        return key
+        return _text(key, path) if type(key) is str else key
     if type(key) is int:
         return _pack(key, path, 0)
     if type(key) is tuple:
@@ -209,6 +212,18 @@ def _pack_key(key: Any, path: str) -> Any:
         f"{path} has a key of type {type(key).__qualname__}, which cannot be stored without pickle: take strings, "
         "numbers or tuples of them for keys in state_dict(), or leave it out"
     )
+
+
+def _text(value: str, path: str) -> str:
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise TypeError(
+                f"{path} has the string {value!r}, which is no text: so Python reads a file's name whose bytes are no "
+                "UTF-8. Give bytes in state_dict(), by os.fsencode(...)"
+            ) from None
+    return value
 
 
 def _pack_rest(value: Any, path: str, depth: int) -> Any:
@@ -267,6 +282,8 @@ def _pack_numpy(value: Any, path: str) -> msgspec.msgpack.Ext:
             f"{path} is a numpy array of {value.dtype}, which cannot be stored without pickle: "
             "store numbers, or lists of strings"
         )
+    if isinstance(value, np.ndarray) and type(value) not in _ARRAYS:
+        raise _other(value, path, "numpy array")
     code = _ARRAY if isinstance(value, np.ndarray) else _SCALAR
     return _ext(code, [value.dtype.str, list(value.shape), value.tobytes()])
 

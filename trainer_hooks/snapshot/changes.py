@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from everstep.errors import NotRestorable
 from trainer_hooks.snapshot.blob import dtype_name
@@ -64,6 +64,29 @@ def refuse_other_model(live: list[TrackedTensor], index_of: dict[str, int], cata
             raise NotRestorable(
                 f"{tensor.name} is {dtype} {list(tensor.shape)} now, and was stored as {stored.dtype} {list(shape)}"
             )
+
+
+def refuse_other_groups(
+    live: Iterable[TrackedTensor],
+    index_of: Mapping[str, int],
+    catalog: tuple[Tensor, ...],
+    groups: Mapping[str, Iterable[tuple[str, int]]],
+    optimizers: Collection[str],
+) -> None:
+    """Raises NotRestorable where one of ``optimizers`` trained a parameter that it does not train now.
+
+    ``groups``: as Tensor.groups, by the names of live parameters. Of an optimizer without state nothing else is missed.
+    """
+    for tensor in live if optimizers else ():
+        now = {top for top, _ in groups.get(tensor.name, ())}
+        for top, index in catalog[index_of[tensor.name]].groups:
+            if top in optimizers and top not in now:
+                raise NotRestorable(
+                    f"{top} trained {tensor.name}, in its parameter group {index}, when the version was stored, and "
+                    "does not now, so that the options of that group would be lost. What is added in the midst of "
+                    "training has to be there before run.track: give an optimizer all parameters from the start, and "
+                    "let requires_grad_ say which are trained"
+                )
 
 
 def _not_here(live: list[TrackedTensor], stored: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ long as the caches have them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from importlib import import_module
 from itertools import chain
 from operator import attrgetter, getitem, is_
@@ -69,7 +69,8 @@ class Identity:
             self._entry(group, "params", group["params"])
             self._walk(group["params"])
         self._walk(optimizer.state)
-        self._walk(optimizer.state.values())
+        shared = not all(isinstance(key, torch.Tensor) for key in optimizer.state)
+        self._walk(_OfParameters(optimizer.state) if shared else optimizer.state.values())
 
     def state(self, state: Mapping[str, Any]) -> None:
         """A parameter's state in an optimizer: what is no tensor in it may change, but not become one."""
@@ -149,6 +150,22 @@ class Identity:
                 [self._shaped[at] for at in once], [self._sizes[at] for at in once], [self._strides[at] for at in once]
             )
         return self._shapes_stand()
+
+
+class _OfParameters(Collection[Any]):
+    """The values in an optimizer's state but those of no parameter, which are Python state and may change."""
+
+    def __init__(self, state: Mapping[Any, Any]) -> None:
+        self._state = state
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (value for key, value in self._state.items() if isinstance(key, torch.Tensor))
+
+    def __contains__(self, value: object) -> bool:
+        return any(value is one for one in self)
 
 
 def _shape_check(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -104,6 +104,20 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     except NotImplementedError:
         pass
     return one.shape == other.shape and one.dtype == other.dtype and as_bytes(one) == as_bytes(other)
+
+
+def refuse_namesakes(tensors: Iterable[TrackedTensor]) -> None:
+    """Raises ValueError where two tensors of this rank have one name and different values: the one would come back as
+    the other. Two stages of a pipeline may each have the same constant."""
+    first: dict[str, TrackedTensor] = {}
+    for tensor in tensors:
+        other = first.setdefault(tensor.name, tensor)
+        if other.place[other.key] is not tensor.place[tensor.key] and not same(tensor.local, other.local):
+            raise ValueError(
+                f"{tensor.name} is the name of two tensors of this rank that differ, of shapes {list(other.shape)} and "
+                f"{list(tensor.shape)}: one would be restored into both. Things in a list have the names of one model, "
+                "as stages of a pipeline do; track others under names of their own, run.track(first=..., second=...)"
+            )
 
 
 def local_parts(name: str, tensor: torch.Tensor) -> list[tuple[torch.Tensor, Box]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -49,6 +50,22 @@ def refuse_overlap(name: str, tensor: torch.Tensor) -> None:
         raise TypeError(
             f"{name} is expanded: several of its elements have the same memory, which cannot be restored. "
             "Keep its own, by clone(), or leave it out by run.track(exclude=...)"
+        )
+
+
+def refuse_own_shard(name: str, parameter: torch.Tensor, moment: torch.Tensor) -> None:
+    """Raises TypeError for optimizer state of a sharded parameter that is a plain tensor of the shape of its shard.
+
+    Each rank has its own values there, and plain tensors are taken to be equal on all.
+    """
+    if not isinstance(parameter, DTensor) or isinstance(moment, DTensor) or not moment.ndim:
+        return
+    shard = parameter._local_tensor.shape
+    if moment.shape == shard != parameter.shape:
+        raise TypeError(
+            f"{name} is a plain tensor of shape {list(shard)}, as this rank's shard of its parameter is, whose whole "
+            f"shape is {list(parameter.shape)}: it would be stored as if it were equal on all ranks. Make it as a "
+            "DTensor, by torch.zeros_like(parameter), or leave it out by run.track(exclude=...)"
         )
 
 

@@ -167,6 +167,16 @@ def test_what_parameters_share_in_an_optimizer_they_share_again() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("layout", [spread, Scaled])
+def test_what_was_whole_beside_a_shard_is_a_plain_tensor_again(grouped: None, layout: Callable[[], nn.Module]) -> None:
+    model, fresh = spread(), layout()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.state[model.weight] = {"anchor": torch.arange(64.0).reshape(8, 8), "row": torch.ones(8)}
+    (state,) = restored_into(model, optimizer, fresh).state.values()
+    assert [type(value) for value in state.values()] == [torch.Tensor, torch.Tensor]
+    assert torch.equal(state["anchor"], torch.arange(64.0).reshape(8, 8))
+
+
 class Late(nn.Module):
     """A stage that has the second of two parameters."""
 

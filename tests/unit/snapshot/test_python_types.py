@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -94,3 +95,17 @@ def test_a_schedule_of_milestones_goes_on_after_a_restore() -> None:
     fresh.load_state_dict(optimizer.state_dict())
     restored.load_state_dict(decode_blob(encode_blob(scheduler.state_dict())))
     assert rates(fresh, restored, 8) == rates(optimizer, scheduler, 8)
+
+
+def test_an_array_with_more_than_its_elements_is_refused() -> None:
+    with pytest.raises(
+        TypeError, match=r"state\['held'\] is a numpy.*would come back as another type: give a numpy array"
+    ):
+        encode_blob({"held": np.ma.masked_array([1, 2], [True, False])})
+
+
+@pytest.mark.parametrize("value", [["caf\udce9.txt"], {"caf\udce9.txt": 1}, {("caf\udce9.txt",): 1}])
+def test_a_string_that_is_no_text_is_refused_with_its_path(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"state\['files'\].* has the string 'caf\\udce9\.txt'.*os\.fsencode"):
+        encode_blob({"files": value})
+    assert decode_blob(encode_blob({"files": ["café", "😀\0"]})) == {"files": ["café", "😀\0"]}

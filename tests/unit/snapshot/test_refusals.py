@@ -11,12 +11,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedBuffer
 from torch.testing._internal.two_tensor import TwoTensor
 
-from everstep.errors import ConfigurationError
+from everstep.errors import ConfigurationError, NotRestorable
 from tests.support.layouts import playing
 from trainer_hooks.keeper import IdleKeeper
 from trainer_hooks.place import Place
 from trainer_hooks.run import Run
 from trainer_hooks.snapshot.blob import decode_blob, encode_blob
+from trainer_hooks.snapshot.plan import divide, manifest_for
 from trainer_hooks.state import TrackedState
 
 MADE = {
@@ -76,6 +77,24 @@ def test_a_shard_that_wraps_others_is_refused() -> None:
         model.weight = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
         with pytest.raises(TypeError, match=r"model\.weight is a TwoTensor"):
             TrackedState({"model": model}).tensors()
+
+
+def test_optimizer_state_of_a_shard_of_ones_own_is_refused_by_name() -> None:
+    """It would have been stored by one rank, and come back on all."""
+    with playing(0, (2,)) as mesh:
+        model = nn.Linear(4, 5, bias=False)
+        model.weight = nn.Parameter(
+            DTensor.from_local(torch.ones(3, 4), mesh, [Shard(0)], run_check=False, shape=(5, 4), stride=(4, 1))
+        )
+        optimizer = torch.optim.Adam(model.parameters())
+        optimizer.state[model.weight] = {"exp_avg": torch.zeros(3, 4), "step": torch.tensor(1.0)}
+        tracked = {"model": model, "optimizer": optimizer}
+        with pytest.raises(
+            TypeError,
+            match=r"weight\.exp_avg is a plain tensor of shape \[3, 4\].*\[5, 4\].*zeros_like\(parameter\)",
+        ):
+            TrackedState(tracked).tensors()
+        TrackedState(tracked, exclude=["optimizer.*"]).tensors()
 
 
 @pytest.mark.parametrize("what", MADE)
@@ -147,3 +166,40 @@ def test_what_has_no_elements_shares_no_memory_whatever_its_strides():
     model = nn.Module()
     model.none = nn.Parameter(torch.empty_strided((5, 0, 2), (0, 2, 1)))
     assert [tensor.name for tensor in TrackedState({"model": model}).tensors()] == ["model.none"]
+
+
+def test_two_tensors_of_one_name_are_refused_unless_they_are_alike():
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"model\.weight is the name of two tensors .*run\.track\(first="):
+        TrackedState({"model": [first, second]}).tensors()
+    TrackedState({"model": first, "other": second}).tensors()
+    TrackedState({"model": [first, first]}).tensors()
+    for one in (stages := [nn.Module(), nn.Module()]):
+        one.register_buffer("constant", torch.arange(3.0))
+    TrackedState({"model": stages}).tensors()
+    optimizers = [torch.optim.SGD(first.parameters(), lr=0.1, momentum=momentum) for momentum in (0.5, 0.9)]
+    for scale, optimizer in enumerate(optimizers, 1):
+        first.weight.grad = torch.full((2, 2), float(scale))
+        optimizer.step()
+    with pytest.raises(ValueError, match=r"optimizer\.model\.weight\.momentum_buffer is the name of two tensors"):
+        TrackedState({"model": first, "optimizer": optimizers}).tensors()
+
+
+def test_a_group_that_is_not_there_again_is_refused_also_where_nothing_else_is_lost_with_it():
+    def built() -> tuple[nn.Sequential, torch.optim.SGD]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        return model, torch.optim.SGD(model[0].parameters(), lr=0.1)
+
+    model, optimizer = built()
+    optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 0.5})
+    state = TrackedState({"model": model, "optimizer": optimizer})
+    layouts = [state.layout(state.tensors(), 0, 1)]
+    catalog = manifest_for(0, layouts, divide(layouts, ["n1"], 1)[0], 1000).catalog
+    again, other = built()
+    fresh = TrackedState({"model": again, "optimizer": other})
+    with pytest.raises(
+        NotRestorable, match=r"optimizer trained model\.1\.weight, in its parameter group 1, .*from the start"
+    ):
+        fresh.targets(catalog)
+    other.add_param_group({"params": list(again[1].parameters())})
+    assert len(fresh.targets(catalog)) == 4

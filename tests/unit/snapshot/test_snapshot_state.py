@@ -195,6 +195,33 @@ def test_what_has_no_state_dict_is_refused_by_name_with_what_to_do(tracked: obje
         TrackedState({"odd": tracked})
 
 
+class Counting(torch.optim.SGD):
+    """Has state that is of no parameter."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        seen = self.state["seen"].get("steps", torch.zeros(2))
+        self.state["seen"] = {"steps": seen + 1, "last": 7}
+
+
+def test_optimizer_state_that_is_of_no_parameter_comes_back_and_changes_no_plan() -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer, fresh = Counting(model.parameters(), lr=0.1), Counting(other.parameters(), lr=0.1)
+    optimizer.step()
+    state = TrackedState({"model": model, "optimizer": optimizer})
+    state.tensors()
+    optimizer.step()
+    assert state.unchanged()
+    blob = state.blob()
+    optimizer.state[model.weight]["new"] = torch.ones(1)
+    assert not state.unchanged()
+    load(TrackedState({"model": other, "optimizer": fresh}), blob)
+    assert fresh.state["seen"]["steps"].tolist() == [2.0, 2.0]
+    assert fresh.state["seen"]["last"] == 7
+    with pytest.raises(ValueError, match=r"one of several optimizers under optimizer .*'seen': track each"):
+        TrackedState({"model": model, "optimizer": [optimizer, torch.optim.SGD(other.parameters())]}).blob()
+
+
 @pytest.mark.parametrize(
     ("value", "path"),
     [
