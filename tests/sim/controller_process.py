@@ -17,10 +17,12 @@ from controller.api.session import Session
 from controller.boards import Boards
 from controller.core import events as ev
 from controller.core import fleet
-from controller.core.effects import Effect
+from controller.core.effects import AuditEntry, Effect
 from controller.core.state import FleetState
+from controller.knocks import Knocks
 from controller.lease import Tenure
 from controller.push import Outbox, Outgoing
+from controller.reach import Reach, Resignation
 from controller.restored import restored
 from controller.standing import StandingFindings
 from controller.steady_time import SteadyTime
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 
 GROUP = 64
 LEASE_INTERVAL_S = 0.5
+RESIGN_AFTER_S = 5.0
+HEARD_WITHIN_S = 3.0
 UNSURE_S = 0.05
 RETRY_S, LONGEST_RETRY_S = 0.1, 1.0
 
@@ -99,6 +103,7 @@ class ControllerProcess:
         if self.alive:
             return
         self.alive, self.life = True, self.life + 1
+        self._knocks = Knocks(self.clock, RESIGN_AFTER_S / 3)
         self._keep_lease(self.life)
 
     def crash(self, *, restart: bool = True) -> None:
@@ -149,14 +154,33 @@ class ControllerProcess:
                 self._lead()
             if held:
                 self._tenure.renewed(asked_at)
+                self._look_elsewhere()
             elif self.leading and self.world.database.away:
                 self._tenure.unreachable()
             elif self.leading:
                 self.crash()
                 return
+            elif nodes := self._knocks.insistent():
+                self.world.database.tell(self.name, nodes)
             self._keep_lease_later(life)
 
         self.do(life, look)
+
+    def _look_elsewhere(self) -> None:
+        """As ``controller.elsewhere`` does with each renewal."""
+        told, since = self.world.database.told(), self.now() - HEARD_WITHIN_S
+        heard = sum(live.pulse.heard_at >= since for live in self.state.live_nodes.values())
+        found = self._reach.look(self.clock.monotonic(), heard, told)
+        if isinstance(found, Resignation):
+            entry = AuditEntry(kind="controller.resigned", sentence=found.sentence, at=self.now())
+            noted = self.enqueue(lambda tx, now: tx.note(entry))
+            life = self.life
+            noted.add_done_callback(lambda done: self.do(life, lambda: self._resign(done, found.heir)))
+
+    def _resign(self, noted: Promise, heir: str) -> None:
+        if noted.exception() is None and self.leading:
+            self.world.database.resign(self.name, heir)
+            self.crash()
 
     def _keep_lease_later(self, life: int) -> None:
         self.world.timeline.after(LEASE_INTERVAL_S, lambda: self._keep_lease(life))
@@ -171,6 +195,7 @@ class ControllerProcess:
         self._news: ev.StoreChanged | None = None
         self._away, self._ready = "", False
         self._tenure = Tenure(self.clock, LEASE_S)
+        self._reach = Reach(RESIGN_AFTER_S, LEASE_S)
         self.check_leading = self._tenure.check
         self.state = restored(self.world.plan.policy, loaded)
         self._standing = StandingFindings(self.state.nodes.values())
@@ -366,6 +391,8 @@ class ControllerProcess:
 
     def accept(self, line: Line) -> ControllerProcess | None:
         """A node connects; None while this is not the leader."""
+        if self.alive and not self.leading and not self.paused:
+            self._knocks.hear(line.names[0])
         if not self.alive or not self.leading:
             return None
         wire: Any = Wire(line, self.world.timeline)

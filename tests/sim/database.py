@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from controller.reach import Told
+from controller.store.leases import FRESH_S, IN_A_ROW_S, RESERVED_S
 from controller.store.records import AuditRow, Batch, GenerationRow, Loaded, OutboxRow, RemedyRow, VersionRow
 from controller.store.remedies import OPEN
 from tests.sim.timeline import Timeline
@@ -40,6 +42,10 @@ class Database:
         self._on_applied = on_applied
         self._holder = ""
         self._expires_at = 0.0
+        self._heir = ""
+        self._resigned_at = -IN_A_ROW_S
+        self._resignations = 0
+        self._knocks: dict[str, tuple[int, float]] = {}
         self._fleet: str | None = None
         self._nodes: dict[str, str] = {}
         self._standing: dict[tuple[str, str], str] = {}
@@ -61,8 +67,29 @@ class Database:
         now = self._timeline.now
         if self.away or (self._holder != holder and now < self._expires_at):
             return False
-        self._holder, self._expires_at = holder, now + LEASE_S
+        if self._heir not in ("", holder) and now < self._resigned_at + RESERVED_S:
+            return False
+        self._holder, self._expires_at, self._heir = holder, now + LEASE_S, ""
         return True
+
+    def tell(self, controller: str, nodes: int) -> None:
+        """So many nodes insist on a controller that stands by."""
+        if not self.away:
+            self._knocks[controller] = nodes, self._timeline.now
+
+    def told(self) -> Told:
+        """What its holder finds beside the lease."""
+        now = self._timeline.now
+        fresh = {
+            name: nodes for name, (nodes, at) in self._knocks.items() if name != self._holder and at > now - FRESH_S
+        }
+        return Told(knocks=fresh, resignations=self._resignations if now < self._resigned_at + IN_A_ROW_S else 0)
+
+    def resign(self, holder: str, heir: str) -> None:
+        """The lease is the heir's, if it still was this holder's."""
+        if self._holder == holder and not self.away:
+            self._resignations = self.told().resignations + 1
+            self._holder, self._heir, self._resigned_at, self._expires_at = "", heir, self._timeline.now, 0.0
 
     def take_over(self) -> Loaded:
         """Fences every earlier controller off and reads what there is."""

@@ -184,6 +184,17 @@ def of_return(rng: random.Random, plan: Plan) -> list[Fault]:
     return [draw.fault("sense_on_return", how, 6.0, 12.0, detail=action, value=rng.uniform(0.0, 4.0))]
 
 
+_CUTS = ("both", "towards it", "from it")
+
+
+def of_leaders(rng: random.Random, plan: Plan) -> list[Fault]:
+    """In an eighth of the worlds with several controllers: the one that leads reaches the database, and no node."""
+    draw = _Draw(rng, plan)
+    if rng.random() >= 0.125 or len(plan.controllers) < 2:
+        return []
+    return [draw.fault("cut_leader", "", 30.0, 45.0, detail=rng.choice(_CUTS))]
+
+
 def of_all_kinds(rng: random.Random, plan: Plan) -> list[Fault]:
     draw = _Draw(rng, plan)
     weights = [weight for weight, _ in _KINDS]

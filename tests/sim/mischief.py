@@ -227,6 +227,12 @@ class Mischief:
     def cut_controller(self, fault: Fault) -> None:
         self._cut(fault, (fault.target, "*"), ("*", fault.target))
 
+    def cut_leader(self, fault: Fault) -> None:
+        leader = self.world.leader()
+        if leader is not None:
+            towards, away = ("*", leader.name), (leader.name, "*")
+            self._cut(fault, *{"both": (towards, away), "towards it": (towards,), "from it": (away,)}[fault.detail])
+
     def slow_links(self, fault: Fault) -> None:
         self.world.wires.slow(fault.target, fault.value)
         self._later(fault, lambda: self.world.wires.slow(fault.target, 0.0))

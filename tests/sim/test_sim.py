@@ -15,6 +15,7 @@ from tests.sim.plan import make
 from tests.sim.run import Outcome, play
 
 SEEN_IN_DEFAULT_WORLDS = {
+    "controller.resigned",
     "fleet.breaker",
     "fleet.correlated_finding",
     "fleet.correlated_finding_over",

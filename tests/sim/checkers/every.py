@@ -15,6 +15,7 @@ from tests.sim.checkers.paces import Paces
 from tests.sim.checkers.passages import Passages
 from tests.sim.checkers.placing import Placing
 from tests.sim.checkers.protection import Parities
+from tests.sim.checkers.reached import Reached
 from tests.sim.checkers.recovery import Recovery
 from tests.sim.checkers.remedies import Remedies
 from tests.sim.checkers.restores import Restores
@@ -51,5 +52,6 @@ def all_checkers() -> list[Checker]:
         Remedies(),
         Spills(),
         Parities(),
+        Reached(),
         Recovery(),
     ]

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from agent.uplink.session import Session, Words
+from controller import reach
 from controller.api import session
 from controller.api.desk import AgentDesk
 from controller.core import (
@@ -319,7 +320,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a remedy is asked for again after a crash, without a look",
         lambda: method_mistaken(RemedyDesk, "_carry_out", "look_first=begun_before", "look_first=False"),
-        seeds=(4,),
+        seeds=(0,),
     ),
     Mutant(
         "a remedy is asked for before it is written that it begins",
@@ -386,6 +387,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("ranks share samples", _overlapping_shares),
     # after a takeover
     Mutant("a new controller forgets its deadlines", lambda: swapped(restart.started, nothing)),
+    Mutant("a leader that no node reaches stays", lambda: swapped(reach.is_deaf, _no), seeds=(4, 34)),
     Mutant("a resumed generation is not noticed", lambda: swapped(resuming.rank_resumed, nothing)),
     *OF_WINDOWS,
     *OF_PLACES,

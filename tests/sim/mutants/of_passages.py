@@ -37,7 +37,7 @@ OF_PASSAGES: tuple[Mutant, ...] = (
     Mutant(
         "a collective that failed in a generation before counts",
         lambda: mistaken(losses.collective_failed, "or report.generation != spec.number", ""),
-        seeds=(4,),
+        seeds=(6,),
     ),
     Mutant(
         "a rank that stood still in a generation before counts",

@@ -101,6 +101,6 @@ def test_a_fleet_in_two_halves_stays_where_it_is_and_people_are_told(pair: Pair,
     pair.agent("n2", stack, other)
     until(lambda: connected(leader) == 1, "the session of the half that reaches it")
     until(lambda: events(leader, "controller.split"), "the split to be told")
-    assert metric(leader, "nodes_elsewhere") == metric(standby, "knocks") == 1.0
+    until(lambda: metric(leader, "nodes_elsewhere") == metric(standby, "knocks") == 1.0, "the metrics to tell of it")
     assert leader.leads()
     assert events(leader, "controller.resigned") == []
