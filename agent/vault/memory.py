@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from agent.vault.control_group import group_left_bytes
-from everstep.errors import ConfigurationError, OutOfSlotMemory
+from everstep.errors import ConfigurationError, OutOfSlotMemory, Unavailable
 from everstep.vault_note import LOCK_FILE
 
 MADV_POPULATE_WRITE = 23
@@ -62,13 +62,16 @@ class Budget:
     def admit(self, path: Path, size: int, what: str, freed: int = 0, otherwise: str = FEWER_SLOTS) -> Iterator[None]:
         """Inside, the file ``path`` may be made, or grow, to ``size`` bytes, once ``freed`` bytes of others are free.
 
-        Raises OutOfSlotMemory, with the arithmetic, for want of room; ``otherwise`` as in ``foresee``.
+        Raises OutOfSlotMemory, with the arithmetic, for want of room, also where making it shows that; Unavailable for
+        want of descriptors. ``otherwise`` as in ``foresee``.
         """
         with self._lock:
             self._check(path, size, what, freed, otherwise)
             self._growing.setdefault(path, []).append(size)
         try:
             yield
+        except OSError as error:
+            raise _said(error, what, otherwise) from error
         finally:
             with self._lock:
                 self._settle(path, size)
@@ -175,6 +178,24 @@ def taken_bytes(path: Path) -> int:
         return path.lstat().st_blocks * 512
     except FileNotFoundError:
         return 0
+
+
+def _said(error: OSError, what: str, otherwise: str) -> Exception:
+    """What to do where a file cannot be made, by what the kernel said."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        whose = "the vault has" if error.errno == errno.EMFILE else "all processes of the machine have"
+        mend = "LimitNOFILE of the agent's unit, or ulimit -n" if error.errno == errno.EMFILE else "sysctl fs.file-max"
+        return Unavailable(
+            f"{what} cannot be made, since {whose} as many files open as may be: raise that limit ({mend})"
+        )
+    mends = {
+        errno.EFBIG: "no file of the vault may be so large: raise that (LimitFSIZE of the agent's unit, ulimit -f)",
+        errno.ENOMEM: "the vault may map no more: raise its limits (sysctl vm.max_map_count, LimitAS, ulimit -v)",
+        errno.ENOSPC: f"its file system has no room for another file: {LARGER_FILE_SYSTEM}, or its inodes (df -i)",
+        errno.EDQUOT: "the quota of its file system is used up: raise it",
+    }
+    mend = mends.get(error.errno or 0, "")
+    return OutOfSlotMemory(f"{what} cannot be made, since {mend}, or {otherwise}") if mend else error
 
 
 def _available_memory() -> int:

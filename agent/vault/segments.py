@@ -300,7 +300,6 @@ class SegmentStore:
         self, key: SegmentKey, old: Segment | None, slot_bytes: int, slots: int, keep: Sequence[Version] | None
     ) -> Segment:
         draft, path = self.paths(key)
-        self._make_folder(key.job)
         what = f"{slots} slots of {slot_bytes} bytes for {key.job}/{key.filename}"
         length = segment_bytes(slots, slot_bytes)
         if old is not None:
@@ -309,6 +308,7 @@ class SegmentStore:
         otherwise = FEWER_SLOTS if slots >= SLOTS else FEWER_COPIES
         with self.budget.admit(draft, length, what, freed, otherwise):
             try:
+                self._make_folder(key.job)
                 stay = [] if old is None else _make_place(old, slots, keep, freed)
                 self._draft(key, draft, length, slot_bytes, slots, what)
                 if old is not None:

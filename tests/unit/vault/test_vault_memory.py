@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import mmap
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 from agent.vault import memory, segments
 from agent.vault.memory import Budget
 from agent.vault.segments import SegmentKey, SegmentStore
-from everstep.errors import OutOfSlotMemory
+from everstep.errors import EverstepError, OutOfSlotMemory, Unavailable
 from everstep.segment_header import segment_bytes
 from tests.support.vaults import DEADLINE_S, JOB
 
@@ -159,3 +161,30 @@ def test_the_memory_of_a_segment_that_is_replaced_or_forgotten_is_free_at_once(s
 
 def _mapped(folder: Path) -> int:
     return sum(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.mark.parametrize("call", ["open", "mkdir", "posix_fallocate"])
+@pytest.mark.parametrize(
+    ("number", "kind", "mend"),
+    [
+        (errno.EMFILE, Unavailable, "the vault has as many files open as may be: raise that limit .*LimitNOFILE"),
+        (errno.ENFILE, Unavailable, "all processes of the machine have as many files open .*fs.file-max"),
+        (errno.EFBIG, OutOfSlotMemory, "no file of the vault may be so large: .*LimitFSIZE.*, or keep fewer slots"),
+        (errno.ENOSPC, OutOfSlotMemory, "enlarge .*, or keep fewer slots|fewer --replicas"),
+        (errno.EDQUOT, OutOfSlotMemory, ", or keep fewer slots|fewer --replicas"),
+    ],
+)
+def test_what_the_kernel_refuses_while_a_segment_is_made_is_answered_with_what_to_do(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[EverstepError], mend: str, call: str
+) -> None:
+    store = SegmentStore(shared, "n1", None)
+    with monkeypatch.context() as patch:
+
+        def refuse(*args: object, **how: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        patch.setattr(os, call, refuse)
+        with pytest.raises(kind, match=mend):
+            store.open(own(0), PAGES, 5)
+    assert not [*shared.glob("**/.own-0")]
+    assert store.open(own(0), PAGES, 5).view.slots == 5
