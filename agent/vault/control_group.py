@@ -17,15 +17,16 @@ UNLIMITED = 1 << 60
 
 
 class _Files(NamedTuple):
-    """Of a group. ``prefix``: of the counters in ``memory.stat`` that count groups below in."""
+    """Of a group. ``limits``: beyond which the kernel kills, or holds up whoever wants more for as long as it can.
+    ``prefix``: of the counters in ``memory.stat`` that count groups below in."""
 
-    limit: str
+    limits: tuple[str, ...]
     used: str
     prefix: str
 
 
-_VERSION_1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-_VERSION_2 = _Files("memory.max", "memory.current", "")
+_VERSION_1 = _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
+_VERSION_2 = _Files(("memory.max", "memory.high"), "memory.current", "")
 
 
 def group_left_bytes(cgroups: Path = CGROUPS, own: Path = OWN) -> int | None:
@@ -54,9 +55,15 @@ def _groups(cgroups: Path, own: Path) -> Iterator[tuple[Path, _Files]]:
 
 def _left_in(group: Path, files: _Files) -> int | None:
     try:
-        limit, used = int((group / files.limit).read_text()), int((group / files.used).read_text())
+        limit = min(_limit(group / name) for name in files.limits)
+        used = int((group / files.used).read_text())
         counters = dict(line.split(maxsplit=1) for line in (group / "memory.stat").read_text().splitlines())
         cached = sum(int(counters.get(f"{files.prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
     except (OSError, ValueError):
         return None
     return None if limit >= UNLIMITED else limit - used + cached
+
+
+def _limit(file: Path) -> int:
+    text = file.read_text().strip()
+    return UNLIMITED if text == "max" else int(text)

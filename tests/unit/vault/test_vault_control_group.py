@@ -27,9 +27,9 @@ def left(tmp_path: Path, own: str, files: Mapping[str, str]) -> int | None:
     return group_left_bytes(tmp_path / "cgroup", tmp_path / "own")
 
 
-def group(folder: str, limit: object, used: int, stat: str = NOTHING_CACHED) -> dict[str, str]:
-    at = f"{folder}/" if folder else ""
-    return {f"{at}memory.max": f"{limit}\n", f"{at}memory.current": f"{used}\n", f"{at}memory.stat": stat}
+def group(folder: str, limit: object, used: int, stat: str = NOTHING_CACHED, high: object = "max") -> dict[str, str]:
+    said = {"memory.max": f"{limit}\n", "memory.high": f"{high}\n", "memory.current": f"{used}\n", "memory.stat": stat}
+    return {f"{folder}/{name}" if folder else name: text for name, text in said.items()}
 
 
 def test_a_container_that_sees_its_own_group_at_the_root(tmp_path: Path) -> None:
@@ -38,6 +38,11 @@ def test_a_container_that_sees_its_own_group_at_the_root(tmp_path: Path) -> None
 
 def test_files_that_are_cached_are_let_go_of_and_slots_are_not(tmp_path: Path) -> None:
     assert left(tmp_path, "0::/\n", group("", 10_000, 9_000, CACHED)) == 10_000 - 9_000 + 3_200
+
+
+@pytest.mark.parametrize("limit", ["max", 9 * GIB])
+def test_where_the_kernel_holds_up_rather_than_kills_is_a_limit_too(tmp_path: Path, limit: object) -> None:
+    assert left(tmp_path, "0::/\n", group("", limit, 5 * GIB, high=7 * GIB)) == 2 * GIB
 
 
 def test_the_tightest_group_around_counts(tmp_path: Path) -> None:
