@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
+import msgspec
 import pytest
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DBAPIError, IntegrityError
@@ -15,6 +16,7 @@ from controller.store.records import (
     AlertRow,
     AuditRow,
     Batch,
+    CredentialRow,
     FindingRow,
     GenerationRow,
     OutboxRow,
@@ -191,8 +193,17 @@ def test_marks_of_earlier_lives_are_forgotten(writer: Writer, engine: Engine) ->
 
 def test_a_verification_adds_to_the_committed_version(writer: Writer, engine: Engine) -> None:
     commit(writer, Batch(versions=by_place(version(1))))
-    commit(writer, Batch(versions=by_place(version(1, verified=True))))
-    assert Reader(engine).versions("j", limit=9) == [version(1, verified=True)]
+    for verified in (True, False):
+        commit(writer, Batch(versions=by_place(version(1, verified=verified))))
+        assert Reader(engine).versions("j", limit=9) == [version(1, verified=True)]
+
+
+def test_a_credential_is_replaced_whole(writer: Writer, engine: Engine) -> None:
+    row = CredentialRow(id="c", role="agent", subject="n1", hash="h", created_at=1.0, created_by="a", expires_at=9.0)
+    for kept in (row, msgspec.structs.replace(row, expires_at=None, uses_left=2)):
+        commit(writer, Batch(credentials={"c": kept}))
+        assert Writer(engine).take_over().credentials == [kept]
+        writer.take_over()
 
 
 def test_events_are_found_by_place_trace_node_and_job(writer: Writer, engine: Engine) -> None:

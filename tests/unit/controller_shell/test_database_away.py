@@ -98,6 +98,16 @@ def test_nobody_is_acknowledged_while_the_database_is_away_and_the_loop_goes_on(
     scenario(body, decide=noting(news))
 
 
+def test_the_reason_of_an_absence_is_that_of_the_newest_try() -> None:
+    async def body(running: Running) -> None:
+        await goes_away(running)
+        running.disk.failure = StoreAway("nothing listens there")
+        away = running.loop.away()
+        await until(lambda: away is not None and away.reason == "nothing listens there")
+
+    scenario(body, decide=noting([]))
+
+
 def test_an_answer_that_promises_nothing_is_given_all_the_same() -> None:
     async def body(running: Running) -> None:
         await goes_away(running)

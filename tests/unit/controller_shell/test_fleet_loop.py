@@ -197,7 +197,7 @@ def test_time_begins_after_everything_that_was_recorded() -> None:
 
 
 def test_a_blocked_event_loop_is_seen_as_lag(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def measure() -> tuple[float, float]:
+    async def measure() -> tuple[float, float, float]:
         loop = asyncio.get_running_loop()
         offset = 0.0
         real = loop.time
@@ -207,12 +207,17 @@ def test_a_blocked_event_loop_is_seen_as_lag(monkeypatch: pytest.MonkeyPatch) ->
         calm = meter.recent_s()
         offset = 4.0
         late = meter.recent_s()
+        sampled = asyncio.Event()
+        monkeypatch.setattr(meter, "start", sampled.set)  # after the sample that was overdue
+        await sampled.wait()
         meter.stop()
-        return calm, late
+        offset = 0.0
+        return calm, late, meter.recent_s()
 
-    calm, late = asyncio.run(measure())
+    calm, late, remembered = asyncio.run(measure())
     assert calm < 1.0
     assert late > 3.0
+    assert remembered > 3.0
 
 
 def test_the_loop_module_names_no_database() -> None:

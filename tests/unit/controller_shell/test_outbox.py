@@ -38,6 +38,19 @@ def test_an_acknowledgement_is_cumulative_and_handed_on_once() -> None:
     assert outbox.take_pruned() == {}
 
 
+def test_nothing_is_left_of_a_node_that_is_forgotten_but_how_far_its_numbers_came() -> None:
+    outbox = Outbox(0)
+    for node in ("a", "b"):
+        outbox.deliver([outgoing(outbox, node), outgoing(outbox, node), generation(outbox, node=node)])
+        outbox.deliver([generation(outbox, node=node)])
+        outbox.acknowledge(node, 1)
+    outbox.forget("a")
+    assert (seqs(outbox, "a"), outbox.total()) == ([], 2)
+    assert outbox.take_pruned() == {"b": 1}
+    assert outbox.take_dropped() == [("b", 3)]
+    assert outbox.number("a") == 5
+
+
 def test_a_newer_hint_of_the_same_topic_replaces_the_older() -> None:
     outbox = Outbox(0)
     outbox.deliver([outgoing(outbox, "a", topic="versions/j"), outgoing(outbox, "a")])
@@ -45,10 +58,10 @@ def test_a_newer_hint_of_the_same_topic_replaces_the_older() -> None:
     assert seqs(outbox, "a") == [2, 3, 4]
 
 
-def generation(outbox: Outbox, number: int, *, at_boundary: bool = False) -> Outgoing:
+def generation(outbox: Outbox, number: int = 1, *, at_boundary: bool = False, node: str = "a") -> Outgoing:
     text = f'{{"type":"NewGeneration","spec":{{"job":"j","number":{number}}}}}'
     return Outgoing(
-        node="a", seq=outbox.number("a"), body=Body(text), topic=generation_topic("j"), replaces=not at_boundary
+        node=node, seq=outbox.number(node), body=Body(text), topic=generation_topic("j"), replaces=not at_boundary
     )
 
 

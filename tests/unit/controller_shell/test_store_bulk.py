@@ -77,6 +77,15 @@ def test_rows_come_out_as_if_each_had_been_a_statement(engine: Engine, monkeypat
     assert all(row[4] == 2.5 for row in together["versions"] if row[2] <= MANY)
 
 
+def test_one_statement_serves_many_rows_of_an_insert_or_a_delete() -> None:
+    insert = bulk._with_arrays("INSERT INTO t (a, b) VALUES (%(a)s::VARCHAR, %(b)s) ON CONFLICT (a) DO NOTHING")
+    assert insert is not None
+    assert insert[0].endswith("unnest(%(a)s::VARCHAR[], %(b)s::DOUBLE PRECISION[]) ON CONFLICT (a) DO NOTHING")
+    delete = bulk._with_arrays("DELETE FROM t WHERE t.a = %(of)s::VARCHAR")
+    assert delete is not None
+    assert delete[0] == 'DELETE FROM t USING unnest(%(of)s::VARCHAR[]) AS given("of") WHERE t.a = given."of"'
+
+
 def test_what_is_neither_an_insert_of_values_nor_a_delete_stays_as_it_is() -> None:
     assert bulk._with_arrays("UPDATE t SET a = %(a)s::VARCHAR WHERE b = %(b)s::VARCHAR") is None
     assert bulk._with_arrays("INSERT INTO t (a) SELECT %(a)s::VARCHAR WHERE NOT (EXISTS (SELECT 1))") is None
