@@ -115,7 +115,8 @@ class Attendant:
     def _tell(self, stall: Stall, spec: GenerationSpec, member: Member) -> None:
         step, collectives = self._progress.step, self._progress.collectives
         logger.warning(
-            "no step finished for %.1f s (threshold %.1f s) after step %d",
+            "no step finished for %.1f s (threshold %.1f s) after step %d: taken for a hang. Who evaluates or "
+            "saves there for so long says how long by --hang-threshold-s",
             stall.stalled_s,
             stall.threshold_s,
             step,

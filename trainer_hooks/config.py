@@ -51,7 +51,7 @@ class HookSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     hang_factor: float = 20.0
     """The watchdog's threshold as a multiple of the rank's own median step. Larger: slower to find a hang. Smaller:
-    an evaluation or a checkpoint inside a step is taken for one."""
+    an evaluation or a checkpoint inside a step is taken for one, once: the watchdog learns how long it takes."""
 
     hang_warmup_steps: int = 3
     """Steps of a generation before its median is believed."""

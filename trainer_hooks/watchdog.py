@@ -21,7 +21,11 @@ class Stall(msgspec.Struct, frozen=True):
 
 
 class Watchdog:
-    """Looks at a rank's progress from the signal thread; says each stall once.
+    """Looks at a rank's progress from the signal thread; says each stall, and again when it is twice as long.
+
+    Steps and collectives that are begun are progress. What was called a stall and is as slow at the next try, in a
+    generation of fresh groups, is the training's own: an evaluation or a save, say. It has twice the time at each try,
+    and once it was made, twice as long as that took is allowed from then on. A threshold that the job gives stays.
 
     It doubts itself first: when its own looks came late (the process was stopped, or the machine starved), time that
     nobody observed does not count, since it says nothing about the step.
@@ -31,10 +35,13 @@ class Watchdog:
         self._settings = settings
         self._clock = clock
         self._configured_s: float | None = None
-        self._seen: tuple[int, int] = (0, 0)
+        self._seen: tuple[int, int, int] = (0, 0, 0)
         self._since = clock.monotonic()
+        self._step_since = self._since
         self._looked = self._since
-        self._reported = False
+        self._said_s = 0.0
+        self._doubted: tuple[int, float] | None = None  # after which step a stall was said, and at which threshold
+        self._allowed_s = 0.0
 
     def enter(self, configured_s: float | None) -> None:
         """A generation begins. ``configured_s`` is the job's threshold, or None to follow the step time."""
@@ -42,33 +49,48 @@ class Watchdog:
         self._restart()
 
     def _restart(self) -> None:
-        self._since = self._looked = self._clock.monotonic()
-        self._reported = False
+        self._since = self._step_since = self._looked = self._clock.monotonic()
+        self._said_s = 0.0
 
     def threshold_s(self, progress: Progress) -> float:
         """Seconds without progress that are a stall for this rank now."""
         s = self._settings
-        learned = max(s.hang_floor_s, s.hang_factor * progress.step_s)
-        steady = self._configured_s if self._configured_s is not None else learned
-        needed = 1 if self._configured_s is not None else s.hang_warmup_steps
-        return steady if progress.finished_here >= needed else max(steady, s.first_step_allowance_s)
+        if self._configured_s is not None:
+            return self._configured_s if progress.finished_here else max(self._configured_s, s.first_step_allowance_s)
+        again = self._doubted is not None and self._doubted[0] == progress.step
+        doubled = 2 * self._doubted[1] if self._doubted is not None and again else 0.0
+        steady = max(s.hang_floor_s, s.hang_factor * progress.step_s, self._allowed_s, doubled)
+        return steady if progress.finished_here >= s.hang_warmup_steps else max(steady, s.first_step_allowance_s)
 
     def check(self, progress: Progress) -> Stall | None:
-        """A stall that was not said before, or None."""
+        """A stall that is to be said, or None."""
         now = self._clock.monotonic()
         threshold = self.threshold_s(progress)
         unobserved = now - self._looked
         self._looked = now
         if unobserved > threshold / 2:
             self._since += unobserved
-        position = (progress.generation, progress.step)
+            self._step_since += unobserved
+        position = (progress.generation, progress.step, progress.collectives)
         if position != self._seen:
-            self._seen, self._since, self._reported = position, now, False
-        stalled = now - self._since
-        if self._reported or stalled < threshold:
+            if position[:2] != self._seen[:2]:
+                self._learn(position, now - self._step_since)
+                self._step_since = now
+            self._seen, self._since, self._said_s = position, now, 0.0
+        stalled, threshold = now - self._since, max(threshold, 2 * self._said_s)
+        if stalled < threshold:
             return None
-        self._reported = True
+        self._said_s = threshold
+        self._doubted = (progress.step, threshold)
         return Stall(stalled, threshold)
+
+    def _learn(self, position: tuple[int, int, int], lasted_s: float) -> None:
+        """Steps came to their end since the last look, or a generation began."""
+        made = position[0] == self._seen[0] and position[1] > self._seen[1]
+        if made and self._doubted is not None and self._doubted[0] == self._seen[1]:
+            if lasted_s > self._doubted[1]:
+                self._allowed_s = max(self._allowed_s, 2 * lasted_s)
+            self._doubted = None
 
 
 def main_stack(limit_bytes: int) -> str:

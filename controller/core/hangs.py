@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from controller.core import jobs
 from controller.core.generations import Cause, heard_beyond_boundary
 from controller.core.losses import (
     lose_doubtful,
@@ -20,6 +21,9 @@ from controller.core.turn import Turn
 from everstep.vocabulary import GenerationReason, JobState
 from everstep.wire.v1.training import GenerationSpec, Member, RankStalled, RankUnresponsive
 
+LEFT_ALONE_S = 600.0
+"""How long a rank may stand still while all that do not have returned from the training function. It may save a model:
+to kill anybody cures nothing. Or it waits in a collective for ranks that make no further step, and will for ever."""
 STACKS_IN_AUDIT = 16384
 """Characters of a rank's stacks that the audit log keeps."""
 
@@ -85,8 +89,24 @@ def rank_stalled(turn: Turn, job: JobRecord, node: str, report: RankStalled) -> 
         due = turn.now + turn.policy.stall_settle_s
         live.pending = Pending(stall=True, since=turn.now, due=due, trace=turn.trace, sentence=sentence)
         turn.wake(due, "job", job.job)
-    if len(live.stalls) == spec.world_size:
+    if len(live.stalls.keys() | set(job.finished)) < spec.world_size:
+        return
+    if job.finished and report.stalled_s >= LEFT_ALONE_S:
+        _fail_uneven(turn, job, spec, report)
+    else:
         settle(turn, job)
+
+
+def _fail_uneven(turn: Turn, job: JobRecord, spec: GenerationSpec, report: RankStalled) -> None:
+    standing = spec.roster[report.rank]
+    words = f"rank {report.rank} on {standing.node} stands still after step {report.step} for {report.stalled_s:.0f} s"
+    ranks = f"rank {job.finished[0]} has" if len(job.finished) == 1 else f"{len(job.finished)} other ranks have"
+    jobs.fail(
+        turn,
+        job,
+        f"{words}, and {ranks} returned from the training function: all ranks have to make the same steps (what takes "
+        f"one rank so long by itself is given its time by --hang-threshold-s)",
+    )
 
 
 def settle(turn: Turn, job: JobRecord) -> None:
@@ -104,7 +124,10 @@ def settle(turn: Turn, job: JobRecord) -> None:
     if not live.stalls:
         regroup_blind(turn, job, pending, GenerationReason.COLLECTIVE_FAILED)
         return
-    silent = [rank for rank in range(spec.world_size) if rank not in live.stalls]
+    silent = [rank for rank in range(spec.world_size) if rank not in live.stalls and rank not in job.finished]
+    if job.finished and not silent:
+        live.pending = None
+        return
     latest = pending.since + turn.policy.stall_settle_max_s
     if len(silent) > 1 and turn.now < latest:
         due = min(latest, turn.now + turn.policy.stall_settle_s)
@@ -123,12 +146,12 @@ def settle(turn: Turn, job: JobRecord) -> None:
         regroup_blind(turn, job, named_nobody, GenerationReason.RANK_HUNG)
         return
     member = spec.roster[stuck]
-    sentence = f"rank {member.rank} on {member.node} is the one that {_ranks(len(live.stalls))} wait for"
+    sentence = f"rank {member.rank} on {member.node} is the one that {_waiting(len(live.stalls))} for"
     _replace(turn, job, spec, member, sentence, pending.trace)
 
 
-def _ranks(count: int) -> str:
-    return "a stalled rank" if count == 1 else f"{count} stalled ranks"
+def _waiting(count: int) -> str:
+    return "a stalled rank waits" if count == 1 else f"{count} stalled ranks wait"
 
 
 def name_stuck(

@@ -359,7 +359,9 @@ class CoreFleet:
         words = CollectiveFailed(job=job, at=self.now, generation=number, rank=rank, step=1, detail="reset by peer")
         return self.report(spec.roster[rank].node, words)
 
-    def stall(self, rank: int, step: int = 5, collectives: int = 10, job: str = "job") -> list[Effect]:
+    def stall(
+        self, rank: int, step: int = 5, collectives: int = 10, job: str = "job", stalled_s: float = 1.0
+    ) -> list[Effect]:
         spec = self.running(job)
         words = RankStalled(
             job=job,
@@ -368,7 +370,7 @@ class CoreFleet:
             rank=rank,
             step=step,
             collectives=collectives,
-            stalled_s=1.0,
+            stalled_s=stalled_s,
             threshold_s=1.0,
             stacks="Thread main: all_reduce",
         )

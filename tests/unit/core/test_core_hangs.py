@@ -66,6 +66,39 @@ def test_all_ranks_stalled_alike_leave_together_and_nobody_is_killed() -> None:
     assert fleet.spec().number == 2
 
 
+def test_who_has_returned_is_not_killed_for_one_that_saves_what_was_trained() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.finish(1, 2)
+    assert sent(fleet.stall(0, step=9), KillRank) == {}
+    assert sent(fleet.advance(0.6), KillRank) == {}
+    assert fleet.spec().number == 1
+    fleet.finish(0)
+    assert fleet.job().state is JobState.FINISHED
+
+
+def test_who_waits_for_ranks_that_have_returned_is_not_waited_for_without_end() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.finish(1)
+    fleet.stall(0, step=9)
+    fleet.stall(2, step=9)
+    fleet.advance(0.6)
+    fleet.stall(0, step=9, stalled_s=700.0)
+    assert fleet.job().state is JobState.FAILED
+    assert (
+        "rank 1 has returned from the training function: all ranks have to make the same steps" in fleet.job().sentence
+    )
+
+
+def test_among_ranks_that_have_not_returned_the_one_that_is_waited_for_is_replaced() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.finish(1)
+    fleet.stall(0, step=9)
+    assert sent(fleet.advance(0.1), KillRank)["n3"].rank == 2
+
+
 def test_a_silent_node_explains_a_stall_better_than_a_stuck_rank() -> None:
     fleet = CoreFleet()
     fleet.start(3)

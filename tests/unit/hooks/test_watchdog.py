@@ -69,13 +69,17 @@ def test_slow_steps_raise_the_threshold(monkeypatch):
     assert scene.watchdog.threshold_s(scene.progress) == 10.0
 
 
-def test_a_stall_is_said_once_and_the_next_one_again():
-    scene = Scene()
+@pytest.mark.parametrize("configured_s", [None, 1.0])
+def test_a_stall_is_said_and_again_when_it_is_twice_as_long_and_so_is_the_next_one(configured_s):
+    scene = Scene(configured_s)
     scene.steps(5)
-    assert scene.look(3.0) is not None
-    assert scene.look(10.0) is None
+    assert scene.look(1.5) is not None
+    assert scene.look(0.4) is None
+    assert scene.look(0.2) is not None
+    assert scene.look(1.7) is None
+    assert scene.look(0.3) is not None
     scene.steps(1)
-    assert scene.look(3.0) is not None
+    assert scene.look(10.0) is not None
 
 
 def test_a_process_that_was_stopped_does_not_accuse_itself():
@@ -94,6 +98,58 @@ def test_a_new_generation_begins_anew():
     scene.progress.enter(2, 0, lambda: 0)
     scene.watchdog.enter(None)
     assert scene.look(20.0) is None
+
+
+def test_collectives_that_are_begun_are_progress():
+    scene = Scene()
+    begun = 0
+    scene.progress.enter(1, 0, lambda: begun)
+    scene.steps(5)
+    for begun in range(1, 10):  # noqa: B007 - the progress reads it
+        assert scene.look(0.9) is None
+    assert scene.look(1.2) is not None
+
+
+def again(scene: Scene, generation: int) -> None:
+    """The next generation, restored to the step that there was."""
+    scene.progress.enter(generation, 0, lambda: 0)
+    scene.watchdog.enter(None)
+
+
+def test_what_is_as_slow_at_the_next_try_is_no_hang_from_then_on():
+    """As is a validation of 20 s after every tenth step."""
+    scene = Scene()
+    scene.steps(10)
+    assert scene.look(20.0) is not None
+    again(scene, 2)
+    assert scene.look(20.0) is None
+    scene.progress.finish(11)  # both between two looks
+    scene.progress.finish(12)
+    scene.steps(10)
+    assert scene.look(20.0) is None
+    assert scene.look(25.0) is not None, "twice as long is one again"
+
+
+def test_what_takes_longer_than_the_first_steps_may_comes_to_its_end():
+    scene = Scene()
+    scene.steps(10)
+    said = []
+    for generation, seconds in enumerate((1.5, 31.0, 61.0, 100.0), start=2):
+        stall = scene.look(seconds)
+        said.append(stall.threshold_s if stall is not None else None)
+        again(scene, generation)
+    assert said == [1.0, 30.0, 60.0, None]
+
+
+def test_a_hang_that_the_next_generation_cured_is_one_again():
+    scene = Scene()
+    scene.steps(10)
+    assert scene.look(20.0) is not None
+    again(scene, 2)
+    scene.steps(10)
+    stall = scene.look(20.0)
+    assert stall is not None
+    assert stall.threshold_s == 1.0
 
 
 def test_stacks_show_every_thread_main_first_within_the_limit():
