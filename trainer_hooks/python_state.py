@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from everstep.errors import MalformedMessage, NotRestorable
+from trainer_hooks.schedules import Place, regrouped
 from trainer_hooks.snapshot.blob import Blob, Number, decode_blob, encode_blob
 
 FORMAT = 2
@@ -138,6 +139,7 @@ class Merged:
 
     def __init__(self, states: Sequence[PythonState], names: frozenset[Name]) -> None:
         ordered = sorted(states, key=lambda state: state.names != names)
+        self._states = ordered
         self.extra: dict[str, Any] = {}
         self.objects: dict[str, Any] = {}
         self._groups: dict[str, list[Group]] = defaultdict(list)
@@ -187,6 +189,21 @@ class Merged:
                     f"different hyper-parameters ({difference(first, other)}): keep them in groups of their own"
                 )
         return first
+
+    def schedule(self, key: str, top: str, members: Sequence[Sequence[str]]) -> Any:
+        """The state of the schedule that is tracked under ``key``, for an optimizer with groups of these parameters."""
+        states = [state for state in self._states if key in state.objects]
+        places: dict[str, Place] = {}
+        for number, state in enumerate(states):
+            for index, group in enumerate(state.groups.get(top, ())):
+                for fqn in group.members:
+                    places.setdefault(fqn, (number, index))
+        wanted = [places.get(of[0]) if of else (0, index) for index, of in enumerate(members)]
+        found = [place for place in wanted if place is not None]
+        as_stored = [(0, index) for index in range(len(states[0].groups.get(top, ())))]
+        if found == as_stored or len(found) < len(wanted):
+            return self.objects[key]
+        return regrouped([state.objects[key] for state in states], found)
 
     def require(self, names: Iterable[Name]) -> None:
         """Raises NotRestorable where an object or a module's extra state was not stored."""

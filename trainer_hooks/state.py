@@ -39,12 +39,7 @@ from trainer_hooks.snapshot.exclude import Exclusions
 from trainer_hooks.snapshot.identity import Identity
 from trainer_hooks.snapshot.layout import Layout, Sharing, Tensor
 from trainer_hooks.snapshot.live import Still, TrackedTensor, local_parts, refuse_namesakes, require_dense, still
-from trainer_hooks.snapshot.refusals import (
-    lacks,
-    refuse_fsdp1,
-    refuse_long_history,
-    refuse_own_shard,
-)
+from trainer_hooks.snapshot.refusals import lacks, refuse_fsdp1, refuse_long_history, refuse_own_shard
 from trainer_hooks.ties import StoredNames, Twin, aliases_in, require_alike
 from trainer_hooks.tracked_objects import TrackedObjects
 
@@ -362,9 +357,11 @@ class TrackedState:
 
     def load_python(self, stored: Merged) -> None:
         """Puts stored Python state into the objects. Raises NotRestorable where they are others than were stored."""
+        members: dict[str, list[list[str]]] = defaultdict(list)
         for top, index, group in self._all_groups():
             names = self._stored_names(stored, top, self._names_in(group, index))
             put_options(group, stored.options(top, index, names))
+            members[top].append(names)
         for top, optimizer in self._optimizers:
             for fqn, parameter, _ in self._trained(optimizer):
                 (name,) = self._stored_names(stored, top, [fqn])
@@ -376,7 +373,9 @@ class TrackedState:
             if name in stored.extra:
                 module.set_extra_state(stored.extra[name])
         for key, tracked in self._others.items():
-            tracked.load_state_dict(stored.objects[key])
+            top = next((top for top, one in self._optimizers if getattr(tracked, "optimizer", None) is one), "")
+            alone = [key for key, _ in self._optimizers].count(top) == 1
+            tracked.load_state_dict(stored.schedule(key, top, members[top]) if alone else stored.objects[key])
 
     def _all_groups(self) -> Iterator[tuple[str, int, dict[str, Any]]]:
         """Every parameter group, with its optimizer's key and its number among the groups under that."""
