@@ -8,19 +8,18 @@ import sys
 
 import msgspec
 
+from everstep.plain_text import PlainLines
+
 FIELDS = ("node", "job", "generation", "trace")
 """What a record may carry in ``extra`` so that a search by it finds the whole story."""
 
 
-class TextLines(logging.Formatter):
+class TextLines(PlainLines):
     """Time, level, message, and the fields that are known."""
 
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
-
-    def format(self, record: logging.LogRecord) -> str:
+    def text(self, record: logging.LogRecord) -> str:
         known = [f"{name}={getattr(record, name)}" for name in FIELDS if getattr(record, name, None) not in (None, "")]
-        line = super().format(record)
+        line = super().text(record)
         return f"{line} [{' '.join(known)}]" if known else line
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from everstep.plain_text import PlainLines
+
 _FIELDS = ("node", "job", "generation", "trace")
 
 
@@ -39,7 +41,7 @@ def log_to_stderr() -> None:
     """Readable lines on a terminal, JSON elsewhere."""
     handler = logging.StreamHandler(sys.stderr)
     if sys.stderr.isatty():
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S"))
+        handler.setFormatter(PlainLines())
     else:
         handler.setFormatter(JsonLines())
     root = logging.getLogger()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import ssl
 import sys
 from collections.abc import Iterable, Iterator
@@ -18,6 +17,7 @@ from rich.text import Text
 
 from everstep.cli.client import Client, path, read_token
 from everstep.errors import AuthenticationError, ConfigurationError, EverstepError, Unavailable
+from everstep.plain_text import without_control
 from everstep.wire.v1 import operator as op
 
 WIDE = 10_000
@@ -37,10 +37,9 @@ class _Printer(Console):
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(_CONTROL.sub("\ufffd", segment.text), segment.style)
+            yield segment if segment.control else Segment(without_control(segment.text), segment.style)
 
 
-_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 console = _Printer()
 complaints = _Printer(stderr=True)
 

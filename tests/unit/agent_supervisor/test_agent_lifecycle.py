@@ -138,3 +138,13 @@ def test_a_json_line_has_what_a_search_needs() -> None:
 def test_a_text_line_shows_only_known_fields() -> None:
     assert TextLines().format(record(node="n1", trace="")).endswith("rank 3 [node=n1]")
     assert TextLines().format(record()).endswith("rank 3")
+
+
+def test_what_others_said_forges_no_line_and_steers_no_terminal() -> None:
+    """An agent's version, a trace: texts that a node chooses."""
+    forged = record(node="n1", trace="t\n12:00:00 INFO    olga ordered to evict n2")
+    forged.msg, forged.args = "agent %s", ("1\x1b[2J\r\n12:00:00 INFO    all is well",)
+    first, *others = TextLines().format(forged).split("\n")
+    assert len(others) == 2
+    assert all(line.startswith("  ") for line in others)
+    assert not any(sign in first + "".join(others) for sign in "\x1b\r")
