@@ -41,6 +41,9 @@ TraceId = Annotated[str, msgspec.Meta(max_length=64)]
 Whole = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 """A count or a number that every JSON reader and every database column holds exactly."""
 
+Number = Annotated[int, msgspec.Meta(ge=-(1 << 53), lt=1 << 53)]
+"""The same, where it may be negative. Whatever a node says is bounded: what it says is written, and said to others."""
+
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 GenerationNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 Incarnation = Whole

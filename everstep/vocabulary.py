@@ -9,7 +9,7 @@ from enum import StrEnum
 
 import msgspec
 
-from everstep.ids import NodeId, TraceId
+from everstep.ids import NodeId, Number, TraceId
 
 
 class FindingKind(StrEnum):
@@ -164,7 +164,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     source: str = ""
     value: float | None = None
     threshold: float | None = None
-    xid: int | None = None
+    xid: Number | None = None
     since: float = 0.0
     trace: TraceId = ""
     evidence: dict[str, str] = {}

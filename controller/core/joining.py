@@ -21,6 +21,10 @@ from everstep.vocabulary import GenerationReason, JobState, NodeState
 from everstep.wire.v1.directives import NewGeneration, StopJob
 from everstep.wire.v1.training import LauncherJoined
 
+MOST_BELIEVED = 1 << 47
+"""Of a generation that the records do not know. Above there is room for as many as will ever come: with the last number
+that there can be, the job would have none left, nor could its record be read again."""
+
 
 def launcher_joined(turn: Turn, node: str, report: LauncherJoined) -> None:
     """Takes a node's offer: a new job, a spare, a catching up after a reconnect, or a launcher's new life."""
@@ -30,6 +34,11 @@ def launcher_joined(turn: Turn, node: str, report: LauncherJoined) -> None:
         return
     if why := contradiction(report.spec):
         _refuse(turn, node, report, f"job {report.job} cannot be: {why}")
+        return
+    if report.generation > max(MOST_BELIEVED, job.last_number if job is not None else 0):
+        _refuse(
+            turn, node, report, f"ranks on {node} say that they are in generation {report.generation}: there is none"
+        )
         return
     if job is None:
         job = _create(turn, report)

@@ -13,6 +13,8 @@ from everstep.ids import JobId, Rank
 from everstep.vocabulary import JobState
 from everstep.wire.v1.training import RankProgress
 
+SHORTEST_STEP_S = 1e-6
+"""What is said to be shorter is no time for a step: how many of them fit in a second is no number that can be sent."""
 STRIDES = 512
 """Ranks of whose step times the median is taken, at most: sorting those of ten thousand takes milliseconds."""
 
@@ -37,7 +39,7 @@ class Stride(msgspec.Struct, frozen=True, tag=True):
 def stride_of(job: JobId, pace: Pace) -> Stride:
     apart = 1 + len(pace.progress) // STRIDES
     some = itertools.islice(pace.progress.values(), 0, None, apart)
-    times = sorted(progress.step_s for progress in some if progress.step_s > 0)
+    times = sorted(progress.step_s for progress in some if progress.step_s >= SHORTEST_STEP_S)
     return Stride(job, pace.newest_step, pace.newest_at, times[len(times) // 2] if times else 0.0)
 
 

@@ -19,7 +19,7 @@ from typing import Annotated
 
 import msgspec
 
-from everstep.ids import Address, Incarnation, NodeId, Whole, whole
+from everstep.ids import Address, Incarnation, NodeId, Number, Whole, whole
 from everstep.vocabulary import Finding
 from everstep.wire.v1.base import Message, ShortText
 from everstep.wire.v1.directives import Directive
@@ -47,11 +47,11 @@ class Gpu(Message, frozen=True, kw_only=True, gc=False):
     """One GPU as NVML names it. ``part_number`` of its board; ``vbios``, ``inforom``: versions of its firmware and of
     its InfoROM's image. What it does not tell is empty."""
 
-    index: int
+    index: Number
     uuid: str
     name: str
     pci_bus_id: str
-    memory_bytes: int
+    memory_bytes: Number
     serial: str = ""
     part_number: HardwareWord = ""
     vbios: HardwareWord = ""
@@ -102,7 +102,7 @@ Labels = Annotated[
 class Register(Message, frozen=True, kw_only=True):
     """An agent's first words in each of its lives."""
 
-    protocols: tuple[int, ...]
+    protocols: tuple[Number, ...]
     node: NodeId
     incarnation: Incarnation
     agent_version: str
@@ -149,7 +149,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     """
 
     incarnation: Incarnation
-    seq: int
+    seq: Number
     sent_at: float
     findings: tuple[Finding, ...] | None = None
     ranks: tuple[RankProgress, ...] = ()

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, TraceId, Version, Whole
+from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Number, Rank, TraceId, Version, Whole
 from everstep.vocabulary import Finding, GenerationReason
 from everstep.wire.v1.base import Message, Report, Request, ShortText
 from everstep.wire.v1.parity import Protection
@@ -22,7 +22,7 @@ class SpillPlan(Request, frozen=True, kw_only=True):
     under it. ``keep``: so many stay there, the ones written last (0: all).
     """
 
-    every: Annotated[int, msgspec.Meta(ge=1)]
+    every: Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)]
     to: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
     keep: Annotated[int, msgspec.Meta(ge=0, le=1000)] = 2
 
@@ -45,14 +45,14 @@ class JobSpec(Request, frozen=True, kw_only=True):
     """
 
     job: JobId
-    min_nodes: Annotated[int, msgspec.Meta(ge=1)] = 1
-    max_nodes: Annotated[int, msgspec.Meta(ge=1)] = 1
+    min_nodes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)] = 1
+    max_nodes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 53)] = 1
     nproc_per_node: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     join_wait_s: Annotated[float, msgspec.Meta(ge=0)] = 30.0
     replicas: Annotated[int, msgspec.Meta(ge=1, le=8)] = 2
-    digest_interval: Annotated[int, msgspec.Meta(ge=0)] = 1
+    digest_interval: Whole = 1
     hang_threshold_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    max_user_retries: Annotated[int, msgspec.Meta(ge=0)] = 0
+    max_user_retries: Whole = 0
     block_nodes: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     block_within: Literal["", "rack", "switch"] = ""
     priority: Annotated[int, msgspec.Meta(ge=-1000, le=1000)] = 0
@@ -215,10 +215,10 @@ class RankLost(Report, frozen=True, kw_only=True, tag=True):
 
     generation: GenerationNumber
     rank: Rank
-    local_rank: int
+    local_rank: Number
     detail: ShortText
-    exit_code: int | None = None
-    signal: int | None = None
+    exit_code: Number | None = None
+    signal: Number | None = None
     replacement: bool = True
 
 
@@ -227,7 +227,7 @@ class CollectiveFailed(Report, frozen=True, kw_only=True, tag=True):
 
     generation: GenerationNumber
     rank: Rank
-    step: int
+    step: Number
     detail: ShortText
 
 
@@ -241,8 +241,8 @@ class RankStalled(Report, frozen=True, kw_only=True, tag=True):
 
     generation: GenerationNumber
     rank: Rank
-    step: int
-    collectives: int
+    step: Number
+    collectives: Number
     stalled_s: float
     threshold_s: float
     stacks: LongText = ""
@@ -253,7 +253,7 @@ class RankUnresponsive(Report, frozen=True, kw_only=True, tag=True):
 
     generation: GenerationNumber
     rank: Rank
-    local_rank: int
+    local_rank: Number
     silent_s: float
     process_state: ShortText = ""
 
@@ -289,7 +289,7 @@ class Resumed(Report, frozen=True, kw_only=True, tag=True):
 
     generation: GenerationNumber
     rank: Rank
-    step: int
+    step: Number
     restored: Version | None
     phases_s: dict[str, float]
 
@@ -299,7 +299,7 @@ class UserError(Report, frozen=True, kw_only=True, tag=True):
 
     generation: GenerationNumber
     rank: Rank
-    step: int
+    step: Number
     error: ShortText
     traceback: LongText
 
@@ -309,7 +309,7 @@ class RankFinished(Report, frozen=True, kw_only=True, tag=True):
 
     generation: GenerationNumber
     rank: Rank
-    step: int
+    step: Number
 
 
 class PeerLost(Report, frozen=True, kw_only=True, tag=True):
@@ -348,7 +348,7 @@ class ProbeFinished(Message, frozen=True, kw_only=True, tag=True):
     probe: str
     ok: bool
     detail: ShortText = ""
-    rows: tuple[tuple[int, float, float], ...] = ()
+    rows: tuple[tuple[Number, float, float], ...] = ()
     wrong: bool = False
     began: bool = False
 
@@ -386,7 +386,7 @@ class RankProgress(Message, frozen=True, kw_only=True, array_like=True, gc=False
     job: Annotated[str, msgspec.Meta(max_length=63)]
     generation: GenerationNumber
     rank: Rank
-    step: int
+    step: Number
     step_s: float
     loss: float | None = None
     busy_s: float | None = None

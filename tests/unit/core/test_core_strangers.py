@@ -1,19 +1,23 @@
 """What a node says of a job, or of ranks, that are not its own changes nothing: one that was taken over must not end,
-slow down or blame others."""
+slow down or blame others. Nor does what nobody could mean stop the controller."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import pytest
 
 from controller.core.effects import Effect, PutJob, Send
 from controller.core.records import StoredCheckpoint
 from everstep.ids import Version
 from everstep.vocabulary import FindingKind, JobState
-from everstep.wire.v1.directives import KillRank, SpillVersion
-from everstep.wire.v1.training import CollectiveFailed, RankStalled, SpillPlan, UserError
+from everstep.wire.v1.agent import Heartbeat, Register, Reports
+from everstep.wire.v1.directives import KillRank, SpillVersion, StopJob, VersionNotice
+from everstep.wire.v1.session import Acknowledge
+from everstep.wire.v1.training import CollectiveFailed, LauncherJoined, RankStalled, SpillPlan, UserError
 from everstep.wire.v1.vault_reports import VersionSpilled
 from tests.support.core_fleet import CoreFleet, audits, sent
 
@@ -96,3 +100,74 @@ def test_a_job_is_sent_to_no_checkpoint_outside_its_folder(url: str) -> None:
     fleet.report("n1", said)
     assert fleet.job().stored == []
     assert fleet.job().spilling is not None
+
+
+def _join(fleet: CoreFleet, node: str, job: str, generation: int) -> list[Effect]:
+    spec = msgspec.structs.replace(fleet.job().spec, job=job)
+    words = LauncherJoined(job=job, at=fleet.now, spec=spec, launcher=1, store="s:1", generation=generation)
+    return fleet.report(node, words)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_no_node_uses_up_the_numbers_of_generations(known: bool) -> None:
+    """The next one could be neither sent nor read again: no controller began any more over such a record."""
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.register("stranger")
+    before, last = fleet.spec(), (1 << 48) - 1
+    effects = _join(fleet, "stranger", "job" if known else "other", last)
+    assert not sent(effects, StopJob)["stranger"].ok
+    assert fleet.spec() == before
+    assert set(fleet.state.jobs) == {"job"}
+    _join(fleet, "stranger", "job", before.number + 5)
+    assert fleet.spec().number == before.number + 6, "records that are behind are still made good"
+    fleet.restart()
+
+
+@pytest.mark.parametrize("step_s", [5e-324, 1e-300, 1e308])
+def test_a_step_that_takes_no_time_or_all_of_it_stops_nothing(step_s: float) -> None:
+    fleet = CoreFleet()
+    fleet.start(1)
+    for step in range(2, 40, 4):
+        fleet.progress(step, step_s=step_s)
+        fleet.seal(step)
+        fleet.advance(5.0, "n1")
+    for notice in sent(fleet.effects, VersionNotice).values():
+        msgspec.msgpack.decode(msgspec.msgpack.encode(notice), type=VersionNotice)
+    fleet.restart()
+
+
+def _numbers(kind: msgspec.inspect.Type, where: str, seen: set[type]) -> Iterator[tuple[str, msgspec.inspect.IntType]]:
+    parts: list[tuple[str, Any]] = []
+    match kind:
+        case msgspec.inspect.IntType():
+            yield where, kind
+        case msgspec.inspect.StructType() if kind.cls not in seen:
+            seen.add(kind.cls)
+            parts = [(f"{kind.cls.__name__}.{field.name}", field.type) for field in kind.fields]
+        case msgspec.inspect.UnionType():
+            parts = [(where, one) for one in kind.types]
+        case msgspec.inspect.DictType():
+            parts = [(where, kind.key_type), (where, kind.value_type)]
+        case msgspec.inspect.TupleType():
+            parts = [(where, one) for one in kind.item_types]
+        case msgspec.inspect.VarTupleType() | msgspec.inspect.ListType() | msgspec.inspect.SetType():
+            parts = [(where, kind.item_type)]
+        case msgspec.inspect.Metadata():
+            parts = [(where, kind.type)]
+    for place, part in parts:
+        yield from _numbers(part, place, seen)
+
+
+def test_every_number_that_a_node_may_say_has_bounds() -> None:
+    """MessagePack and databases end at 64 bits: a larger one could not be written, or said to other nodes."""
+    seen: set[type] = set()
+    said = [
+        found
+        for kind in (Register, Heartbeat, Reports, Acknowledge)
+        for found in _numbers(msgspec.inspect.type_info(kind), kind.__name__, seen)
+    ]
+    assert len(said) > 30
+    assert not [
+        where for where, kind in said if (kind.ge, kind.gt) == (None, None) or (kind.le, kind.lt) == (None, None)
+    ]
