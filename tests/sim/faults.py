@@ -195,6 +195,31 @@ def of_leaders(rng: random.Random, plan: Plan) -> list[Fault]:
     return [draw.fault("cut_leader", "", 30.0, 45.0, detail=rng.choice(_CUTS))]
 
 
+_APART = (
+    (FindingKind.GPU_LOST, Action.REPAIR),
+    (FindingKind.GPU_ECC_UNCORRECTABLE, Action.RESET_GPU),
+    (FindingKind.HOST_KERNEL, Action.REBOOT_NODE),
+    (FindingKind.GPU_ROW_REMAP_FAILURE, Action.REPAIR),
+    (FindingKind.GPU_RECOVERY_ACTION, Action.RESET_GPU),
+    (FindingKind.GPU_RETIRED_PAGES, Action.REPAIR),
+)
+
+
+def of_breaker(rng: random.Random, plan: Plan) -> list[Fault]:
+    """In a few worlds: more nodes fall ill than the fleet may lose, each of something else, and some again when the
+    window of its budget has passed."""
+    if rng.random() >= 0.04:
+        return []
+    nodes = [machine.name for machine in plan.machines]
+    found = []
+    for at in (FAULTS_BEGIN_S + 2.0, FAULTS_BEGIN_S + 6.0 + plan.policy.eviction_window_s):
+        rng.shuffle(nodes)
+        ills = rng.sample(_APART, min(len(nodes), len(_APART)))
+        for place, (kind, action) in enumerate(ills):
+            found.append(Fault(at + place, "sense", nodes[place], 12.0, f"{kind}:{action}"))
+    return found
+
+
 def of_all_kinds(rng: random.Random, plan: Plan) -> list[Fault]:
     draw = _Draw(rng, plan)
     weights = [weight for weight, _ in _KINDS]

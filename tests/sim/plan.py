@@ -16,7 +16,7 @@ from controller.rulebook import shipped_rulebook
 from everstep.vocabulary import FindingKind, Mode
 from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.training import JobSpec, SpillPlan
-from tests.sim.faults import Fault, of_all_kinds, of_blame, of_keeping, of_leaders, of_pace, of_return
+from tests.sim.faults import Fault, of_all_kinds, of_blame, of_breaker, of_keeping, of_leaders, of_pace, of_return
 from tests.sim.terrain import TERRAIN_SHARE, of_terrain, settle
 from tests.sim.upkeep import UPKEEP_SHARE, of_upkeep
 
@@ -93,6 +93,7 @@ def make(seed: int) -> Plan:
     faults += of_blame(random.Random(seed ^ 0xB1A3E), plan)
     faults += of_return(random.Random(seed ^ 0x2E70), plan)
     faults += of_leaders(random.Random(seed ^ 0xDEAF), plan)
+    faults += of_breaker(random.Random(seed ^ 0xB125), plan)
     paced = random.Random(seed ^ 0x5200)  # and so are those in which nobody is slow for long
     if paced.random() < 0.15:
         plan = _with_pace(paced, plan)
