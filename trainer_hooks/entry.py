@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import multiprocessing
 import os
 
 import msgspec
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from everstep.clock import Clock
+from everstep.errors import ConfigurationError
 from everstep.system_clock import SYSTEM_CLOCK
 from trainer_hooks.abort import backend_named
 from trainer_hooks.assignment import current_assignment, wait_for_local_rank
@@ -29,8 +32,10 @@ def main(train: TrainingFunction, *, settings: HookSettings | None = None, clock
     * Otherwise there is one rank and no process group.
 
     In the latter two nothing is tracked, and what ``train`` raises is raised. Raises SystemExit(1) when the job was
-    stopped for an error, ConfigurationError for settings that contradict each other.
+    stopped for an error, ConfigurationError for settings that contradict each other, for a coroutine or a generator,
+    and in a child of multiprocessing's that imports the script to be started.
     """
+    _check(train)
     settings = (settings or HookSettings()).validate()
     assignment = current_assignment()
     if assignment is not None:
@@ -40,6 +45,16 @@ def main(train: TrainingFunction, *, settings: HookSettings | None = None, clock
         _run_under_torchrun(train, settings)
     else:
         train(Run(Place(device=_own_device()), IdleKeeper()))
+
+
+def _check(train: TrainingFunction) -> None:
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as its own check of this is made
+        raise ConfigurationError(
+            "a child process that multiprocessing spawned (a data loader's worker, say) imports the script, and would "
+            "train too: call trainer_hooks.main under `if __name__ == '__main__':`"
+        )
+    if inspect.iscoroutinefunction(train) or inspect.isgeneratorfunction(train):
+        raise ConfigurationError("the training function is a coroutine or a generator: to call it runs nothing of it")
 
 
 def _own_device() -> torch.device:

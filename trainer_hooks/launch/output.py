@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from everstep.errors import ConfigurationError
+
 CHUNK_BYTES = 1 << 16
 
 
@@ -19,10 +21,15 @@ class Outputs:
         directory: made where it is missing; files are ``worker-SERIAL.out`` and ``.err``.
         tee: also write every line to this process's stdout or stderr.
         label: the present name of a worker by its serial, such as ``rank 3``.
+
+    Raises ConfigurationError where the directory cannot be made.
     """
 
     def __init__(self, directory: Path, tee: bool, label: Callable[[int], str]) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(f"--log-dir: ranks' output cannot be kept in {directory}: {error}") from error
         self._directory = directory
         self._tee = tee
         self._label = label

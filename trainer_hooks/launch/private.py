@@ -72,16 +72,23 @@ class PrivateServices:
     async def start(self) -> Path:
         """Starts both; returns the agent's socket once it is there.
 
-        Raises ConfigurationError where a package is missing, Unavailable with the log's end where one does not come up.
+        Raises ConfigurationError where a package is missing, or the directory cannot be written, Unavailable with the
+        log's end where one does not come up.
         """
         _check_installed()
         logs = self._state_dir / "logs"
-        logs.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _prune(logs)
-        place = self._place = await asyncio.to_thread(RunDirectory, self._state_dir, self._name)
-        run_dir = place.path
-        if not place.taken_over:
-            _write_secrets(run_dir)
+        try:
+            logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _prune(logs)
+            place = self._place = await asyncio.to_thread(RunDirectory, self._state_dir, self._name)
+            run_dir = place.path
+            if not place.taken_over:
+                _write_secrets(run_dir)
+        except OSError as error:
+            raise ConfigurationError(
+                f"logs and services of the launcher cannot be kept in {self._state_dir}: {error}; name another "
+                "directory with --state-dir"
+            ) from error
         controller = Service(
             "controller", logs / f"{self._name}.controller.log", run_dir / "controller.json", self._clock
         )
@@ -176,11 +183,25 @@ class Service:
         return await self._launch_once(command)
 
     async def _launch_once(self, command: list[str]) -> Mapping[str, object]:
+        try:
+            process = self._process = self._begin(command)
+        except OSError as error:
+            raise Unavailable(f"the private {self._name} cannot be started: {error}") from error
+        deadline = self._clock.monotonic() + START_WAIT_S
+        while (ready := self._read_ready(process.pid)) is None:
+            if process.poll() is not None:
+                raise Unavailable(self._failure(f"ended with status {process.returncode} while starting"))
+            if self._clock.monotonic() > deadline:
+                raise Unavailable(self._failure(f"was not ready within {START_WAIT_S:g} s"))
+            await asyncio.sleep(POLL_S)
+        return ready
+
+    def _begin(self, command: list[str]) -> subprocess.Popen[bytes]:
         self._ready_file.unlink(missing_ok=True)
         descriptor = os.open(self._log_file, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
             # A session of its own: Ctrl-C in the terminal is for the launcher, which ends it in order.
-            process = subprocess.Popen(
+            return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=descriptor,
@@ -190,15 +211,6 @@ class Service:
             )
         finally:
             os.close(descriptor)
-        self._process = process
-        deadline = self._clock.monotonic() + START_WAIT_S
-        while (ready := self._read_ready(process.pid)) is None:
-            if process.poll() is not None:
-                raise Unavailable(self._failure(f"ended with status {process.returncode} while starting"))
-            if self._clock.monotonic() > deadline:
-                raise Unavailable(self._failure(f"was not ready within {START_WAIT_S:g} s"))
-            await asyncio.sleep(POLL_S)
-        return ready
 
     def _read_ready(self, pid: int) -> Mapping[str, object] | None:
         try:

@@ -20,6 +20,7 @@ from everstep.system_clock import SYSTEM_CLOCK
 from everstep.tokens import TokenRole, verify
 from everstep.vault_note import LOCK_FILE
 from trainer_hooks.launch import private, run_directory
+from trainer_hooks.launch.output import Outputs
 from trainer_hooks.launch.private import PrivateServices, Service
 
 READY = """
@@ -385,6 +386,31 @@ def test_a_state_directory_too_deep_for_sockets_is_refused_with_the_mend(
     with pytest.raises(ConfigurationError, match="shorter --state-dir"):
         asyncio.run(play())
     assert not list((short_path / ("d" * 90)).glob("run-*"))
+
+
+def test_a_state_directory_that_cannot_be_written_is_refused_with_the_mend(
+    services: PrivateServices, short_path: Path
+) -> None:
+    (short_path / "home").touch()
+    unwritable = PrivateServices(short_path / "home" / "state", "j", SYSTEM_CLOCK)
+    with pytest.raises(ConfigurationError, match="name another directory with --state-dir"):
+        asyncio.run(unwritable.start())
+
+
+def test_so_is_a_directory_for_output_that_cannot_be_made(short_path: Path) -> None:
+    (short_path / "logs").touch()
+    with pytest.raises(ConfigurationError, match=r"--log-dir: ranks' output cannot be kept in .*/logs/j"):
+        Outputs(short_path / "logs" / "j", False, str)
+
+
+def test_a_service_that_cannot_be_started_again_is_told_of(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    async def act(pid: int) -> None:
+        stage.log_file.unlink()
+        stage.log_file.mkdir()
+        os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: "the private stand-in cannot be started" in caplog.text)
+
+    played(stage, act)
 
 
 def test_only_the_newest_logs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
