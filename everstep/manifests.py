@@ -109,7 +109,7 @@ def decode_manifest(data: bytes) -> Manifest:
     """Raises MalformedMessage for anything but a manifest of this format whose indices hold."""
     try:
         manifest = _decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedMessage(f"a slot's manifest cannot be read: {error}") from error
     if manifest.format != LAYOUT_FORMAT:
         raise MalformedMessage(f"a slot's manifest has format {manifest.format}, this release reads {LAYOUT_FORMAT}")

@@ -143,7 +143,7 @@ class Safetensors:
     def _decoded(self, file: str, data: bytes | msgspec.Raw, kind: Any) -> Any:
         try:
             return msgspec.json.decode(data, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Damaged(f"{self._folder}/{file} is no safetensors file: {error}") from error
 
     def _size(self, file: str) -> int:

@@ -41,5 +41,5 @@ def decode(body: bytes, kind: type[T]) -> T:
     """Raises MalformedMessage."""
     try:
         return msgspec.msgpack.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedMessage(f"another rank's {kind.__name__} cannot be read: {error}") from error

@@ -24,7 +24,7 @@ def decode_state(data: bytes | memoryview) -> dict[str, Any]:
     """The state's top level, by key. Raises MalformedMessage."""
     try:
         state = msgspec.msgpack.decode(data, ext_hook=_unpack)
-    except (msgspec.DecodeError, ValueError, TypeError) as error:
+    except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
         raise MalformedMessage(f"a slot's Python state cannot be read: {error}") from error
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise MalformedMessage("a slot's Python state is no dictionary")

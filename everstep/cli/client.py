@@ -202,7 +202,7 @@ class Client:
     def _decode(self, body: bytes, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(body, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise MalformedMessage(
                 f"the answer of {self._leader} is not understood ({error}): is it a controller of this release?"
             ) from error

@@ -40,7 +40,7 @@ def decode_aside(data: bytes) -> Aside:
     """Raises MalformedMessage."""
     try:
         return _aside.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedMessage(f"what a checkpoint's slot holds besides tensors cannot be read: {error}") from error
 
 

@@ -163,7 +163,7 @@ def decode_blob(data: bytes | memoryview) -> Any:
     """Raises MalformedMessage."""
     try:
         return msgspec.msgpack.decode(data, ext_hook=_unpack)
-    except (msgspec.DecodeError, ValueError, TypeError) as error:
+    except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
         raise MalformedMessage(f"the stored Python state cannot be read: {error}") from error
 
 

@@ -99,5 +99,5 @@ def decode_layout(data: bytes) -> Layout:
     """Raises MalformedMessage."""
     try:
         return _layout_decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedMessage(f"a rank's layout cannot be read: {error}") from error

@@ -89,7 +89,7 @@ def read_manifest(data: bytes, whose: str) -> ParityManifest:
     """A parity shard's manifest. Raises MalformedMessage where it is none, or its lengths do not fit together."""
     try:
         manifest = _decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise MalformedMessage(f"{whose}: this is no manifest of parity: {error}") from error
     for member in manifest.members:
         member.sealed.check(whose)
