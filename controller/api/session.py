@@ -41,7 +41,7 @@ MOST_PARKED_BYTES = 256 << 10
 STALLED_S = 20.0
 """Seconds that an agent may leave its pushes unread before it is cut off; it comes back and is sent them again."""
 MOST_UNREAD_BYTES = 32 << 20
-"""Bytes of pushes unread after which it is cut off at once: two generations of a million GPUs."""
+"""Bytes unread, of pushes or refusals, after which it is cut off at once: two generations of a million GPUs."""
 
 _HEAD = PREFIX_BYTES + 1
 _HEARTBEAT = msgspec.json.Decoder(Heartbeat)
@@ -360,13 +360,17 @@ class Session(asyncio.Protocol):
             if not self._closed:
                 self._transport.writelines((self._before, *parts) if self._before else parts)
                 self._before = b""
-        if self._transport.get_write_buffer_size() > MOST_UNREAD_BYTES and not self._closed:
-            self._cut()
+        self._bound_unread()
 
     def _send(self, kind: Frame, body: bytes) -> None:
         if not self._closed:
             self._transport.write(self._before + encode_frame(kind, body))
             self._before = b""
+            self._bound_unread()
+
+    def _bound_unread(self) -> None:
+        if not self._closed and self._transport.get_write_buffer_size() > MOST_UNREAD_BYTES:
+            self._cut()
 
     def _result(self, kind: int, done: asyncio.Future[Any]) -> bool:
         """Whether it went well; else the agent is told why not."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import msgspec
@@ -418,6 +418,22 @@ def test_an_agent_that_does_not_read_is_cut_off_and_counted(
 
     controller.until(push)
     controller.until(lambda: not outbox.has_receiver("n1"))
+
+
+def test_so_is_one_that_does_not_read_why_it_is_refused(
+    controller: Served, dial: Dial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A frame of six bytes is refused with two hundred."""
+    monkeypatch.setattr(sessions, "MOST_UNREAD_BYTES", 1 << 16)
+    session, metrics = ready(dial), controller.controller.metrics
+    session.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+
+    def talk() -> bool:
+        with suppress(OSError):
+            session.sock.sendall(encode_frame(Frame.HEARTBEAT, b"{") * 1000)
+        return metrics.registry.get_sample_value("everstep_controller_sessions_cut_total") == 1.0
+
+    controller.until(talk)
 
 
 def test_an_agent_that_stalls_is_cut_off_after_a_while(
