@@ -36,10 +36,14 @@ def trained(folder: Path, *faults: Fault, **environment: str) -> list[dict[str, 
     return rows
 
 
-@pytest.mark.parametrize("accumulates", [1, 3])
-def test_a_trainer_whose_ranks_are_killed_goes_on_from_the_last_update(short_path: Path, accumulates: int) -> None:
+@pytest.mark.parametrize(
+    ("accumulates", "environment"), [(1, {}), (3, {}), (1, {"TRANSFORMERS_FSDP": "1"})], ids=["1", "3", "fsdp2"]
+)
+def test_a_trainer_whose_ranks_are_killed_goes_on_from_the_last_update(
+    short_path: Path, accumulates: int, environment: dict[str, str]
+) -> None:
     faults = [Fault(1, 4, "forward"), Fault(0, 8, "updated")]
-    rows = trained(short_path / "killed", *faults, TRANSFORMERS_ACCUMULATES=str(accumulates))
+    rows = trained(short_path / "killed", *faults, TRANSFORMERS_ACCUMULATES=str(accumulates), **environment)
     sampler = ElasticSampler(SAMPLES, global_batch=BATCH, seed=SEED)
     for step in range(1, STEPS + 1):
         of_step = sorted((r for r in rows if r["step"] == step), key=lambda r: (r["generation"], r["rank"]))

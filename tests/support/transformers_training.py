@@ -2,7 +2,7 @@
 
     everstep-launch --nproc-per-node 2 -m tests.support.transformers_training FOLDER UNTIL [RANK:STEP:POINT ...]
 
-A STEP is an update, of TRANSFORMERS_ACCUMULATES batches.
+A STEP is an update, of TRANSFORMERS_ACCUMULATES batches. With TRANSFORMERS_FSDP the model is sharded by accelerate.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import trainer_hooks as everstep
@@ -21,6 +24,7 @@ from tests.support.exact_training import SAMPLES, SEED, Diary, Fault, Faults, fi
 from trainer_hooks.integrations.transformers import forget, keep
 
 BATCH, WORDS, LENGTH = 8, 37, 6
+FSDP = bool(os.environ.get("TRANSFORMERS_FSDP"))
 ACCUMULATES = int(os.environ.get("TRANSFORMERS_ACCUMULATES", "1"))
 
 
@@ -54,7 +58,8 @@ class Told(Trainer):
     def told(self) -> None:
         diary, dying = self._told
         rate = self.lr_scheduler.get_last_lr()[0].hex()
-        state = fingerprint(self.model.parameters())
+        whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in self.model.parameters())
+        state = fingerprint(whole)
         samples, self._samples = self._samples, []
         dying.at("updated")
         diary.write(self.state.global_step, samples=samples, rate=rate, state=state)
@@ -66,6 +71,14 @@ class _Tell(TrainerCallback):
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self._trainer.told()
+
+
+def shard(trainer: Trainer) -> None:
+    """What accelerate does by itself where there are GPUs: on CPUs it passes FSDP over."""
+    plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
+    AcceleratorState._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
+    trainer.is_fsdp_enabled = True
+    assert trainer.accelerator.is_fsdp2
 
 
 def train(run: everstep.Run, folder: str, until: int, faults: Sequence[Fault]) -> None:
@@ -82,10 +95,14 @@ def train(run: everstep.Run, folder: str, until: int, faults: Sequence[Fault]) -
         use_cpu=True,
         disable_tqdm=True,
         seed=SEED,
+        fsdp=FSDP or None,
+        fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]} if FSDP else None,
     )
     torch.manual_seed(SEED)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_positions=LENGTH, n_embd=8, n_layer=1, n_head=2))
     trainer = Told(model, arguments)
+    if FSDP:
+        shard(trainer)
     loader = run.loader(Texts(), global_batch=BATCH, seed=SEED)
     trainer.tell(Diary(Path(folder), run), Faults(faults, Path(folder), run.rank))
     keep(trainer, run, loader, seed=SEED)
