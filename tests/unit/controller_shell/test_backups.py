@@ -12,7 +12,7 @@ from sqlalchemy import text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 
-from controller.store.audit_ids import LIVES
+from controller.store.audit_ids import LIVES, ROOM
 from controller.store.backup import back_up
 from controller.store.database import open_database
 from controller.store.records import AuditRow, Batch
@@ -54,6 +54,24 @@ def test_a_copy_made_while_reports_pour_in_is_whole_and_a_controller_goes_on_fro
         restored.acknowledged = before
         restored.check(process)
     assert copied.exists() is False
+
+
+@pytest.mark.parametrize(("lines", "first"), [((), ROOM), ((1, 2), ROOM), ((2 * ROOM, 2 * ROOM + 1), 3 * ROOM)])
+def test_events_of_a_copy_go_on_beyond_every_number_that_may_have_been_given(
+    tmp_path: Path, lines: tuple[int, ...], first: int
+) -> None:
+    database, copy = f"sqlite:///{tmp_path / 'c.db'}", tmp_path / "copy.db"
+    engine = open_database(database)
+    writer = Writer(engine)
+    writer.take_over()
+    rows = [AuditRow(id=number, at=1.0, kind="test", sentence="s") for number in lines]
+    writer.commit([Batch(number=1, audit=rows)])
+    writer.close()
+    engine.dispose()
+    back_up(database, copy)
+    restored = open_database(f"sqlite:///{copy}")
+    assert [Writer(restored).take_over().newest_audit for _ in range(2)] == [first, first]
+    restored.dispose()
 
 
 def test_a_copy_is_for_its_owners_eyes_and_takes_no_other_files_place(tmp_path: Path) -> None:

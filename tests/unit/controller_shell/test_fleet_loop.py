@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from controller.core import effects as fx
 from controller.core import events as ev
 from controller.core import fleet
 from controller.core.state import FleetState
-from controller.intake import Urgency
+from controller.intake import Intake, Urgency
 from controller.lag import LagMeter
 from controller.steady_time import SteadyTime
 from everstep.clock import ManualClock
@@ -248,6 +249,21 @@ def test_routine_work_that_comes_often_shares_transactions_and_all_of_it_is_done
         assert await asyncio.gather(*noted) == [str(number) for number in range(60)]
         assert lines(running) == [str(number) for number in range(60)]
         assert len(running.disk.written) - before < 30
+
+    scenario(body)
+
+
+def test_what_is_routine_rests_for_a_multiple_of_what_its_transaction_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    took: list[float] = []
+    monkeypatch.setattr(Intake, "rest_after", lambda _intake, _taken, worked_s: took.append(worked_s))
+
+    async def body(running: Running) -> None:
+        started = time.perf_counter()
+        took.clear()
+        await note(running, "a line", source="n1", urgency=Urgency.ROUTINE)
+        await settle()
+        assert took
+        assert 0.0 < sum(took) <= time.perf_counter() - started
 
     scenario(body)
 

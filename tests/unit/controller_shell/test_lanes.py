@@ -6,9 +6,10 @@ import asyncio
 import threading
 
 import pytest
+from sqlalchemy import Engine
 
 from controller.store import threads
-from controller.store.threads import Lane
+from controller.store.threads import Lane, Store
 
 LONG_S = 5.0
 
@@ -40,3 +41,10 @@ def test_a_call_that_cannot_be_cut_keeps_nobody_from_ending(monkeypatch: pytest.
     monkeypatch.setattr(threads, "CLOSE_S", 0.01)
     monkeypatch.setattr(threads, "ABORT_S", 0.01)
     assert ended(Lane("test", lambda: None), threading.Event()) == ["closed"]
+
+
+def test_a_store_may_be_closed_again(engine: Engine) -> None:
+    store = Store(engine)
+    asyncio.run(store.look(lambda connection: None))
+    for _ in range(2):
+        store.close()

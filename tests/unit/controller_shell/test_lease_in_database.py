@@ -172,6 +172,7 @@ def test_what_a_take_over_that_came_to_nothing_had_locked_is_free_after_the_next
     one, other = session(), session()
     epoch = one.look().newest + 1
     assert one.hold(epoch)
+    assert one.hold(epoch)
     assert not other.hold(epoch)
     one.look()
     assert other.hold(epoch)
@@ -217,6 +218,13 @@ def test_a_session_that_broke_is_made_anew_without_its_locks(engine: Engine, ses
     assert standby.look().free
     assert leader.hold(epoch)
     assert not standby.look().free
+
+
+def test_a_session_may_say_nothing_inside_a_transaction_for_as_long_as_was_said(postgres: str) -> None:
+    engine = engine_of(parse_url(postgres), most_idle_s=5.0)
+    with engine.connect() as connection:
+        assert connection.execute(text("SHOW idle_in_transaction_session_timeout")).scalar() == "5s"
+    engine.dispose()
 
 
 def test_a_controller_that_was_stopped_inside_a_transaction_holds_nobody_up(postgres: str) -> None:

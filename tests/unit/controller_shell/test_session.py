@@ -496,7 +496,7 @@ def test_where_descriptors_are_scarce_a_new_connection_makes_an_idle_one_leave_w
     scarce(controller)
     with closing(Line(controller.address)):
         assert idle.next_frame() == (Frame.LET_GO, None)
-        assert not controller.descriptors._held, "who was asked once is not asked again"
+        controller.until(lambda: not controller.descriptors._held)  # who was asked once is not asked again
     idle.close()
     controller.until(lambda: not controller.controller.outbox.has_receiver("n1"))
     assert live(controller).gone_at is None

@@ -99,6 +99,11 @@ def test_nothing_of_its_own_is_left_of_a_node_or_job_that_is_forgotten_and_every
     assert written(database, [*BOTH, *GONE]) == LEFT
 
 
+def test_a_finding_that_ends_on_one_node_stands_on_another_and_so_do_others_of_its_own(database: str) -> None:
+    standing = Batch(standing={("n1", "key"): "{}", ("n1", "other"): "{}", ("n2", "key"): "{}"})
+    assert written(database, [standing, Batch(standing={("n1", "key"): ""})])["standing"] == ["n1", "n2"]
+
+
 def test_what_comes_under_a_forgotten_name_is_new(database: str) -> None:
     assert written(database, [*BOTH, *GONE, of_node("n1", 3), of_job("j1", 3)]) == BACK
 

@@ -66,6 +66,21 @@ def test_what_is_said_again_until_it_is_answered_is_not_stored(directive: AnyDir
     scenario(body, decide=deciding(lambda effects: [*effects, fx.Send("n1", directive)]))
 
 
+def test_an_acknowledged_directive_is_deleted_by_the_next_transaction_that_writes_something() -> None:
+    async def body(running: Running) -> None:
+        await running.register("n1")
+        (sent,) = running.outbox.pending("n1")
+        running.outbox.acknowledge("n1", sent.seq)
+        before = len(running.disk.written)
+        await running.loop.submit(lambda tx, now: None)
+        assert len(running.disk.written) == before
+        await running.register("n2")
+        assert [batch.pruned for batch in running.disk.written[before:] if batch.pruned] == [{"n1": sent.seq}]
+
+    stop = StopJob(job="j", ok=True, reason="done")
+    scenario(body, decide=deciding(lambda effects: [*effects, fx.Send("n1", stop)]))
+
+
 @pytest.mark.parametrize("kind", ["node", "job"])
 def test_nothing_is_written_of_what_its_own_transaction_forgets(kind: str) -> None:
     drop: Any = fx.DropNode("n1") if kind == "node" else fx.DropJob("j")
