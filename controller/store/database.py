@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +18,8 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 from controller.store.diagnose import diagnose, shown
 from controller.store.tables import HEAD
 from everstep.errors import ConfigurationError
+
+log = logging.getLogger(__name__)
 
 BUSY_TIMEOUT_MS = 5000
 """How long SQLite waits for another process's lock. Long enough for a backup's snapshot, short enough to be noticed."""
@@ -49,12 +53,17 @@ def parse_url(database: str) -> URL:
 
 
 def _private_file(path: str) -> None:
-    """Makes the SQLite file readable by its owner only: it holds the jobs' transfer secrets."""
+    """Makes the SQLite file readable by its owner only: it holds the jobs' transfer secrets. Of one that is there and
+    others can read, as a copy may be, the log says so: who may read it is for whoever made it to say."""
     parent = Path(path).absolute().parent
     if not parent.is_dir():
         raise ConfigurationError(f"the directory {parent} of the database does not exist: `mkdir -p {parent}`")
     try:
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
+        os.close(descriptor)
+        if mode & 0o077:
+            log.warning("other users can read %s, and secrets in it (mode %04o): `chmod 600 %s`", path, mode, path)
     except OSError as error:
         raise ConfigurationError(
             f"the database file {path} cannot be opened: {error.strerror}; check its and {parent}'s owner and mode"

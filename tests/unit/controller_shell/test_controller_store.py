@@ -316,6 +316,16 @@ def test_the_sqlite_file_can_be_read_by_its_owner_only(tmp_path: Path) -> None:
     engine.dispose()
 
 
+def test_of_one_that_others_can_read_the_log_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "c.db"
+    open_database(f"sqlite:///{path}").dispose()
+    assert not caplog.records
+    path.chmod(0o644)
+    open_database(f"sqlite:///{path}").dispose()
+    assert "other users can read" in caplog.text
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
 def test_a_full_disk_loses_nothing_that_was_committed_and_is_no_end(tmp_path: Path) -> None:
     engine = open_database(f"sqlite:///{tmp_path / 'c.db'}")
     writer = Writer(engine)
