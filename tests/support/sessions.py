@@ -237,10 +237,17 @@ class Served:
 
         self.run(wait())
 
-    async def _stop(self) -> None:
-        self._server.close()
+    def hang_up(self) -> None:
+        """As the server does that stops, or whose controller leads no more."""
+        self.run(self._hang_up())
+
+    async def _hang_up(self) -> None:
         for connection in list(self._connections):
             connection.shutdown()
+
+    async def _stop(self) -> None:
+        self._server.close()
+        await self._hang_up()
         await self.controller.stop()
 
     def stop(self) -> None:

@@ -11,6 +11,7 @@ from controller.core.events import NodeHeard
 from controller.metrics import Metrics
 from controller.push import Outbox
 from everstep.clock import ManualClock
+from everstep.vocabulary import Finding, FindingKind, Severity
 from everstep.wire.v1.agent import Heartbeat
 from tests.support.core_fleet import CoreFleet
 
@@ -29,15 +30,11 @@ class Waiting:
         return SimpleNamespace(add_done_callback=lambda call: None)
 
 
-def test_a_node_that_beats_twice_before_its_first_word_was_taken_is_heard_once() -> None:
-    fleet = CoreFleet()
-    fleet.start(2)
-    fleet.restart()
-    loop, clock, heard = Waiting(fleet), ManualClock(wall=fleet.now), list[NodeHeard]()
-    desk = AgentDesk(
+def desk_before(loop: Waiting) -> AgentDesk:
+    return AgentDesk(
         loop=loop,  # type: ignore[arg-type]
         metrics=Metrics(),
-        clock=clock,
+        clock=ManualClock(wall=loop.now()),
         descriptors=Descriptors(100),
         soon=lambda work: work(),
         name="c1",
@@ -45,9 +42,32 @@ def test_a_node_that_beats_twice_before_its_first_word_was_taken_is_heard_once()
         marks={},
         poisoned=frozenset(),
     )
+
+
+def test_a_node_that_beats_twice_before_its_first_word_was_taken_is_heard_once() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    fleet.restart()
+    loop, heard = Waiting(fleet), list[NodeHeard]()
+    desk = desk_before(loop)
     tx: Any = SimpleNamespace(hear=lambda event, now: heard.append(event))
     for node, seq in (("n1", 1), ("n1", 2), ("n2", 1), ("n1", 3)):
         desk.beat(node, Heartbeat(incarnation=1, seq=seq, sent_at=0.0))
     for stimulus in loop.stimuli:
         stimulus(tx, fleet.now)
     assert [(event.node, [other for other, _ in event.others]) for event in heard] == [("n1", ["n2"])]
+
+
+def test_only_a_first_picture_without_news_is_answered_before_it_is_durable() -> None:
+    fleet = CoreFleet()
+    fleet.start(2)
+    grave = Finding(kind=FindingKind.GPU_XID, subject="0", severity=Severity.CRITICAL, message="XID 79", xid=79)
+
+    def answered_at_once(node: str, *findings: Finding) -> bool:
+        picture = Heartbeat(incarnation=1, seq=9, sent_at=0.0, findings=findings)
+        return isinstance(desk_before(Waiting(fleet)).beat(node, picture), bool)
+
+    assert not answered_at_once("n1")
+    fleet.restart()
+    assert not answered_at_once("n1", grave)
+    assert answered_at_once("n2")

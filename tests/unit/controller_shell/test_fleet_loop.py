@@ -209,9 +209,16 @@ def test_a_blocked_event_loop_is_seen_as_lag(monkeypatch: pytest.MonkeyPatch) ->
         offset = 4.0
         late = meter.recent_s()
         sampled = asyncio.Event()
+        begin = meter.start
         monkeypatch.setattr(meter, "start", sampled.set)  # after the sample that was overdue
         await sampled.wait()
+        sampled.clear()
+        begin()
         meter.stop()
+        offset = 8.0
+        for _ in range(3):
+            await asyncio.sleep(0)  # what is due by now is run
+        assert not sampled.is_set()
         offset = 0.0
         return calm, late, meter.recent_s()
 

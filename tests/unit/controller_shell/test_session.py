@@ -353,6 +353,17 @@ def test_a_second_session_takes_the_place_of_the_first_and_nobody_is_taken_for_g
     assert controller.controller.outbox.connected() == 1
 
 
+def test_a_server_that_stops_hangs_up_also_on_who_has_said_nothing_yet_and_nobody_is_taken_for_gone(
+    controller: Served, dial: Dial
+) -> None:
+    known, silent = ready(dial), dial("n2")
+    controller.hang_up()
+    assert known.ended()
+    assert silent.ended()
+    assert not controller.controller.outbox.has_receiver("n1")
+    assert live(controller).gone_at is None
+
+
 def test_a_new_life_ends_the_session_of_the_one_before(dial: Dial) -> None:
     first, second = ready(dial), dial(incarnation=2)
     assert second.register().protocol == 1
