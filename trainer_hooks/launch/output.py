@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from everstep.errors import ConfigurationError
+
+log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 16
 
@@ -69,6 +72,7 @@ class _Pump:
         self._tee = tee
         self._closed = closed
         self._line = b""
+        self._lost = False
         asyncio.get_running_loop().add_reader(pipe, self.read)
 
     def read(self) -> None:
@@ -81,7 +85,13 @@ class _Pump:
             if not data:
                 self.close()
                 return
-            self._file.write(data)
+            try:
+                self._file.write(data)
+                self._lost = False
+            except OSError as error:  # what could be written later is; the rank must not wait in its pipe
+                if not self._lost:
+                    log.warning("what ranks write is lost: %s cannot be written: %s", self._file.name, error)
+                self._lost = True
             self._show(data)
 
     def close(self) -> None:
@@ -100,5 +110,9 @@ class _Pump:
         label, shown = self._tee
         *lines, self._line = (self._line + data).split(b"\n")
         if lines:
-            shown.write(b"".join(label() + line + b"\n" for line in lines))
-            shown.flush()
+            try:
+                shown.write(b"".join(label() + line + b"\n" for line in lines))
+                shown.flush()
+            except OSError as error:
+                log.warning("what ranks write is not shown any more: %s", error)
+                self._tee = None
