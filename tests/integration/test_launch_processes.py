@@ -122,6 +122,22 @@ def test_ctrl_c_ends_everything_in_order(agent: FakeAgent, script: Path) -> None
         assert "Traceback" not in launcher.err
 
 
+def test_a_notice_is_passed_on_to_who_handles_it_and_ends_nobody(agent: FakeAgent, script: Path) -> None:
+    """As Slurm's --signal=USR1@120 gives one before a pre-emption."""
+    note = "signal.signal(signal.SIGUSR1, lambda *_: (directory / f'noted-{local_rank}').touch())"
+    script.write_text(HOOKED.replace("while not", f"if local_rank: {note}\nPATH.touch()\nwhile not"))
+    script.write_text(script.read_text().replace("PATH", "(directory / f'ready-{local_rank}')"))
+    with start(agent, script, "--standbys", "0") as launcher:
+        for local_rank in (0, 1):
+            launcher.eventually((script.parent / f"ready-{local_rank}").exists, "a handler where there is to be one")
+        below = launcher.descendants()
+        os.killpg(launcher.pid, signal.SIGUSR1)
+        launcher.eventually((script.parent / "noted-1").exists, "the notice")
+        launcher.process.send_signal(signal.SIGUSR2)
+        launcher.eventually(lambda: "SIGUSR2 changes nothing" in launcher.err, "the word that nobody handles it")
+        assert all(map(is_running, below))
+
+
 def test_workers_that_ignore_sigterm_are_killed_after_the_grace(agent: FakeAgent, script: Path) -> None:
     script.write_text("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + HOOKED)
     with start(agent, script, "--grace-s", "0.2") as launcher:

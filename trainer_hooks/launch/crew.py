@@ -8,6 +8,7 @@ again once it does not.
 from __future__ import annotations
 
 from collections import deque
+from signal import Signals
 
 import msgspec
 
@@ -276,3 +277,13 @@ def _script_failed(local_rank: int, code: int | None, signal: int | None) -> Scr
     assert status is not None
     sentence = f"the process of local rank {local_rank} ended {how} before the script called trainer_hooks.main"
     return ScriptFailed(status, sentence)
+
+
+def how(code: int | None, number: int | None) -> str:
+    """How a process ended, in words."""
+    if number is None:
+        return EARLY_END if code == 0 else f"exit status {code}"
+    try:
+        return Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"

@@ -12,7 +12,6 @@ import logging
 import signal
 from collections import deque
 from collections.abc import Mapping
-from pathlib import Path
 
 import msgspec
 
@@ -22,12 +21,13 @@ from everstep.wire.v1.local import RankExited
 from everstep.wire.v1.training import JobSpec, LauncherJoined
 from trainer_hooks.launch import crew as crews
 from trainer_hooks.launch.address import listening_socket, rendezvous_host
-from trainer_hooks.launch.crew import Crew, CrewSettings
+from trainer_hooks.launch.crew import Crew, CrewSettings, how
 from trainer_hooks.launch.forks import Lost
-from trainer_hooks.launch.link import AgentLink
+from trainer_hooks.launch.link import AgentLink, Directive
 from trainer_hooks.launch.messages import Exited, Forked, Ready
 from trainer_hooks.launch.options import LaunchOptions
 from trainer_hooks.launch.private import PrivateServices
+from trainer_hooks.launch.run_directory import state_dir
 from trainer_hooks.launch.staff import STORE_SERIAL, Heard, Staff
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ LAST_BREATH_S = 0.5
 """Between a StopJob for a failure, which ranks hear too, and SIGTERM: time to print why."""
 EARLY_LOSSES = 3
 """Fork servers in a row that may end before they are ready, once one has been: a node under pressure kills again."""
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 MAX_STORE_DEATHS = 5
 STORE_WINDOW_S = 60.0
 
@@ -63,6 +64,12 @@ class Overdue(msgspec.Struct, frozen=True):
     outcome: Outcome
 
 
+class Notice(msgspec.Struct, frozen=True):
+    """A signal that means something to ranks alone, as a scheduler's word of a pre-emption does."""
+
+    number: signal.Signals
+
+
 class LastWordOverdue(msgspec.Struct, frozen=True):
     """A process ended with status 0 ``waits`` waits ago, and nobody said that the job is over. ``joins``: how often
     this launcher had joined the job before the last of them."""
@@ -72,9 +79,7 @@ class LastWordOverdue(msgspec.Struct, frozen=True):
     waits: int
 
 
-Event = (
-    Ready | Forked | Exited | Lost | Heard | NewGeneration | KillRank | StopJob | StandbyDue | Overdue | LastWordOverdue
-)
+Event = Ready | Forked | Exited | Lost | Heard | Directive | StandbyDue | Overdue | Notice | LastWordOverdue
 
 
 async def launch(options: LaunchOptions, clock: Clock, environ: Mapping[str, str]) -> Outcome:
@@ -101,8 +106,10 @@ async def _begin(
     events: asyncio.Queue[Event] = asyncio.Queue()
     host = rendezvous_host(options.local_addr, several_nodes=options.max_nodes > 1)
     listener = stack.enter_context(listening_socket(host))
+    for number in NOTICES:
+        asyncio.get_running_loop().add_signal_handler(number, events.put_nowait, Notice(number))
     labels: dict[int, str] = {}
-    private = PrivateServices(_state_dir(options, environ), options.job, clock, options.vault_linger_s)
+    private = PrivateServices(state_dir(options.state_dir, environ), options.job, clock, options.vault_linger_s)
     stack.push_async_callback(private.end)
     staff = Staff(options, environ, listener, events.put_nowait, lambda serial: labels.get(serial, f"worker {serial}"))
     stack.push_async_callback(staff.end)
@@ -205,6 +212,8 @@ class Work:
                 return self._stop(Outcome(0 if event.ok else 1, event.reason))
             case Overdue():
                 return self._stopping or event.outcome
+            case Notice():
+                self._staff.pass_on(event.number, self._crew.living())
             case LastWordOverdue():
                 return self._unheard(event)
         return None
@@ -232,7 +241,9 @@ class Work:
         """The job is over: nobody is replaced any more, and the last one to go ends the work."""
         local_rank = self._crew.dismiss(event.serial)
         if local_rank in self._ranks and outcome.code == 0 and event.code != 0:
-            outcome = Outcome(1, f"the training finished, but then local rank {local_rank} ended with {_how(event)}")
+            outcome = Outcome(
+                1, f"the training finished, but then local rank {local_rank} ended with {how(event.code, event.signal)}"
+            )
             self._stopping = outcome
         return None if self._crew.holders() else outcome
 
@@ -367,7 +378,13 @@ class Work:
             )
         )
         then = "; another takes its place" if action.replacement else ""
-        log.warning("local rank %d (pid %d) ended with %s%s", action.local_rank, action.pid, _how(action), then)
+        log.warning(
+            "local rank %d (pid %d) ended with %s%s",
+            action.local_rank,
+            action.pid,
+            how(action.code, action.signal),
+            then,
+        )
 
     def _hint(self) -> str:
         if self._options.max_nodes == 1:
@@ -381,20 +398,3 @@ class Work:
 
     def _later(self, delay_s: float, event: Event) -> None:
         asyncio.get_running_loop().call_later(delay_s, self._events.put_nowait, event)
-
-
-def _how(end: Exited | crews.ReportExit) -> str:
-    if end.signal is None:
-        return crews.EARLY_END if end.code == 0 else f"exit status {end.code}"
-    try:
-        return signal.Signals(end.signal).name
-    except ValueError:  # a real-time signal
-        return f"signal {end.signal}"
-
-
-def _state_dir(options: LaunchOptions, environ: Mapping[str, str]) -> Path:
-    """Where logs and private services' files go: --state-dir, or $XDG_STATE_HOME/everstep."""
-    if options.state_dir is not None:
-        return Path(options.state_dir).resolve()
-    base = environ.get("XDG_STATE_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "state") / "everstep"

@@ -27,6 +27,15 @@ def fresh_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
+def handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal; False for one that is gone."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
 def signal_group(pid: int, number: int) -> None:
     """Sends ``number`` to the process group that ``pid`` leads; nothing where there is none any more."""
     try:

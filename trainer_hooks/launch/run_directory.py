@@ -16,7 +16,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from everstep.errors import ConfigurationError, Unavailable
@@ -30,6 +30,14 @@ SOCKET_PATH_BYTES = 107
 POLL_S = 0.02
 GONE_WAIT_S = 15.0
 """For processes that have been told to end, or killed; freeing a vault's memory takes longest."""
+
+
+def state_dir(given: str | None, environ: Mapping[str, str]) -> Path:
+    """Where logs and private services' files go: --state-dir, or $XDG_STATE_HOME/everstep."""
+    if given is not None:
+        return Path(given).resolve()
+    base = environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "everstep"
 
 
 class RunDirectory:

@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from signal import Signals
 
 import msgspec
 
@@ -19,6 +20,7 @@ from trainer_hooks.launch.forks import ForkServerLink, Lost
 from trainer_hooks.launch.messages import Arrived, FromForkServer, Promote
 from trainer_hooks.launch.options import LaunchOptions
 from trainer_hooks.launch.output import Outputs
+from trainer_hooks.launch.process import handles
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +130,15 @@ class Staff:
         """Sends a signal to each; those that are dead already do not mind."""
         for serial in serials:
             self._forks.signal(serial, number)
+
+    def pass_on(self, number: Signals, living: Iterable[tuple[int, int]]) -> None:
+        """Sends a signal to those of ``living`` (serials and pids) that have a handler for it: others it would end."""
+        able = [serial for serial, pid in living if handles(pid, number)]
+        self.signal(able, number)
+        if able:
+            log.info("%s is passed on to %d processes that handle it", number.name, len(able))
+        else:
+            log.warning("%s changes nothing: no rank has a handler for it", number.name)
 
     def hang_up(self, serial: int) -> None:
         """Closes the line to a worker."""
