@@ -63,6 +63,23 @@ def count_votes(digests: Mapping[str, Mapping[int, str]]) -> Vote:
     return Vote(frozenset(liars), frozenset(tied - liars))
 
 
+def attested(digests: Mapping[str, Mapping[int, str]], spec: GenerationSpec) -> Vote:
+    """``count_votes``, where a majority that is all on one node convicts nobody on another: whose group it is stands in
+    no report, so one node could bring all its ranks to vote in a group of others."""
+    liars: set[int] = set()
+    tied: set[int] = set()
+    for group, votes in digests.items():
+        vote = count_votes({group: votes})
+        accused = {spec.node_of(rank) for rank in vote.liars}
+        witnesses = {spec.node_of(rank) for rank in votes if rank not in vote.liars}
+        if len(witnesses) == 1 and not accused <= witnesses:
+            tied |= set(votes)
+        else:
+            liars |= vote.liars
+            tied |= vote.tied
+    return Vote(frozenset(liars), frozenset(tied - liars))
+
+
 def corroborated(digests: Mapping[str, Mapping[int, str]], ranks: frozenset[int]) -> bool:
     """Whether every rank was compared with at least one other."""
     compared = {rank for votes in digests.values() if len(votes) > 1 for rank in votes}
@@ -89,7 +106,7 @@ def take_seal(turn: Turn, job: JobRecord, spec: GenerationSpec, report: Sealed) 
     if report.safe and report.kept:
         ballot.safe.add(report.rank)
     if len(ballot.said) == spec.world_size:
-        return _settle(turn, job, live, report.version, ballot)
+        return _settle(turn, job, spec, report.version, ballot)
     return None
 
 
@@ -107,11 +124,11 @@ def _ballot(turn: Turn, live: JobLive, version: Version) -> Ballot | None:
     return live.ballots[version]
 
 
-def _settle(turn: Turn, job: JobRecord, live: JobLive, version: Version, ballot: Ballot) -> Vote | None:
+def _settle(turn: Turn, job: JobRecord, spec: GenerationSpec, version: Version, ballot: Ballot) -> Vote | None:
     """All ranks have told of ``version``. What they told of older ones will not be complete any more."""
-    vote = count_votes(ballot.digests)
-    if not vote.unanimous:
-        return vote
+    live = turn.state.live_jobs[job.job]
+    if not count_votes(ballot.digests).unanimous:
+        return attested(ballot.digests, spec)
     live.settled = version
     live.ballots = {v: b for v, b in live.ballots.items() if v > version}
     verified = corroborated(ballot.digests, frozenset(ballot.said))

@@ -19,7 +19,7 @@ from everstep.wire.v1.directives import KillRank, SpillVersion, StopJob, Version
 from everstep.wire.v1.session import Acknowledge
 from everstep.wire.v1.training import CollectiveFailed, LauncherJoined, RankStalled, SpillPlan, UserError
 from everstep.wire.v1.vault_reports import VersionSpilled
-from tests.support.core_fleet import CoreFleet, audits, sent
+from tests.support.core_fleet import CoreFleet, audits, decisions, sent
 
 REPORTS: tuple[tuple[type[Any], dict[str, Any]], ...] = (
     (CollectiveFailed, {"step": 5, "detail": "reset by peer"}),
@@ -100,6 +100,28 @@ def test_a_job_is_sent_to_no_checkpoint_outside_its_folder(url: str) -> None:
     fleet.report("n1", said)
     assert fleet.job().stored == []
     assert fleet.job().spilling is not None
+
+
+def test_one_node_outvotes_nobody_in_a_group_of_others() -> None:
+    """Groups have names alone: whoever has many ranks could vote in one that two others share, and convict them."""
+    fleet = CoreFleet()
+    fleet.start(3, nproc_per_node=4)
+    fleet.progress(5)
+    for rank in range(12):
+        digest = {"replicated-4": "wrong" if rank < 4 else "right"} if rank < 4 or rank in (4, 8) else {}
+        fleet.seal_one(5, rank, digests=digest)
+    assert not [node for node, decision in decisions(fleet.effects) if decision == "evict"]
+    assert set(fleet.spec().seats) == {"n1", "n2", "n3"}
+
+
+def test_ranks_of_one_node_still_convict_another_rank_of_it() -> None:
+    fleet = CoreFleet()
+    fleet.start(3, nproc_per_node=4)
+    fleet.progress(5)
+    for rank in range(12):
+        digest = {"replicated-4": "wrong" if rank == 7 else "right"} if 4 <= rank < 8 else {}
+        fleet.seal_one(5, rank, digests=digest)
+    assert [node for node, decision in decisions(fleet.effects) if decision == "evict"] == ["n2"]
 
 
 def _join(fleet: CoreFleet, node: str, job: str, generation: int) -> list[Effect]:
