@@ -55,7 +55,6 @@ def _acquit(turn: Turn, rule: Rule, node: str, name: str, why: str) -> None:
         _wait(turn, node, key, name, due)
     record.causes = [key for key in record.causes if key not in dropped]
     if not course.signs:
-        course.reserve_s = 0.0
         _take_back(turn, node, findings, f"{why}, which is no node's own")
 
 

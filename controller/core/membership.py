@@ -134,7 +134,7 @@ def owner_of(state: FleetState, job: JobRecord, node: str) -> JobRecord | None:
 
 
 def promised(state: FleetState, job: JobRecord, worked_out: Rosters | None = None) -> dict[str, JobRecord]:
-    """Free nodes that jobs of a higher priority take next: those with which such a job runs, or grows."""
+    """Nodes that jobs of a higher priority have or take next: those with which such a job runs, or grows."""
     worked_out = {} if worked_out is None else worked_out
     rivals: dict[str, None] = {}
     for node in job.launchers:
@@ -150,8 +150,7 @@ def promised(state: FleetState, job: JobRecord, worked_out: Rosters | None = Non
             worked_out[name] = next_seats(state, rival, worked_out=worked_out)
         seats = worked_out[name]
         if len(seats) >= least_nodes(rival):
-            keeps = rival.state is JobState.RUNNING
-            found |= {node: rival for node in seats if not (keeps and is_seated(rival, node))}
+            found |= dict.fromkeys(seats, rival)
     return found
 
 

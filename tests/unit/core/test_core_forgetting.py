@@ -290,9 +290,12 @@ def test_a_job_that_is_over_for_long_is_forgotten_and_one_of_its_name_begins_ane
     assert generations(fleet.effects)[-1].number == 1
 
 
-def test_a_node_whose_job_is_over_is_forgotten_with_the_homes_of_its_versions() -> None:
+@pytest.mark.parametrize("left", [False, True])
+def test_a_node_whose_job_is_over_is_forgotten_with_the_homes_of_its_versions(left: bool) -> None:
     fleet = _fleet()
     _finish(fleet)
+    if left:
+        fleet.leave("n2", orderly=True)
     _lose(fleet, "n2")
     fleet.order(OperatorAction.FORGET, node="n2")
     assert fleet.job().homes is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from controller.core.effects import Effect, RemedyKind, RequestRemedy
-from controller.core.events import ActionReported
+from controller.core.events import ActionReported, OperatorAction
 from controller.core.policy import CorePolicy
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, NodeState, Severity
 from tests.support.core_fleet import CoreFleet
@@ -65,3 +65,18 @@ def test_nothing_is_done_to_a_node_while_a_job_has_a_seat_on_it() -> None:
     assert _cures(still_seated) == []
     fleet.resume(step=60)
     assert _cures(fleet.advance(2.0, *EVERYONE)) == [RemedyKind.RESET_GPU]
+
+
+def test_a_cure_that_was_under_way_does_not_take_back_what_a_person_ordered() -> None:
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), remediate=Mode.ENFORCE))
+    fleet.start(4, 1)
+    fleet.raise_finding("n2", RESET_ME)
+    fleet.resume(step=60)
+    fleet.advance(5.0, *EVERYONE)
+    (cure,) = (e.remedy for e in fleet.effects if isinstance(e, RequestRemedy) and e.remedy.kind in CURES)
+    fleet.order(OperatorAction.EVICT, node="n2")
+    fleet.feed(ActionReported(id=cure.id, node="n2", ok=True, trace=fleet.trace()))
+    assert fleet.state.nodes["n2"].needs_operator
+    fleet.clear_finding("n2", RESET_ME.key)
+    fleet.advance(100.0, *EVERYONE)
+    assert fleet.node_state("n2") is NodeState.QUARANTINED

@@ -83,6 +83,15 @@ def test_a_free_node_goes_to_the_job_of_higher_priority() -> None:
     assert fleet.seats("low") == ["n1"]
 
 
+def test_each_job_of_higher_priority_that_could_run_has_its_nodes_before_others_also_those_it_paused_on() -> None:
+    fleet = _fleet(5)
+    _start(fleet, "forming", "n1", "n2", min_nodes=2, max_nodes=3, join_wait_s=1e6, priority=3)
+    _start(fleet, "paused", "n3", "n4", min_nodes=2, priority=2)
+    _start(fleet, "low", "n1", "n2", "n3", "n4", "n5", max_nodes=6, join_wait_s=1e6)
+    fleet.job("paused").state = JobState.PAUSED
+    assert next_seats(fleet.state, fleet.job("low")) == ["n5"]
+
+
 def test_a_job_of_higher_priority_that_has_enough_keeps_nobody_from_anything() -> None:
     fleet = _fleet(3)
     _start(fleet, "high", "n1", max_nodes=1, priority=5)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from controller.core.effects import PutVerdict, RequestRemedy
-from controller.core.events import ProbeRequested
+from controller.core.events import ActionReported, ProbeRequested
 from controller.core.policy import CorePolicy
 from controller.core.rules import Rulebook
 from controller.core.stragglers import KEY as SLOW
@@ -278,6 +278,20 @@ def test_wrong_products_condemn_a_node_where_their_rule_is_enforced(mode: Mode, 
     record = fleet.state.nodes["n2"]
     assert record.state is NodeState.QUARANTINED
     assert (record.needs_operator, record.condemned) == (bool(condemned), condemned)
+
+
+def test_a_reset_that_cures_memory_does_not_cure_who_computes_wrongly_as_well() -> None:
+    fleet = _on_its_way_back(_policy(FindingKind.MEMORY_WRONG), Mode.ENFORCE)
+    _fail_diagnostics(fleet, wrong=True)
+    record = fleet.state.nodes["n2"]
+    (memory,) = record.own.values()
+    wrong = msgspec.structs.replace(memory, kind=FindingKind.COMPUTE_WRONG)
+    record.own[wrong.key] = wrong
+    fleet.advance(5.0, *fleet.state.nodes)
+    (reset,) = (e.remedy for e in fleet.effects if isinstance(e, RequestRemedy) and e.remedy.kind == "reset_gpu")
+    fleet.feed(ActionReported(id=reset.id, node="n2", ok=True, trace=fleet.trace()))
+    assert list(record.own) == [wrong.key]
+    assert record.needs_operator
 
 
 def test_a_liar_that_was_held_does_not_come_back_from_the_dead_into_service() -> None:

@@ -100,6 +100,13 @@ def test_what_others_hold_alike_survives_one_of_them_whichever_it_is() -> None:
     assert all(one.whole == (one.kind != "pair") for one in answer.exposures), "two of them may hold one part alone"
 
 
+def test_of_two_nodes_that_say_nothing_of_copies_not_both_may_go_however_many_copies_were_asked_for() -> None:
+    fleet = _fleet("ab", replicas=3)
+    _commit(fleet, {})
+    answer = _ask(fleet)
+    assert [one.nodes for one in answer.exposures if not one.whole] == [("n1", "n2")]
+
+
 def test_whether_the_job_could_go_on_is_said_beside_whether_its_version_is_whole() -> None:
     fleet = _fleet("aabb", min_nodes=3)
     _commit(fleet, PAIRED)

@@ -106,6 +106,46 @@ def test_a_suspect_waits_for_a_partner_that_takes_part_in_another_probe() -> Non
     assert _pairs(fleet) == {other: "n3"}
 
 
+def test_while_one_suspect_is_tried_a_look_at_the_other_begins_nothing_more_for_it() -> None:
+    fleet = _fleet(5)
+    fleet.feed(ProbeRequested(nodes=("n4", "n5"), actor="ada", trace=fleet.trace()))
+    asked = next(iter(fleet.state.probes))
+    fleet.raise_finding("n1", slow_link())
+    assert len(fleet.state.probes) == 2
+    for node in ("n4", "n5"):
+        fleet.report(node, ProbeFinished(probe=asked, ok=True))
+    fleet.advance(1.6, *fleet.state.nodes)
+    assert sorted(str(probe.candidate) for probe in fleet.state.probes.values()) == ["n1", "n2"]
+
+
+def test_a_suspect_that_is_on_its_way_back_meanwhile_is_tried_beside_its_diagnostics() -> None:
+    fleet = _fleet(3)
+    fleet.solos = False
+    fleet.raise_finding("n1", slow_link())
+    (first,) = _pairs(fleet)
+    other = "n2" if first == "n1" else "n1"
+    fleet.raise_finding(other, xid())
+    fleet.clear_finding(other, xid().key)
+    fleet.order(OperatorAction.READMIT, node=other)
+    assert fleet.node_state(other) is NodeState.PROBATION
+    fleet.finish_probe(first, ok=True)
+    fleet.advance(0.6, "n1", "n2", "n3")
+    tried = [probe.case != "" for probe in fleet.state.probes.values() if probe.candidate == other]
+    assert sorted(tried) == [False, True]
+
+
+def test_a_suspect_that_is_lost_while_it_waits_for_a_partner_is_waited_for_no_more() -> None:
+    fleet = _fleet(3)
+    fleet.raise_finding("n1", slow_link())
+    (first,) = _pairs(fleet)
+    other = "n2" if first == "n1" else "n1"
+    fleet.disconnect(other)
+    fleet.advance(2.0, first, "n3")
+    assert fleet.node_state(other) is NodeState.LOST
+    fleet.finish_probe(first, ok=True)
+    assert fleet.state.cases == {}
+
+
 def test_a_node_on_its_way_back_is_cleared_by_a_second_partner_and_the_first_is_convicted() -> None:
     fleet = CoreFleet()
     fleet.start(4, 1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from controller.core.effects import Effect
 from controller.core.records import StoredCheckpoint
 from everstep.errors import NotFound, StaleGeneration, Unavailable
@@ -154,6 +156,18 @@ def test_storage_that_is_away_is_tried_again_a_few_times() -> None:
     assert fleet.job().spilling is None
     assert fleet.job().spills_lost == 1
     assert "no route to the store" in audits(effects, "spill.given_up")[0]
+
+
+def test_storage_that_does_not_show_what_was_written_is_tried_again_a_few_times() -> None:
+    fleet = _fleet()
+    order = sent(_commit(fleet, 100), SpillVersion)["n1"]
+    for attempt in range(fleet.policy.order_failures):
+        assert fleet.job().spilling is not None
+        again = msgspec.structs.replace(order, attempt=order.attempt + attempt)
+        _answer(fleet, "n1", again)
+        effects = _answer(fleet, "n2", again)
+    assert fleet.job().spilling is None
+    assert "the storage does not show them all" in audits(effects, "spill.given_up")[0]
 
 
 def test_a_share_that_is_overwritten_ends_the_order_and_a_later_version_follows_after_a_wait() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from controller.core.effects import Effect, PutVersion
 from controller.core.events import NodeObserved, StoreChanged
 from everstep.ids import Version
 from everstep.vocabulary import JobState, NodeState
@@ -22,6 +23,40 @@ def test_a_generation_whose_acknowledgements_an_earlier_controller_took_is_seen_
     fleet.progress(10)
     fleet.advance(1.5, "n1", "n2", "n3")
     assert fleet.job().resumed_at is not None
+
+
+def test_a_generation_that_committed_before_all_said_that_they_step_commits_nothing_unannounced_after_it() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.lose_rank(0)
+    fleet.progress(7)
+    assert _committed(fleet.seal(7)) == [Version(2, 7)]
+    fleet.restart()
+    assert _committed(fleet.seal(8)) == [], "ranks may have been told of another one"
+
+
+def test_so_does_one_that_stepped_and_may_have_been_told_of_a_version_that_not_all_kept() -> None:
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.lose_rank(0)
+    fleet.resume(step=6)
+    assert _committed(fleet.seal(7, kept=False)) == []
+    fleet.restart()
+    assert _committed(fleet.seal(8)) == []
+
+
+def test_of_a_generation_that_has_neither_stepped_nor_committed_the_first_version_is_committed_by_who_takes_over() -> (
+    None
+):
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.lose_rank(0)
+    fleet.restart()
+    assert _committed(fleet.seal(7)) == [Version(2, 7)]
+
+
+def _committed(effects: list[Effect]) -> list[Version]:
+    return [effect.doc.version for effect in effects if isinstance(effect, PutVersion)]
 
 
 def test_steps_with_which_ranks_enter_and_to_which_they_are_set_back_are_none_of_a_generation() -> None:

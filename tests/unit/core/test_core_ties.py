@@ -6,6 +6,7 @@ import msgspec
 
 from controller.core.events import OperatorAction
 from controller.core.fleet import restore
+from controller.core.policy import CorePolicy
 from controller.core.records import NodeRecord
 from everstep.vocabulary import FindingKind, NodeState, Severity
 from everstep.wire.v1.training import ProbeFinished
@@ -109,3 +110,12 @@ def test_the_same_two_in_a_tie_again_are_no_news_of_either_though_somebody_vouch
         assert "evict" not in {decision for _, decision in _tie(fleet, "n1", "n2", step)}
         fleet.resume(step=step + 1)
     assert fleet.node_state("n1") is NodeState.HEALTHY
+
+
+def test_of_two_liars_one_that_stays_for_want_of_budget_leaves_the_matter_open() -> None:
+    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab(), eviction_count=1))
+    fleet.start(5, min_nodes=2)
+    fleet.seal(4)
+    said = decisions(fleet.seal(5, digests={1: "x", 2: "y"}))
+    assert [decision for node, decision in said if node in ("n2", "n3")] == ["evict", "hold_by_budget"]
+    assert len(fleet.job().ties) == 1, "of these a few end the job"
