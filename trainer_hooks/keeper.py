@@ -151,6 +151,7 @@ class GenerationKeeper:
             restored=result.version,
             choices=choices,
             clock=self._clock,
+            is_over=lambda: self._orders.is_over(self._spec.number, self._progress.step),
         )
         self._progress.resume_from(step)
         self._snapshotter.first_plan.wait()

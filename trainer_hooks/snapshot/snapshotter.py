@@ -64,6 +64,7 @@ class Snapshotter:
         tell: takes each report, from a thread of ours; must not block.
         restored: the version this generation started from; it is kept until two newer ones are sealed.
         choices: the job's; the same on all ranks.
+        is_over: whether the generation is: its store is cut before ``close`` is called, which is nobody's to mend.
     """
 
     def __init__(
@@ -78,8 +79,10 @@ class Snapshotter:
         restored: Version | None = None,
         choices: Choices = DEFAULT,
         clock: Clock = SYSTEM_CLOCK,
+        is_over: Callable[[], bool] = bool,
     ) -> None:
         self._vault = vault
+        self._is_over = is_over
         self._state = state
         self._spec = spec
         self._member = member
@@ -290,7 +293,7 @@ class Snapshotter:
             work()
         except (EverstepError, RuntimeError, OSError, ValueError) as error:
             now = self._clock.monotonic()
-            if not self._closing and now >= self._warn_at:
+            if not self._closing and not self._is_over() and now >= self._warn_at:
                 self._warn_at = now + RETRY_S
                 log.warning("cannot %s, training goes on without: %s", what, error, extra=self._where)
 

@@ -361,6 +361,29 @@ def test_a_rank_that_stays_away_from_the_plan_does_not_stop_the_training(
     assert "no snapshot of step 1: it could not be planned in time" in caplog.text
 
 
+@pytest.mark.parametrize("over", [False, True])
+def test_a_store_that_was_cut_as_the_generation_ended_is_not_told_of(
+    rank: LoneRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, over: bool
+) -> None:
+    tried = threading.Event()
+
+    def cut(*_: object) -> None:
+        tried.set()
+        raise dist.DistNetworkError("Broken pipe")
+
+    monkeypatch.setattr(module.Snapshotter, "_snapshot", cut)
+    spec = generation(1)
+    store, state = dist.HashStore(), TrackedState(rank.objects())
+    with caplog.at_level(logging.WARNING):
+        snapshots = Snapshotter(rank.client, state, spec, spec.roster[0], store, lambda _: None, is_over=lambda: over)
+        rank.step(snapshots, 1)
+        snapshots.begin(2)  # returns once the first one has been tried
+        assert tried.wait(10)
+        told = "cannot snapshot step 1, training goes on without: Broken pipe" in caplog.text
+        snapshots.close(finish=True)
+    assert told is not over
+
+
 def test_state_that_cannot_be_stored_is_told_to_the_user_at_once(rank: LoneRank) -> None:
     snapshots = rank.snapshotter(1)
     rank.counter.text = print  # type: ignore[assignment]
