@@ -20,6 +20,8 @@ MOST_ASKED = 16
 """Nodes that are worth asking for a share when nothing is known of it."""
 MOST_PROTECTED = 2
 """Versions of which a group is remembered: the one that parity keeps, and the next one while it is made."""
+MOST_OVER = 256
+"""Jobs that are known to be over: a rank may outlive its own by seconds."""
 
 
 class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +47,7 @@ class JobBook:
         self._jobs: dict[str, JobFacts] = {}
         self._seen: dict[tuple[str, int], list[str]] = {}
         self._groups: dict[tuple[str, int], dict[Version, ParityGroup]] = {}
+        self._over: dict[str, None] = {}
 
     def configure(self, message: Configure) -> JobFacts:
         """Takes the supervisor's word. Raises StaleGeneration for an old one, ConfigurationError for a weak secret."""
@@ -63,6 +66,7 @@ class JobBook:
                 holders={h.node: h.vault for h in message.holders},
             )
             self._jobs[message.job] = facts
+            self._over.pop(message.job, None)
             return facts
 
     def facts(self, job: str) -> JobFacts:
@@ -90,6 +94,13 @@ class JobBook:
         except NotFound:
             forget(job)
             raise
+
+    def require_not_over(self, job: str, forget: Callable[[str], None]) -> None:
+        """As ``require``, for a segment of this node's own ranks: they may come before their job is configured here."""
+        with self._lock:
+            over = job in self._over
+        if over:
+            self.require(job, forget)
 
     def saw(self, job: str, rank: int, node: str) -> None:
         """``node`` holds, or held, that rank's share of some version."""
@@ -131,6 +142,9 @@ class JobBook:
     def forget(self, job: str) -> None:
         with self._lock:
             self._jobs.pop(job, None)
+            self._over[job] = None
+            if len(self._over) > MOST_OVER:
+                del self._over[next(iter(self._over))]
             for known in (self._seen, self._groups):
                 for key in [key for key in known if key[0] == job]:
                     del known[key]

@@ -209,7 +209,9 @@ class Vault:
 
         def make() -> OwnedSegment:
             with near(message.numa_node):
-                return self._store.open(key, message.slot_bytes, message.slots, message.keep)
+                segment = self._store.open(key, message.slot_bytes, message.slots, message.keep)
+            self._book.require_not_over(message.job, self._store.forget)
+            return segment
 
         segment = await self._in_thread(make)
         view = segment.view

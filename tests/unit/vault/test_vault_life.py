@@ -248,6 +248,17 @@ def test_a_job_that_is_over_leaves_no_file(fleet: Vaults) -> None:
     assert rank.sealed(0, Version(1, 1), []).code == "not_found"
 
 
+def test_a_rank_that_outlives_its_job_leaves_no_segment(fleet: Vaults) -> None:
+    vault = fleet.start("n1")
+    fleet.configure()["n1"].ask(supervision.Forget, job=JOB)
+    refused = vault.client().ask(local.OpenSegment, job=JOB, local_rank=0, slot_bytes=100_000, slots=SLOTS)
+    assert isinstance(refused, local.Failed)
+    assert refused.code == "not_found"
+    assert [p for p in shared_memory_left(fleet) if "lock" not in p] == []
+    fleet.configure()
+    RankMemory(vault.client(), rank=0, slot_bytes=100_000)
+
+
 def test_an_orderly_end_leaves_the_slots_for_the_next_vault_and_nothing_else(fleet: Vaults) -> None:
     vault = fleet.start("n1")
     fleet.configure()
