@@ -66,6 +66,11 @@ def _no_words(*_: Any, **__: Any) -> str:
     return ""
 
 
+def _one_of_a_tie(digests: Any, _spec: Any) -> checkpoints.Vote:
+    vote = checkpoints.count_votes(digests)
+    return checkpoints.Vote(liars=vote.liars or frozenset(sorted(vote.tied)[:1]))
+
+
 # --- mistakes that take more than a line ---------------------------------------------------------------------------
 
 
@@ -255,8 +260,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("an eviction may take a job below its minimum", lambda: swapped(eviction._shortage, _no_words), seeds=(93,)),
     Mutant(
         "a tie of digests names a liar",
-        lambda: mistaken(checkpoints.count_votes, "2 * most > len(votes)", "most"),
-        seeds=(74,),
+        lambda: swapped(checkpoints.attested, _one_of_a_tie),
+        seeds=(74, 75),
     ),
     # whose fault it is
     Mutant("nobody is acquitted", lambda: swapped(acquittals._acquit, nothing), seeds=(2,)),
@@ -331,7 +336,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "the whole fleet may be rebooted at once",
         lambda: swapped(remedies.fleet_cap, lambda turn: ("", 0.0)),
-        seeds=(80,),
+        seeds=(64,),
     ),
     Mutant("what was cordoned stays cordoned", lambda: swapped(remedies.uncordon, nothing), seeds=(1,)),
     # generations and membership
@@ -381,7 +386,7 @@ MUTANTS: tuple[Mutant, ...] = (
         lambda: mistaken(spilling._written, "if report.whole:", "if True:"),
         seeds=(1,),
     ),
-    Mutant("what is kept besides is not pinned", lambda: swapped(protecting.pinned, lambda job: ()), seeds=(23,)),
+    Mutant("what is kept besides is not pinned", lambda: swapped(protecting.pinned, lambda job: ()), seeds=(102,)),
     Mutant("orders to vaults are given once", _orders_given_once, seeds=(16,)),
     # samples
     Mutant("ranks share samples", _overlapping_shares),
