@@ -347,7 +347,7 @@ class LocalJobs:
     def _stop(self, body: StopJob) -> None:
         job = self._jobs.get(body.job)
         self._outside.forget_in_vault(body.job)
-        if job is None:
+        if job is None or not body.means(job.launcher_incarnation):
             return
         job.stopped = body
         for seat in job.ranks.values():

@@ -68,7 +68,7 @@ def _end(turn: Turn, job: JobRecord, state: JobState, sentence: str) -> None:
     job.state, job.since, job.sentence, job.trace = state, turn.now, sentence, turn.trace
     live.pending = None
     turn.audit(f"job.{state}", sentence, job=job.job, generation=job.last_number)
-    send_stop(turn, job, state is JobState.FINISHED, sentence)
+    send_stop(turn, job)
     let_go(turn, job)
     job.leaving = None
     turn.job_changed(job.job)

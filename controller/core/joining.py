@@ -13,7 +13,7 @@ from controller.core.generations import (
 from controller.core.membership import ENDED, is_seated, least_nodes, most_nodes, next_seats
 from controller.core.priorities import consider_taking
 from controller.core.records import JobRecord, LauncherRecord
-from controller.core.signals import is_untold
+from controller.core.signals import is_untold, stop_of
 from controller.core.state import JobLive
 from controller.core.turn import Turn
 from controller.core.wording import nodes
@@ -45,7 +45,7 @@ def launcher_joined(turn: Turn, node: str, report: LauncherJoined) -> None:
     elif job.state in ENDED:
         ended_unheard = turn.state.store_away and job.since >= turn.state.store_away_at  # its launchers wait to be told
         if ended_unheard or report.launcher <= int(job.since * 1000):
-            turn.send(node, StopJob(job=job.job, ok=job.state is JobState.FINISHED, reason=job.sentence[:4096]))
+            turn.send(node, stop_of(job, report.launcher))
             return
         _start_over(turn, job, report)
     if report.spec != job.spec and not _take_spec(turn, job, node, report):
@@ -110,7 +110,7 @@ def _take_spec(turn: Turn, job: JobRecord, node: str, report: LauncherJoined) ->
 
 def _refuse(turn: Turn, node: str, report: LauncherJoined, reason: str) -> None:
     turn.audit("launcher.refused", reason, node=node, job=report.job)
-    turn.send(node, StopJob(job=report.job, ok=False, reason=reason))
+    turn.send(node, StopJob(job=report.job, ok=False, reason=reason, launcher=report.launcher))
 
 
 def _note_launcher(turn: Turn, job: JobRecord, node: str, report: LauncherJoined) -> None:

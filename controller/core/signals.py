@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from controller.core.membership import seats_of
 from controller.core.records import JobRecord
 from controller.core.turn import Turn
+from everstep.vocabulary import JobState
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
 from everstep.wire.v1.training import Member
 
@@ -49,8 +50,14 @@ def send_kill(turn: Turn, job: JobRecord, member: Member, generation: int, reaso
     turn.send(member.node, body)
 
 
-def send_stop(turn: Turn, job: JobRecord, ok: bool, reason: str) -> None:
+def send_stop(turn: Turn, job: JobRecord) -> None:
     """The job's end, to everybody concerned: vaults of former members still hold slots of it."""
-    body = StopJob(job=job.job, ok=ok, reason=reason[:4096])
     for node in audience(job, [*seats_of(job.leaving), *job.former]):
-        turn.send(node, body)
+        launcher = job.launchers.get(node)
+        turn.send(node, stop_of(job, launcher.incarnation if launcher is not None else 0))
+
+
+def stop_of(job: JobRecord, launcher: int) -> StopJob:
+    """What a launcher is told of a job that has ended; see StopJob."""
+    ok = job.state is JobState.FINISHED
+    return StopJob(job=job.job, ok=ok, reason=job.sentence[:4096], launcher=launcher)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from everstep.ids import Address, GenerationNumber, JobId, NodeId, Rank, TraceId, Version, Whole
+from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, TraceId, Version, Whole
 from everstep.vocabulary import ProbeKind
 from everstep.wire.v1.base import Message, ShortText
 from everstep.wire.v1.parity import ParityGroup
@@ -31,11 +31,19 @@ class KillRank(Message, frozen=True, kw_only=True, tag=True):
 
 
 class StopJob(Message, frozen=True, kw_only=True, tag=True):
-    """The job is over. ``ok`` is what launchers exit by; ``reason`` what they print."""
+    """The job is over. ``ok`` is what launchers exit by; ``reason`` what they print.
+
+    ``launcher``: the one that is meant. A later one of the node begins the job anew; 0: whichever is there.
+    """
 
     job: JobId
     ok: bool
     reason: ShortText
+    launcher: Incarnation = 0
+
+    def means(self, launcher: int) -> bool:
+        """Whether it is said to that launcher."""
+        return not self.launcher or launcher <= self.launcher
 
 
 class VersionNotice(Message, frozen=True, kw_only=True, tag=True):

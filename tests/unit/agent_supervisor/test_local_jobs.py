@@ -221,6 +221,17 @@ def test_a_stopped_job_loses_nobody(node: Node) -> None:
     assert node.jobs.jobs == ()
 
 
+def test_a_job_that_is_begun_anew_is_not_stopped_by_the_end_of_the_run_before(node: Node) -> None:
+    node.launcher(incarnation=5)
+    later = node.launcher(incarnation=6)
+    node.push(StopJob(job="j", ok=True, reason="done", launcher=5))
+    assert later.got(StopJob) == []
+    assert node.forgotten == ["j"], "what the run before left in memory"
+    stop = StopJob(job="j", ok=True, reason="done", launcher=6)
+    node.push(stop)
+    assert later.got(StopJob) == [stop]
+
+
 def test_a_launcher_that_missed_the_stop_hears_it_when_it_is_back(node: Node) -> None:
     node.launcher(incarnation=5)
     rank = node.rank(0)
