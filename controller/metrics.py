@@ -219,6 +219,7 @@ class FleetCollector(Collector):
         yield _gauge("remedies_open", "Remedies that have not ended.", desk.remedies_open())
         told = desk.elsewhere()
         away = "Nodes that knock again and again at a controller that stands by, of one the most."
+        yield _gauge("knocks", "Nodes that insist on this controller: none of one that leads.", 0)
         yield _gauge("nodes_elsewhere", away, max(told.knocks.values(), default=0))
         yield _gauge("resignations", "Leaders in a row, within the hour, whom nodes did not reach.", told.resignations)
         yield from self._database()

@@ -263,7 +263,7 @@ def test_stalled_ranks_say_where_they_are_and_how_many_collectives_they_began(fo
     ) as scene:
         scene.start(0, 1)
         scene.form(1, 0, 1)
-        first, second = sorted(scene.heard(RankStalled, 2), key=lambda m: m.rank)
+        first, second = (scene.heard(RankStalled, 1, where=lambda m, rank=rank: m.rank == rank)[0] for rank in (0, 1))
         assert "wait_for_nobody" in first.stacks
         assert "all_reduce" in first.stacks
         assert first.trace == ""

@@ -189,7 +189,7 @@ def test_a_script_that_requires_checkpoints_is_stopped_by_track(fleet: Vaults) -
     vault = fleet.start("n1", "--scrub-interval", "0", "--memory-limit", str(STATE))
     fleet.configure()
     client, spec = VaultClient(str(vault.run_dir / "vault.sock")), generation(1)
-    nothing = SimpleNamespace(end=lambda _: None, resume_from=lambda _: None)
+    nothing = SimpleNamespace(end=lambda _: None, resume_from=lambda _: None, is_over=lambda *_: False, step=0)
     keeper = GenerationKeeper(
         SimpleNamespace(spec=spec, member=spec.roster[0], store=dist.HashStore()),  # type: ignore[arg-type]
         orders=nothing,  # type: ignore[arg-type]
