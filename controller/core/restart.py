@@ -18,6 +18,7 @@ from controller.core.policy import CorePolicy
 from controller.core.quarantine import PROBE_PASSED, PROBE_SKIPPED, begin_probation
 from controller.core.records import FleetRecord, JobRecord, NodeRecord, VersionRecord
 from controller.core.state import FleetState, JobLive, NodeLive
+from controller.core.stragglers import watch_pace
 from controller.core.turn import Turn
 from everstep.vocabulary import NodeState
 
@@ -105,6 +106,8 @@ def started(turn: Turn, event: ControllerStarted) -> None:
         job_live.inherited = state.jobs[name].generation is not None and state.jobs[name].resumed_at is None
         job_live.fallback_at = turn.now + turn.policy.boundary_fallback_s
         resume_commits(turn, state.jobs[name])
+        if state.jobs[name].resumed_at is not None:
+            watch_pace(turn, state.jobs[name])
         for due in (turn.now, job_live.fallback_at, job_live.resume_due):
             turn.wake(due, "job", name)
 

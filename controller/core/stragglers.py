@@ -38,11 +38,9 @@ def check_pace(turn: Turn, job: JobRecord) -> None:
     spec = job.generation
     if not live.window_due or turn.now < live.window_due:
         return
-    missed = int((turn.now - live.window_due) / policy.straggler_window_s)  # a paused job has nobody to compare
+    # Also where nobody can be compared (a paused job has nobody): what was before an interruption is of then.
+    live.window += 1 + int((turn.now - live.window_due) / policy.straggler_window_s)
     _next_window(turn, job, live)
-    live.window += (
-        1 + missed
-    )  # whether anybody can be compared in it or not: what was before an interruption is of then
     if spec is None or job.resumed_at is None or job.leaving is not None or job.state is not JobState.RUNNING:
         return
     lag = turn.laggards(job.job, policy.straggler_factor)

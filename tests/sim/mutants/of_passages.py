@@ -58,6 +58,11 @@ OF_PASSAGES: tuple[Mutant, ...] = (
         "what nobody was compared with counts as verified",
         lambda: swapped(checkpoints.corroborated, lambda digests, ranks: True),
     ),
+    Mutant(
+        "who takes over compares nobody's pace",
+        lambda: mistaken(restart.started, "state.jobs[name].resumed_at is not None", "False"),
+        seeds=(50108,),
+    ),
     Mutant("a silence of before the start counts", _silences_of_before),
     Mutant(
         "a silent fleet is lost node by node",

@@ -95,6 +95,14 @@ def test_slow_windows_before_an_interruption_do_not_count_after_it() -> None:
     assert fleet.state.live_jobs["job"].slow == {}
 
 
+def test_a_controller_that_takes_over_compares_the_ranks_of_jobs_that_step() -> None:
+    fleet = _start(spares=0)
+    _run(fleet, 5.0)
+    fleet.restart()
+    _run(fleet, 12.0, n2=0.049)
+    assert decisions(fleet.effects) == [("n2", Decision.RECOMMEND)]
+
+
 def test_a_pause_lasts_as_many_windows_as_go_into_it() -> None:
     fleet = _start(nodes=3, spares=0, min_nodes=3)
     _run(fleet, 7.0, n2=0.049)
