@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from everstep.errors import MalformedMessage, Unavailable
+from everstep.errors import UNREADABLE, MalformedMessage, Unavailable
 from everstep.framing import PREFIX_BYTES, encode_frame
 from everstep.ids import split_address
 from everstep.wire.v1 import transfer
@@ -89,7 +89,7 @@ class Channel:
         self.receive_into(memoryview(body))
         try:
             return decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise MalformedMessage(f"{self.peer} sent a frame that is no known message: {error}") from error
 
     # --- bulk -----------------------------------------------------------------------------------------------------

@@ -29,6 +29,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import msgspec
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are no message of the type asked for, or one that is nested without end."""
+
 
 class EverstepError(Exception):
     """Base of all errors this project raises on purpose."""

@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from everstep.errors import MalformedMessage
+from everstep.errors import UNREADABLE, MalformedMessage
 
 PREFIX_BYTES = 4
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class FrameDecoder(Generic[T]):
             try:
                 messages.append(self._decoder.decode(body))
             # msgspec lets bad UTF-8, and what is nested without end, through as the latter two
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            except UNREADABLE as error:
                 raise MalformedMessage(f"a frame of {length} bytes is not a known message: {error}") from error
         return messages
 

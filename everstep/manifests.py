@@ -10,7 +10,7 @@ from enum import IntEnum
 import msgspec
 
 from everstep.boxes import Box, Extent
-from everstep.errors import ConfigurationError, MalformedMessage
+from everstep.errors import UNREADABLE, ConfigurationError, MalformedMessage
 
 LAYOUT_FORMAT = 1
 MOST_MANIFEST_BYTES = 64 << 20
@@ -109,7 +109,7 @@ def decode_manifest(data: bytes) -> Manifest:
     """Raises MalformedMessage for anything but a manifest of this format whose indices hold."""
     try:
         manifest = _decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise MalformedMessage(f"a slot's manifest cannot be read: {error}") from error
     if manifest.format != LAYOUT_FORMAT:
         raise MalformedMessage(f"a slot's manifest has format {manifest.format}, this release reads {LAYOUT_FORMAT}")

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from everstep.boxes import Box, Extent, whole
-from everstep.errors import NotRestorable
+from everstep.errors import UNREADABLE, NotRestorable
 from trainer_hooks.archive_checks import Damaged
 from trainer_hooks.snapshot.copy import part_of
 
@@ -143,7 +143,7 @@ class Safetensors:
     def _decoded(self, file: str, data: bytes | msgspec.Raw, kind: Any) -> Any:
         try:
             return msgspec.json.decode(data, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise Damaged(f"{self._folder}/{file} is no safetensors file: {error}") from error
 
     def _size(self, file: str) -> int:

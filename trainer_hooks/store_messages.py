@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
 from everstep.clock import Clock
-from everstep.errors import MalformedMessage
+from everstep.errors import UNREADABLE, MalformedMessage
 
 SLICE_S = 0.25
 """A wait in the store cannot be interrupted; one of this length can, between two of them."""
@@ -41,5 +41,5 @@ def decode(body: bytes, kind: type[T]) -> T:
     """Raises MalformedMessage."""
     try:
         return msgspec.msgpack.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise MalformedMessage(f"another rank's {kind.__name__} cannot be read: {error}") from error

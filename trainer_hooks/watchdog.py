@@ -57,8 +57,8 @@ class Watchdog:
         s = self._settings
         if self._configured_s is not None:
             return self._configured_s if progress.finished_here else max(self._configured_s, s.first_step_allowance_s)
-        again = self._doubted is not None and self._doubted[0] == progress.step
-        doubled = 2 * self._doubted[1] if self._doubted is not None and again else 0.0
+        step, doubted_s = self._doubted or (None, 0.0)
+        doubled = 2 * doubted_s if step == progress.step else 0.0
         steady = max(s.hang_floor_s, s.hang_factor * progress.step_s, self._allowed_s, doubled)
         return steady if progress.finished_here >= s.hang_warmup_steps else max(steady, s.first_step_allowance_s)
 

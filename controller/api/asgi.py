@@ -11,7 +11,15 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from controller.api import problems
-from everstep.errors import EverstepError, MalformedMessage, RateLimited, TooLarge, Unavailable, WrongMediaType
+from everstep.errors import (
+    UNREADABLE,
+    EverstepError,
+    MalformedMessage,
+    RateLimited,
+    TooLarge,
+    Unavailable,
+    WrongMediaType,
+)
 
 T = TypeVar("T")
 Headers = list[tuple[bytes, bytes]]
@@ -72,7 +80,7 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise MalformedMessage(f"not a valid message: {error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise MalformedMessage(f"not valid JSON ({len(body)} bytes; truncated?): {error}") from error
 
 

@@ -16,6 +16,7 @@ from urllib.parse import quote, urlencode, urlsplit
 import msgspec
 
 from everstep.errors import (
+    UNREADABLE,
     AuthenticationError,
     ConfigurationError,
     Conflict,
@@ -202,7 +203,7 @@ class Client:
     def _decode(self, body: bytes, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(body, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise MalformedMessage(
                 f"the answer of {self._leader} is not understood ({error}): is it a controller of this release?"
             ) from error

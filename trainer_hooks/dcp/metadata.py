@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from everstep.boxes import Box
-from everstep.errors import MalformedMessage
+from everstep.errors import UNREADABLE, MalformedMessage
 from everstep.manifests import Manifest, Stored
 from trainer_hooks.snapshot.blob import dtype_of
 
@@ -40,7 +40,7 @@ def decode_aside(data: bytes) -> Aside:
     """Raises MalformedMessage."""
     try:
         return _aside.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise MalformedMessage(f"what a checkpoint's slot holds besides tensors cannot be read: {error}") from error
 
 

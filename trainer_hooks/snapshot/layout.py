@@ -12,7 +12,7 @@ import msgspec
 import xxhash
 
 from everstep.boxes import Box, Extent, uncovered, whole
-from everstep.errors import MalformedMessage
+from everstep.errors import UNREADABLE, MalformedMessage
 from everstep.manifests import BLOB_PREFIX, LAYOUT_FORMAT, Lies, Manifest, Stored, Tensor, decode_manifest
 
 __all__ = [
@@ -99,5 +99,5 @@ def decode_layout(data: bytes) -> Layout:
     """Raises MalformedMessage."""
     try:
         return _layout_decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise MalformedMessage(f"a rank's layout cannot be read: {error}") from error

@@ -12,7 +12,7 @@ import msgspec
 import xxhash
 
 from agent.vault.parity.stripes import MOST_MEMBERS, parity_bytes
-from everstep.errors import MalformedMessage
+from everstep.errors import UNREADABLE, MalformedMessage
 from everstep.ids import NodeId, Rank, Version
 from everstep.slots import CHUNK_BYTES, DIGEST_BYTES, chunk_count
 
@@ -89,7 +89,7 @@ def read_manifest(data: bytes, whose: str) -> ParityManifest:
     """A parity shard's manifest. Raises MalformedMessage where it is none, or its lengths do not fit together."""
     try:
         manifest = _decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise MalformedMessage(f"{whose}: this is no manifest of parity: {error}") from error
     for member in manifest.members:
         member.sealed.check(whose)
