@@ -14,7 +14,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from everstep.slots import SegmentView
+from everstep.slots import SegmentView, SlotHeader
 from tests.support.exact_training import Diary, fingerprint
 from trainer_hooks.run import Run
 from trainer_hooks.snapshot.copy import HostMover
@@ -63,9 +63,10 @@ class Injector:
             self._mark(f"reduced-{self.step}-{self._rank}")
         self._strike(self.step, point)
 
-    def storing(self, point: str) -> None:
-        """From the copier's thread, which stores the step ``stored``."""
-        self._strike(self.stored, point)
+    def storing(self, point: str, step: int | None = None) -> None:
+        """From whichever thread stores ``step``; by itself the one that was begun last, which is not always the one
+        that is sealed: that of the step before may be, until the next is copied."""
+        self._strike(self.stored if step is None else step, point)
 
     def finished(self, step: int) -> None:
         """The step's snapshot has begun."""
@@ -117,14 +118,15 @@ def _install() -> None:
 
     def marked(self: SegmentView, slot: int) -> None:
         mark(self, slot)
-        if _now is not None:
-            _now.storing("marked")
+        header = self.header(slot)
+        if _now is not None and header is not None:
+            _now.storing("marked", header.version.step)
 
-    def sealed(self: SegmentView, *given: Any, **more: Any) -> Any:
-        result = seal(self, *given, **more)
+    def sealed(self: SegmentView, *given: Any, **more: Any) -> SlotHeader:
+        header = seal(self, *given, **more)
         if _now is not None:
-            _now.storing("sealed")
-        return result
+            _now.storing("sealed", header.version.step)
+        return header
 
     Snapshotter.begin = begun  # type: ignore[method-assign]
     HostMover.run = moved  # type: ignore[method-assign]
