@@ -29,7 +29,7 @@ from agent.settings_checks import listen_address
 from agent.vault_command import vault_command
 from everstep.backoff import Backoff
 from everstep.clock import Clock
-from everstep.errors import EverstepError, MalformedMessage, Unavailable
+from everstep.errors import UNREADABLE, EverstepError, MalformedMessage, Unavailable
 from everstep.framing import FrameDecoder, encode_frame
 from everstep.vault_note import is_held
 from everstep.wire.v1.local import MAX_FRAME_BYTES, Done, Failed, FromVault
@@ -240,7 +240,7 @@ class VaultKeeper:
     def _ready(self) -> _Ready | None:
         try:
             return msgspec.json.decode(self._ready_file.read_bytes(), type=_Ready)
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        except (OSError, *UNREADABLE):
             return None
 
     async def _adopt(self) -> bool:

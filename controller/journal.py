@@ -32,7 +32,7 @@ from controller.core.records import JobRecord
 from controller.core.state import FleetState
 from controller.core.turn import Read, Turn
 from everstep import __version__
-from everstep.errors import ConfigurationError, MalformedMessage, Unavailable
+from everstep.errors import UNREADABLE, ConfigurationError, MalformedMessage, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -273,7 +273,7 @@ def read_segment(path: Path) -> tuple[Beginning, Iterator[Entry]]:
         first = msgspec.msgpack.decode(next(frames), type=Beginning)
     except StopIteration:
         raise MalformedMessage(f"{path} ends before its first event") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise MalformedMessage(
             f"how {path} begins is not understood by this release ({__version__}): {error}"
         ) from error
@@ -295,7 +295,7 @@ def _entries(path: Path, version: str, frames: Iterable[bytes]) -> Iterator[Entr
     for number, frame in enumerate(frames, 1):
         try:
             yield decoder.decode(frame)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise MalformedMessage(
                 f"event {number} of {path}, written by everstep {version}, is not understood by this release "
                 f"({__version__}): replay it with that release ({error})"

@@ -14,6 +14,7 @@ from sqlalchemy import Connection
 
 from controller.core.records import NodeRecord
 from controller.store.ahead import NONE, Marks, changes
+from everstep.errors import UNREADABLE
 
 
 class Known(NamedTuple):
@@ -34,7 +35,7 @@ def read(connection: Connection, known: Known) -> Known:
     for row in found.rows:
         try:
             records[row.node] = msgspec.json.decode(row.doc, type=NodeRecord)
-        except msgspec.DecodeError:  # of another release: who leads says so
+        except UNREADABLE:  # of another release: who leads says so
             continue
         marks[row.node] = row.mark
     return Known(Marks(found.server, marks), records)

@@ -22,7 +22,7 @@ from controller.core.state import FleetState
 from controller.journal import Beginning, Entry, read_segment
 from controller.rulebook import with_rules
 from everstep import __version__
-from everstep.errors import EverstepError, MalformedMessage
+from everstep.errors import UNREADABLE, EverstepError, MalformedMessage
 from everstep.vocabulary import Verdict
 
 HIDDEN = "! what these words leave out is another: nodes, GPUs, groups, a record, or something else of a directive"
@@ -85,7 +85,7 @@ def replay(segment: Path, policy: CorePolicy | None = None, before: FleetState |
         return _recording(beginning, before, entries)
     try:
         state = msgspec.msgpack.decode(beginning.state, type=FleetState)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise MalformedMessage(
             f"{segment} was written by everstep {beginning.version}, whose state this release ({__version__}) does not "
             f"understand: replay it with that release ({error})"

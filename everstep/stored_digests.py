@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 import xxhash
 
-from everstep.errors import DigestMismatch, MalformedMessage
+from everstep.errors import UNREADABLE, DigestMismatch, MalformedMessage
 
 DIGESTS = ".everstep/digests"
 """Its name in a checkpoint's folder."""
@@ -53,5 +53,5 @@ def decode_digests(data: bytes) -> StoredDigests:
         if sealed.format != _FORMAT:
             raise MalformedMessage(f"{DIGESTS} has format {sealed.format}, of another release: {_FORMAT} is read here")
         return msgspec.msgpack.decode(sealed.digests, type=StoredDigests)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise MalformedMessage(f"{DIGESTS} cannot be read: {error}") from error

@@ -12,6 +12,8 @@ from typing import Annotated
 
 import msgspec
 
+from everstep.errors import UNREADABLE
+
 LOCK_FILE = ".vault.lock"
 _NOTE_BYTES = 4096
 
@@ -42,7 +44,7 @@ def read_note(directory: Path) -> VaultNote | None:
         with (directory / LOCK_FILE).open("rb") as file:
             note = msgspec.json.decode(file.read(_NOTE_BYTES), type=VaultNote)
             return note if _owner_of(note.pid) in (None, os.fstat(file.fileno()).st_uid) else None
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNREADABLE):
         return None
 
 

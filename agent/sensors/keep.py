@@ -10,6 +10,7 @@ import msgspec
 
 from agent.assess import Memory
 from agent.drivers.kmsg import LogPosition
+from everstep.errors import UNREADABLE
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ def load_kept(path: str) -> Kept:
             return msgspec.json.decode(file.read(MAX_BYTES), type=Kept)
     except FileNotFoundError:
         return Kept()
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *UNREADABLE) as error:
         logger.warning("sensor state %s cannot be used, starting without: %s", path, error)
         return Kept()
 

@@ -18,7 +18,7 @@ from agent.spill.retention import folder_of
 from agent.spill.slot import SpilledSlot
 from agent.spill.target import open_target
 from agent.spill.work import Job, prune
-from everstep.errors import EverstepError, MalformedMessage, Unavailable
+from everstep.errors import UNREADABLE, EverstepError, MalformedMessage, Unavailable
 from everstep.lineage import die_with_parent
 from everstep.object_storage import storage_errors
 
@@ -46,7 +46,7 @@ def carry_out(order: Order) -> Outcome:
 def _answer(data: bytes) -> Outcome | Refusal:
     try:
         return carry_out(msgspec.msgpack.decode(data, type=Order))
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         return Refusal(code=MalformedMessage.code, message=f"the order cannot be read: {error}")
     except EverstepError as error:
         return Refusal(code=error.code, message=str(error))

@@ -14,7 +14,7 @@ import msgspec
 from agent.spill.dcp_metadata import Path
 from agent.spill.pickles import Call, Global
 from agent.spill.torch_zip import RawTensor
-from everstep.errors import MalformedMessage
+from everstep.errors import UNREADABLE, MalformedMessage
 
 STATE_FORMAT = 2
 """As trainer_hooks/python_state.py writes it."""
@@ -24,7 +24,7 @@ def decode_state(data: bytes | memoryview) -> dict[str, Any]:
     """The state's top level, by key. Raises MalformedMessage."""
     try:
         state = msgspec.msgpack.decode(data, ext_hook=_unpack)
-    except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
+    except (*UNREADABLE, ValueError, TypeError) as error:
         raise MalformedMessage(f"a slot's Python state cannot be read: {error}") from error
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise MalformedMessage("a slot's Python state is no dictionary")

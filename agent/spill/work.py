@@ -20,7 +20,7 @@ from agent.spill.python_state import decode_state, require_format
 from agent.spill.retention import FEWEST_LEFT, Stored, folder_of, superfluous, version_of
 from agent.spill.slot import SpilledSlot
 from agent.spill.target import Growing, Target
-from everstep.errors import MalformedMessage
+from everstep.errors import UNREADABLE, MalformedMessage
 from everstep.ids import Version
 from everstep.manifests import Manifest, decode_manifest
 from everstep.range_digests import RangeHasher
@@ -96,7 +96,7 @@ class Job:
             return None
         try:
             record = msgspec.msgpack.decode(body[DIGEST_BYTES:], type=FileRecord)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNREADABLE:
             return None
         if (record.format, record.rank, record.division) != (_RECORD_FORMAT, rank, self._identity):
             return None

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from everstep.errors import UNREADABLE
 from everstep.ids import Whole
 from everstep.wire.v1.agent import Succession
 from everstep.wire.v1.base import ShortText
@@ -43,7 +44,7 @@ async def _asked(url: str, tls: ssl.SSLContext | None, within_s: float) -> _Read
     try:
         async with asyncio.timeout(within_s):
             return _READY.decode(await _get(url, tls))
-    except (OSError, TimeoutError, msgspec.DecodeError, UnicodeDecodeError):
+    except (OSError, TimeoutError, *UNREADABLE):
         return _Ready()
 
 

@@ -7,7 +7,7 @@ from http import HTTPStatus
 
 import msgspec
 
-from everstep.errors import BY_CODE, EverstepError, ProtocolError, RateLimited, Unavailable
+from everstep.errors import BY_CODE, UNREADABLE, EverstepError, ProtocolError, RateLimited, Unavailable
 from everstep.wire.v1.session import Refused
 
 LONGEST_MESSAGE = 1000
@@ -47,7 +47,7 @@ def error_of(status: int, body: bytes, retry_after: str, url: str) -> EverstepEr
     """
     try:
         said = msgspec.json.decode(body, type=_Problem)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         said = _Problem()
     code = said.code or said.error.code
     reason = (said.detail or said.error.message)[:LONGEST_MESSAGE] or _phrase(status)

@@ -20,7 +20,7 @@ from agent.uplink.heartbeat import Conversation, Inbox, NodeFacts, Refusal, mean
 from agent.uplink.refusals import NoAnswer, error_in, retry_after_s
 from agent.uplink.spool import MOST_IN_A_REQUEST, Spool
 from everstep.clock import Clock
-from everstep.errors import EverstepError, ProtocolError, RateLimited
+from everstep.errors import UNREADABLE, EverstepError, ProtocolError, RateLimited
 from everstep.vocabulary import Finding
 from everstep.wire.v1.agent import (
     DirectivesAnswer,
@@ -256,7 +256,7 @@ class Session:
                 return DirectivesAnswer(directives=(_inflated(body),))
             if kind in _KINDS:
                 return _KINDS[kind].decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, zlib.error) as error:
+        except (*UNREADABLE, zlib.error) as error:
             raise self._not_understood(f"{Frame(kind).name}: {error}") from error
         raise self._not_understood(f"a frame of kind {kind}")
 

@@ -17,6 +17,7 @@ from agent.vault.parity.shards import Place, Shards, all_at_once, require
 from agent.vault.segments import SegmentStore
 from agent.vault.statistics import Tally
 from everstep.errors import (
+    UNREADABLE,
     ConfigurationError,
     DigestMismatch,
     EverstepError,
@@ -86,7 +87,7 @@ class Spiller:
                     self._writing = None
         try:
             answer = msgspec.json.decode(said, type=Outcome | Refusal)
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise Unavailable(f"the writer of checkpoints ended with status {writer.returncode}") from error
         if isinstance(answer, Refusal):
             raise _REFUSALS.get(answer.code, EverstepError)(answer.message)

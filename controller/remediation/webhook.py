@@ -21,7 +21,7 @@ import msgspec
 from controller.core.effects import Remedy, RemedyKind
 from controller.remediation.base import MARK, Standing
 from controller.remediation.receiver import Receiver
-from everstep.errors import Conflict, Unavailable
+from everstep.errors import UNREADABLE, Conflict, Unavailable
 from everstep.ids import NodeId
 
 NODES_AT_ONCE = 100
@@ -107,5 +107,5 @@ class Webhook:
 def _decoded(answer: bytes, kind: Any) -> Any:
     try:
         return msgspec.json.decode(answer, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise Unavailable(f"the webhook's answer is not understood: {error}") from error

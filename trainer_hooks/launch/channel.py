@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from everstep.errors import MalformedMessage
+from everstep.errors import UNREADABLE, MalformedMessage
 
 MAX_BYTES = 192 << 10
 """Under the kernel's default send buffer (208 KiB), so that one message always fits."""
@@ -61,7 +61,7 @@ class Channel(Generic[T]):
         descriptors = _descriptors(ancillary)
         try:
             return self._decoder.decode(body), descriptors
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise MalformedMessage(f"a packet of {len(body)} bytes is not a known message: {error}") from error
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from everstep.errors import ConfigurationError, MalformedMessage
+from everstep.errors import UNREADABLE, ConfigurationError, MalformedMessage
 from trainer_hooks.snapshot.refusals import require_bytes_of_its_own
 
 MAX_BLOB_BYTES = 8 << 20
@@ -163,7 +163,7 @@ def decode_blob(data: bytes | memoryview) -> Any:
     """Raises MalformedMessage."""
     try:
         return msgspec.msgpack.decode(data, ext_hook=_unpack)
-    except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
+    except (*UNREADABLE, ValueError, TypeError) as error:
         raise MalformedMessage(f"the stored Python state cannot be read: {error}") from error
 
 

@@ -52,6 +52,7 @@ def test_the_highest_epoch_of_all_is_found() -> None:
         HEAD + b'{"epoch":"5"}',
         HEAD + b'{"epoch":5,"proof":"' + b"x" * 5000 + b'"}',
         HEAD + b"[" * (2 * MOST_ANSWER_BYTES),
+        HEAD + b'{"x":' + b"[" * (MOST_ANSWER_BYTES - 5),
         HEAD + b'"\xff"',
     ],
 )

@@ -35,7 +35,7 @@ def test_both_shapes_are_read(body: bytes) -> None:
     assert str(error) == "http://c:1: why (409)"
 
 
-@pytest.mark.parametrize("body", [b"", b"<html>", b"\xff\xfe", b"[]", b'{"code":7}'])
+@pytest.mark.parametrize("body", [b"", b"<html>", b"\xff\xfe", b"[]", b'{"code":7}', b'{"x":' + b"[" * 100_000])
 @pytest.mark.parametrize(
     ("status", "kind"), [(401, AuthenticationError), (404, NotFound), (409, StaleGeneration), (400, ProtocolError)]
 )

@@ -395,6 +395,7 @@ def test_a_session_that_is_not_held_may_end_once_nothing_is_awaited(talk: Talk) 
         (Frame.DEFLATED_PUSH, b"\x00" * 20),
         (Frame.HEARTBEAT_ANSWER, b'{"server_at": 1.0}'),
         (Frame.REPORTS_ANSWER, b'{"through": 9}'),
+        (Frame.REPORTS_ANSWER, b'{"x":' + b"[" * 100_000),
         (99, b"{}"),
     ],
 )

@@ -213,7 +213,7 @@ def test_a_ready_file_of_a_process_that_does_not_listen_is_not_believed(place: P
     play(story())
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"pid": "x"}', "\xff"])
+@pytest.mark.parametrize("content", ["", "{", '{"pid": "x"}', "\xff", '{"x":' + "[" * 100_000])
 def test_a_damaged_ready_file_is_as_good_as_none(place: Place, content: str) -> None:
     async def story() -> None:
         (place.run_dir / "vault.json").write_text(content, encoding="latin-1")

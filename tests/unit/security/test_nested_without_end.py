@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
+from pathlib import Path
 
+import msgspec
 import pytest
 
+from agent.sensors.keep import Kept, load_kept
 from agent.spill.python_state import decode_state
 from agent.vault.parity.manifest import read_manifest
 from everstep.errors import MalformedMessage
 from everstep.manifests import decode_manifest
+from everstep.vault_note import LOCK_FILE, read_note
+from trainer_hooks.launch.channel import Channel
 from trainer_hooks.snapshot.blob import decode_blob
 from trainer_hooks.snapshot.layout import decode_layout
 
@@ -29,3 +35,20 @@ DEEP = b"\x81\xa1x" + b"\x91" * 100_000
 def test_it_is_malformed(read: Callable[[bytes], object]) -> None:
     with pytest.raises(MalformedMessage):
         read(DEEP)
+
+
+def test_a_file_of_it_is_as_good_as_none(tmp_path: Path) -> None:
+    path = tmp_path / LOCK_FILE
+    path.write_bytes(b'{"x":' + b"[" * 100_000)
+    assert read_note(tmp_path) is None
+    assert load_kept(str(path)) == Kept()
+
+
+def test_a_packet_of_it_is_no_message() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        channel = Channel(ours, msgspec.Struct)
+        theirs.send(DEEP)
+        with pytest.raises(MalformedMessage):
+            channel.receive()
+        channel.close()
