@@ -8,6 +8,7 @@ offered again, and makes room for any other.
 from __future__ import annotations
 
 import ctypes
+import operator
 import secrets
 import threading
 from collections import Counter, defaultdict
@@ -30,6 +31,8 @@ from everstep.wire.v1.transfer import ManifestPart, Part, Put, split_digests
 
 MANIFEST = -1
 """The manifest among a transfer's pieces; the others are chunks, by their numbers."""
+SETTLE_S = 1.0
+"""How long what a broken connection has brought is waited for, before that connection is ended here too."""
 
 
 class Incoming:
@@ -108,6 +111,7 @@ class Receiver:
         self._findings = findings
         self._tally = tally
         self._lock = threading.Lock()
+        self._left = threading.Condition(self._lock)
         self._lanes: defaultdict[SegmentKey, threading.Lock] = defaultdict(threading.Lock)
         self._incoming: dict[bytes, Incoming] = {}
 
@@ -126,6 +130,7 @@ class Receiver:
             self._end_stale(key)
             if _holds(segment, put):
                 return None
+            self._settle(segment, sender, put)
             if (resumed := self._resumed(segment, sender, put)) is not None:
                 self._tally.add("reused_bytes", sum(len(resumed.chunk(index)) for index in resumed.done))
                 return resumed
@@ -141,6 +146,18 @@ class Receiver:
         sealed = () if segment is None else (header.version for _, header in segment.view.sealed())
         own = sorted((version for version in sealed if version.generation == put.generation), reverse=True)
         return [*put.keep, *own]
+
+    def _settle(self, segment: Segment, sender: str, put: Put) -> None:
+        """Who offers the same bytes again has no more use for its earlier connections, which may be news here: a node
+        is slow, or no word comes from a cut line. What they have brought need not come again."""
+        with self._left:
+            earlier = [i for i in self._incoming.values() if i.segment is segment and i.is_for(sender, put)]
+            for incoming in earlier:
+                incoming.left = True
+                if not self._left.wait_for(partial(operator.not_, incoming.writers), SETTLE_S):
+                    for writer in incoming.writers:
+                        writer.shutdown()
+                    self._left.wait_for(partial(operator.not_, incoming.writers), SETTLE_S)
 
     def _resumed(self, segment: Segment, sender: str, put: Put) -> Incoming | None:
         """What was left of a transfer of the same bytes, under a new name: the old connection has no part in it. What
@@ -259,6 +276,7 @@ class Receiver:
     def _leave(self, incoming: Incoming, channel: Channel) -> None:
         with self._lock:
             incoming.writers.discard(channel)
+            self._left.notify_all()
             self._release(incoming)
 
     def _release(self, incoming: Incoming) -> None:

@@ -17,10 +17,10 @@ from agent.vault.statistics import Tally
 from everstep.channel import Channel
 from everstep.errors import Conflict, OutOfSlotMemory, Unavailable
 from everstep.ids import Version
-from everstep.slots import SlotState
+from everstep.slots import CHUNK_BYTES, SlotState
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1 import supervision
-from everstep.wire.v1.transfer import PIECE_GOOD, Ack, ManifestPart, Part, PartDone, Put, PutDone
+from everstep.wire.v1.transfer import PIECE_GOOD, Ack, ManifestPart, Part, PartDone, Put, PutDone, Ready, chunk_bits
 from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, SECRET, Vaults, vaults
 from tests.support.waiting import until
@@ -155,6 +155,31 @@ def _begun(channel: Channel, message: Put) -> bytes:
         return begin(channel, message)
     except OutOfSlotMemory:
         return b""
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["no word of the old connection's end", "closed"])
+def test_who_offers_the_same_again_goes_on_where_its_old_connection_is(fleet: Vaults, wire: Wire, closed: bool) -> None:
+    """All was sent anew, into another slot, where the end of the old connection had not been seen yet."""
+    payload = bytes(CHUNK_BYTES) + b"\1" * 1000
+    first = wire.proved()
+    transfer = begin(first, put(payload))
+    _sent(first, transfer, payload[:CHUNK_BYTES])
+    first.send(Part(transfer=transfer, first=1, chunks=1))
+    bulk(first, payload[CHUNK_BYTES:-1])
+    if closed:
+        first.close()
+    second = wire.proved()
+    second.send(put(payload))
+    ready = second.answer(Ready)
+    assert (ready.manifest, ready.here) == (False, chunk_bits([0]))
+    second.send(Part(transfer=ready.transfer, first=1, chunks=1))
+    bulk(second, payload[CHUNK_BYTES:], PIECE_GOOD)
+    second.answer(PartDone)
+    second.send(PutDone(transfer=ready.transfer))
+    second.answer(Ack)
+    if not closed:
+        with pytest.raises(Unavailable):
+            first.answer(PartDone)
 
 
 def test_memory_of_a_job_that_ended_in_the_middle_of_a_copy_is_given_back(fleet: Vaults, wire: Wire) -> None:
