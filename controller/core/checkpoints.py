@@ -103,6 +103,8 @@ def take_seal(turn: Turn, job: JobRecord, spec: GenerationSpec, report: Sealed) 
     ballot.alike.setdefault(node, {}).update(dict.fromkeys(report.alike))
     for group, digest in report.digests.items():
         ballot.digests.setdefault(group, {})[report.rank] = digest
+    if report.kept:
+        ballot.kept.add(report.rank)
     if report.safe and report.kept:
         ballot.safe.add(report.rank)
     if len(ballot.said) == spec.world_size:
@@ -145,7 +147,7 @@ def _settle(turn: Turn, job: JobRecord, spec: GenerationSpec, version: Version, 
 def _count_missing_copies(turn: Turn, spec: GenerationSpec, live: JobLive, ballot: Ballot) -> None:
     """By home: versions in a row. A rank that did not keep the version at all says nothing of its homes."""
     missing: set[str] = set()
-    for rank in ballot.said - ballot.safe:
+    for rank in ballot.kept - ballot.safe:
         node = spec.node_of(rank)
         missing.update(home for home in spec.replica_nodes.get(node, ()) if home not in ballot.copies.get(node, ()))
     live.missed = {home: live.missed.get(home, 0) + 1 for home in sorted(missing)}

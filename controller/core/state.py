@@ -75,12 +75,14 @@ class Pending(msgspec.Struct, frozen=True):
 
 
 class Ballot(msgspec.Struct):
-    """What ranks said of one version: who has sealed it, whose share is kept and safe, digests by group and rank.
+    """What ranks said of one version: who has sealed it, whose share is kept, whose is safe too, digests by group and
+    rank.
 
     ``copies`` and ``alike`` as in ``Share``, by node.
     """
 
     said: set[Rank] = set()
+    kept: set[Rank] = set()
     safe: set[Rank] = set()
     copies: dict[NodeId, dict[NodeId, None]] = {}
     alike: dict[NodeId, dict[NodeId, None]] = {}

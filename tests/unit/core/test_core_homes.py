@@ -65,6 +65,19 @@ def test_a_version_that_arrives_between_begins_the_count_anew() -> None:
     assert fleet.spec().number == 1
 
 
+def test_a_version_that_is_told_of_for_its_digests_alone_is_missed_by_no_home() -> None:
+    """Every generation whose first versions were compared before one was to be kept accused all of its homes."""
+    fleet = _fleet()
+    for step in range(1, 7):
+        fleet.seal(step, kept=False)
+    fleet.progress(step=6, step_s=0.1)
+    for _ in range(20):
+        fleet.advance(0.5, *fleet.state.nodes)
+    assert fleet.spec().number == 1
+    assert decisions(fleet.effects) == []
+    assert not any(node.own for node in fleet.state.nodes.values())
+
+
 def test_where_there_is_nobody_else_it_is_named_and_the_job_goes_on_as_it_is() -> None:
     fleet = _fleet(2)
     for _ in range(8):
