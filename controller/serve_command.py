@@ -36,7 +36,7 @@ from controller.serving import (
 from controller.store.database import open_database, parse_url
 from controller.store.diagnose import diagnose
 from controller.store.trouble import StoreAway
-from everstep.errors import UNREADABLE, ConfigurationError, EverstepError
+from everstep.errors import ConfigurationError, EverstepError
 from everstep.system_clock import SYSTEM_CLOCK
 
 log = logging.getLogger("controller")
@@ -110,7 +110,7 @@ async def _begun(running: asyncio.Task[None], member: Member, settings: Controll
         raise ConfigurationError(diagnose(error, parse_url(settings.database))) from error
     except StoreAway as error:
         raise ConfigurationError(str(error)) from error
-    except UNREADABLE as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a RecursionError may be of anything that was begun
         raise ConfigurationError(
             f"what the database holds is not understood ({error}): it was written by another release; run that one"
         ) from error

@@ -45,9 +45,11 @@ def carry_out(order: Order) -> Outcome:
 
 def _answer(data: bytes) -> Outcome | Refusal:
     try:
-        return carry_out(msgspec.msgpack.decode(data, type=Order))
+        order = msgspec.msgpack.decode(data, type=Order)
     except UNREADABLE as error:
         return Refusal(code=MalformedMessage.code, message=f"the order cannot be read: {error}")
+    try:
+        return carry_out(order)
     except EverstepError as error:
         return Refusal(code=error.code, message=str(error))
     except storage_errors() as error:

@@ -90,13 +90,13 @@ class Incoming:
     def is_for(self, sender: str, put: Put) -> bool:
         """Whether these very bytes are what ``sender`` offers."""
         own = self.put
-        return (self.sender, own.version, own.digests, own.payload_bytes, own.manifest_bytes) == (
-            sender,
-            put.version,
-            put.digests,
-            put.payload_bytes,
-            put.manifest_bytes,
-        )
+        ours = (self.sender, own.version, own.digests, own.payload_bytes, own.manifest_bytes)
+        return ours == (sender, put.version, put.digests, put.payload_bytes, put.manifest_bytes)
+
+    def hang_up(self) -> None:
+        """Whoever writes into it leaves soon."""
+        for writer in self.writers:
+            writer.shutdown()
 
     def chunk(self, index: int) -> memoryview:
         return self.payload[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
@@ -111,7 +111,7 @@ class Receiver:
         self._findings = findings
         self._tally = tally
         self._lock = threading.Lock()
-        self._left = threading.Condition(self._lock)
+        self._writer_left = threading.Condition(self._lock)
         self._lanes: defaultdict[SegmentKey, threading.Lock] = defaultdict(threading.Lock)
         self._incoming: dict[bytes, Incoming] = {}
 
@@ -150,14 +150,14 @@ class Receiver:
     def _settle(self, segment: Segment, sender: str, put: Put) -> None:
         """Who offers the same bytes again has no more use for its earlier connections, which may be news here: a node
         is slow, or no word comes from a cut line. What they have brought need not come again."""
-        with self._left:
+        with self._writer_left:
             earlier = [i for i in self._incoming.values() if i.segment is segment and i.is_for(sender, put)]
             for incoming in earlier:
                 incoming.left = True
-                if not self._left.wait_for(partial(operator.not_, incoming.writers), SETTLE_S):
-                    for writer in incoming.writers:
-                        writer.shutdown()
-                    self._left.wait_for(partial(operator.not_, incoming.writers), SETTLE_S)
+                unused = partial(operator.not_, incoming.writers)
+                if not self._writer_left.wait_for(unused, SETTLE_S):
+                    incoming.hang_up()
+                    self._writer_left.wait_for(unused, SETTLE_S)
 
     def _resumed(self, segment: Segment, sender: str, put: Put) -> Incoming | None:
         """What was left of a transfer of the same bytes, under a new name: the old connection has no part in it. What
@@ -183,8 +183,7 @@ class Receiver:
             for incoming in [i for i in self._incoming.values() if i.segment.key == key]:
                 if incoming.put.generation < generation and not incoming.left:  # what was left may be gone on with
                     incoming.given_up = True
-                    for writer in incoming.writers:
-                        writer.shutdown()
+                    incoming.hang_up()
                     self._release(incoming)
 
     def forget(self, job: str) -> None:
@@ -276,7 +275,7 @@ class Receiver:
     def _leave(self, incoming: Incoming, channel: Channel) -> None:
         with self._lock:
             incoming.writers.discard(channel)
-            self._left.notify_all()
+            self._writer_left.notify_all()
             self._release(incoming)
 
     def _release(self, incoming: Incoming) -> None:
