@@ -47,6 +47,7 @@ class Outside(LossOutside, Protocol):
     def finding(self, raised: FindingRaised) -> None: ...
     def configure_vault(self, job: LocalJob) -> None: ...
     def forget_in_vault(self, job: str) -> None: ...
+    def forget_seals(self, job: str, before: int) -> None: ...
 
 
 class LocalJobs:
@@ -125,15 +126,16 @@ class LocalJobs:
         job = self._job(hello.job)
         if hello.role is Role.LAUNCHER:
             self._launchers[peer] = LauncherSeat(job, peer)
-            if job.spec is not None and not job.stopped:
+            if job.spec is not None and not job.stopped and not job.end_heard:
                 peer.send(NewGeneration(spec=job.spec))
             return
         if hello.local_rank is None:
             raise MalformedMessage("a rank's Hello must name its local_rank")
         seat = RankSeat(job, peer, hello.local_rank, hello.pid, heard_at=self._clock.monotonic())
+        self._ranks[peer] = seat  # before another's end: its job must not be forgotten with that
         self._take_place_of_another(job, seat)
         seat.came_in = job.newest if job.lost_in.get(hello.local_rank) != job.newest else job.newest + 1
-        self._ranks[peer] = job.ranks[hello.local_rank] = seat
+        job.ranks[hello.local_rank] = seat
         job.vacant.discard(hello.local_rank)
         self._welcome_rank(seat)
 
@@ -164,7 +166,7 @@ class LocalJobs:
         if job.stopped is not None:
             seat.peer.send(job.stopped)
             return
-        if job.spec is not None and seat.came_in <= job.spec.number:
+        if job.spec is not None and not job.end_heard and seat.came_in <= job.spec.number:
             self._offer(seat, job.spec)
 
     def _offer(self, seat: RankSeat, spec: GenerationSpec) -> None:
@@ -211,9 +213,15 @@ class LocalJobs:
         self._outside.report(report)
 
     def _rank_is_in(self, job: LocalJob, generation: int) -> None:
-        """Past an announced boundary the vault refuses what belongs to the generation before it."""
+        """Past an announced boundary nothing counts that belongs to the generation before it."""
         if job.heard_of(generation) and job.spec is not None:
-            self._outside.configure_vault(job)
+            self._moved_on(job)
+
+    def _moved_on(self, job: LocalJob) -> None:
+        """What belongs to older generations the vault refuses; and their versions may not be committed any more, since
+        their slots are filled again: a controller that took over may know of no newer generation."""
+        self._outside.configure_vault(job)
+        self._outside.forget_seals(job.name, job.oldest)
 
     def _from_launcher(self, seat: LauncherSeat, message: ToAgent) -> None:
         match message:
@@ -235,8 +243,12 @@ class LocalJobs:
         if job.stopped is not None and message.launcher == job.launcher_incarnation:
             seat.peer.send(job.stopped)
             return
-        if job.stopped is not None:  # the same name, a new run: nothing of the old one holds for it
-            job = self._jobs[job.name] = seat.job = LocalJob(job.name)
+        if (end := job.end_heard) is not None and end.means(message.launcher):
+            job.launcher_incarnation = message.launcher
+            self._end(job, end)
+            return
+        if job.stopped is not None or job.end_heard is not None:  # the same name, a new run
+            job = self._jobs[job.name] = seat.job = job.once_more()
         other = job.launcher
         if other is not None and other is not seat:
             other.peer.close()
@@ -259,7 +271,11 @@ class LocalJobs:
 
     def _forget_if_over(self, job: LocalJob) -> None:
         """A stopped job whose last process is gone needs no memory."""
-        if job.stopped is not None and self._jobs.get(job.name) is job and not self._is_seated(job):
+        if (
+            (job.stopped is not None or job.end_heard is not None)
+            and self._jobs.get(job.name) is job
+            and not self._is_seated(job)
+        ):
             del self._jobs[job.name]
 
     def _launcher_gone(self, seat: LauncherSeat, detail: str) -> None:
@@ -307,7 +323,7 @@ class LocalJobs:
             self.counts["directives_stale"] += 1
             return
         job.told_of(spec)
-        self._outside.configure_vault(job)  # before the ranks hear of it: they will ask the vault at once
+        self._moved_on(job)  # before the ranks hear of it: they will ask the vault at once
         self.losses.tell_unplaced(job)
         for seat in job.ranks.values():
             if not seat.condemned and seat.came_in <= spec.number:
@@ -347,9 +363,16 @@ class LocalJobs:
     def _stop(self, body: StopJob) -> None:
         job = self._jobs.get(body.job)
         self._outside.forget_in_vault(body.job)
-        if job is None or not body.means(job.launcher_incarnation):
+        if job is None:
             return
-        job.stopped = body
+        if job.launcher is None:  # its ranks say nothing of their launcher: it may be one that begins the job anew
+            job.end_heard = body
+            self._forget_if_over(job)
+        elif body.means(job.launcher_incarnation):
+            self._end(job, body)
+
+    def _end(self, job: LocalJob, body: StopJob) -> None:
+        job.stopped, job.end_heard = body, None
         for seat in job.ranks.values():
             seat.peer.send(body)
         for launcher in self._launchers.values():

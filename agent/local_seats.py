@@ -119,7 +119,8 @@ class LocalJob:
     local rank, the generation its last process was lost in. ``vacant``: local ranks that nobody will play.
     ``vacancy_told``: the generation in which a vacancy was last reported. ``exits``: words on processes whose
     connection has not ended yet. ``ends``: processes that are gone, with the loss each was (None where it was none).
-    ``unplaced``: words on processes that ended before this agent knew any generation.
+    ``unplaced``: words on processes that ended before this agent knew any generation. ``end_heard``: the job's end,
+    heard while no launcher was there; the one that joins next is meant by it, or begins the job anew.
     """
 
     def __init__(self, name: str) -> None:
@@ -128,6 +129,7 @@ class LocalJob:
         self.newest = 0
         self.oldest = 0
         self.stopped: StopJob | None = None
+        self.end_heard: StopJob | None = None
         self.launcher: LauncherSeat | None = None
         self.launcher_incarnation = 0
         self.launcher_gone = False
@@ -139,6 +141,15 @@ class LocalJob:
         self.ends: OrderedDict[int, Loss | None] = OrderedDict()
         self.unplaced: dict[int, RankExited] = {}
 
+    def once_more(self) -> LocalJob:
+        """A new run under this name: of the run before nothing holds. Ranks that wait for its launcher's word stay."""
+        fresh = LocalJob(self.name)
+        if self.stopped is None:
+            fresh.ranks = self.ranks
+            for seat in fresh.ranks.values():
+                seat.job, seat.came_in = fresh, 0
+        return fresh
+
     def heard_of(self, generation: int) -> bool:
         """A rank is in ``generation``; returns whether those before it count no longer because of that."""
         before = self.oldest
@@ -148,7 +159,7 @@ class LocalJob:
 
     def told_of(self, spec: GenerationSpec) -> None:
         """The controller says that ``spec`` follows: at once, or when its boundary is reached."""
-        self.spec, self.newest = spec, spec.number
+        self.spec, self.newest, self.end_heard = spec, spec.number, None
         if spec.after_step is None:
             self.oldest = spec.number
 

@@ -274,6 +274,9 @@ class Supervisor:
         self._orders.forget(job)
         self._vault.forget(job)
 
+    def forget_seals(self, job: str, before: int) -> None:
+        self._spool.forget_seals(job, before)
+
     def new_trace(self) -> str:
         """A new stimulus' id."""
         return uuid.uuid4().hex[:16]

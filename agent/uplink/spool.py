@@ -183,6 +183,16 @@ class Spool:
         self.refused += 1
         self._remove(number)
 
+    def forget_seals(self, job: str, before: int) -> list[int]:
+        """Leaves out seals of ``job`` of generations before this one, and returns their numbers."""
+        left_out: list[int] = []
+        for number, entry in list(self._entries.items()):
+            body = entry.report.body
+            if isinstance(body, Sealed) and body.job == job and body.generation < before:
+                self._remove(number)
+                left_out.append(number)
+        return left_out
+
     def close(self) -> None:
         """Closes the file; what is unacknowledged stays in it for the next life."""
         if self._file >= 0:

@@ -51,10 +51,14 @@ def send_kill(turn: Turn, job: JobRecord, member: Member, generation: int, reaso
 
 
 def send_stop(turn: Turn, job: JobRecord) -> None:
-    """The job's end, to everybody concerned: vaults of former members still hold slots of it."""
+    """The job's end, to everybody concerned: vaults of former members still hold slots of it.
+
+    Where no launcher is known one may be on its way, and one younger than the end begins the job anew
+    (``joining.launcher_joined``): it is not meant.
+    """
     for node in audience(job, [*seats_of(job.leaving), *job.former]):
         launcher = job.launchers.get(node)
-        turn.send(node, stop_of(job, launcher.incarnation if launcher is not None else 0))
+        turn.send(node, stop_of(job, launcher.incarnation if launcher is not None else int(job.since * 1000)))
 
 
 def stop_of(job: JobRecord, launcher: int) -> StopJob:

@@ -235,6 +235,10 @@ class AgentProcess:
         self._loop.enter(lambda: self.orders.forget(job))
         self.vault.forget(job)
 
+    def forget_seals(self, job: str, before: int) -> None:
+        numbers = self.spool.forget_seals(job, before)
+        self.world.see(facts.LeftOut(self.machine.name, self.words.conversation.incarnation, frozenset(numbers)))
+
 
 def _no_threads(*_: Any) -> None:
     raise AssertionError("orders to a vault block nowhere")

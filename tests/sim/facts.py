@@ -65,6 +65,15 @@ class Acknowledged:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Seals that an agent reports no more: their generation is over."""
+
+    node: str
+    life: int
+    numbers: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Delivered:
     """A directive reached an agent, which had not had it before. ``life``: the agent's."""
 
@@ -224,6 +233,7 @@ Fact = (
     | Durable
     | TookOver
     | Acknowledged
+    | LeftOut
     | Delivered
     | Entered
     | Stepped

@@ -7,11 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from controller.core.events import ReportArrived
 from controller.core.records import NodeRecord
 from controller.store.records import Batch, OutboxRow
 from everstep.wire.v1.directives import RunProbe
+from everstep.wire.v1.training import FindingCleared
 from tests.sim import facts
 from tests.sim.checkers.durability import Durability
+from tests.sim.facts import Violation
 
 PROBE = RunProbe(probe="probe-2", nodes=("n1",), store="n1:0")
 SEQ = 2_000_000_001
@@ -41,6 +44,14 @@ class Records:
 
     def told(self) -> None:
         self._see(facts.Delivered("n1", 2, SEQ, PROBE))
+
+    def arrives(self, number: int) -> None:
+        body = FindingCleared(key="k")
+        report = ReportArrived(node="n1", incarnation=2, number=number, body=body, entropy="")
+        self._see(facts.Handled("c1", 0, report, [], 0.0))
+
+    def left_out(self, *numbers: int) -> None:
+        self._see(facts.LeftOut("n1", 2, frozenset(numbers)))
 
     def pruned(self) -> None:
         self._write(pruned={"n1": SEQ})
@@ -73,3 +84,17 @@ def test_what_a_new_leader_orders_of_a_life_that_is_over_is_void_when_the_node_r
     records.lives(2)
     records.pruned()
     assert not records.checker.complaint()
+
+
+def test_a_report_that_does_not_come_is_missed(records: Records) -> None:
+    records.arrives(1)
+    with pytest.raises(Violation, match="report 3 follows 1"):
+        records.arrives(3)
+
+
+def test_seals_that_their_agent_has_left_out_are_not_missed(records: Records) -> None:
+    records.arrives(1)
+    records.left_out(2)
+    records.arrives(3)
+    with pytest.raises(Violation, match="report 5 follows 3"):
+        records.arrives(5)

@@ -97,6 +97,7 @@ class Node:
         self.findings: list[FindingRaised] = []
         self.configured: list[int] = []
         self.forgotten: list[str] = []
+        self.seals_from: dict[str, int] = {}
         self._timers: list[Timer] = []
         self._traces = 0
         self._pids = 1000
@@ -115,6 +116,9 @@ class Node:
 
     def forget_in_vault(self, job: str) -> None:
         self.forgotten.append(job)
+
+    def forget_seals(self, job: str, before: int) -> None:
+        self.seals_from[job] = before
 
     def new_trace(self) -> str:
         self._traces += 1

@@ -28,6 +28,7 @@ class Durability(Checker):
         self._epoch = 0
         self._registered: dict[str, int] = {}
         self._taken: dict[tuple[str, int], int] = {}
+        self._left_out: dict[tuple[str, int], set[int]] = defaultdict(set)
         self._recorded: dict[str, int] = {}
         self._told: dict[str, set[int]] = defaultdict(set)
         self._written: dict[str, dict[int, tuple[str, int]]] = defaultdict(dict)
@@ -40,6 +41,7 @@ class Durability(Checker):
         return {
             facts.Durable: self._durable,
             facts.Acknowledged: self._acknowledged,
+            facts.LeftOut: self._leaves_out,
             facts.TookOver: self._took_over,
             facts.Handled: self._handled,
             facts.Delivered: self._delivered,
@@ -68,6 +70,9 @@ class Durability(Checker):
                 self.name, f"reports of {fact.node} are acknowledged through {fact.through}, written are {written}"
             )
 
+    def _leaves_out(self, fact: facts.LeftOut) -> None:
+        self._left_out[fact.node, fact.life] |= fact.numbers
+
     def _took_over(self, fact: facts.TookOver) -> None:
         self._epoch, self._registered, self._taken = fact.epoch, {}, {}
         for (node, life), through in self._marks.items():
@@ -94,7 +99,8 @@ class Durability(Checker):
         """Reports of a life follow one another: what its agent keeps no more was taken, here or by who led before."""
         key = (event.node, event.incarnation)
         before = max(written, self._taken.get(key, 0))
-        if before and event.number > before + 1:
+        missing = set(range(before + 1, event.number)) - self._left_out[key]
+        if before and missing:
             raise Violation(
                 self.name, f"of {event.node} report {event.number} follows {before}: those between them are lost"
             )

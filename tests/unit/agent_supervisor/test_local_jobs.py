@@ -93,9 +93,11 @@ def test_until_an_announced_boundary_the_vault_takes_copies_of_the_running_gener
     node.push(NewGeneration(spec=msgspec.structs.replace(generation(2), after_step=9)))
     node.tick(rank, 1, 0, step=9)
     assert node.configured == [1, 1]
+    assert node.seals_from == {"j": 1}
     node.tick(rank, 2, 0)
     node.tick(rank, 2, 0)
     assert node.configured == [1, 1, 2]
+    assert node.seals_from == {"j": 2}
 
 
 def test_jobs_of_one_node_do_not_hear_of_each_other(node: Node) -> None:
@@ -262,3 +264,45 @@ def test_memory_of_jobs_without_processes_is_bounded(node: Node) -> None:
         node.push(NewGeneration(spec=generation(1, job=f"job{number}")))
     assert len(node.jobs.jobs) <= 66
     assert any(job.name == "j" for job in node.jobs.jobs)
+
+
+def test_ranks_of_a_launcher_that_has_not_joined_yet_outlive_the_end_of_the_run_before(node: Node) -> None:
+    """They are there before their launcher offers the node: the end, still on its way, is not theirs."""
+    rank = node.rank(0)
+    node.push(StopJob(job="j", ok=False, reason="nothing is whole", launcher=5))
+    assert rank.got(StopJob) == []
+    node.launcher(incarnation=6)
+    assert [joined.launcher for joined in node.of(LauncherJoined)] == [6]
+    node.regroup(1)
+    assert rank.generations == [1]
+    node.jobs.gone(rank, "ended")
+    node.wait()
+    assert [lost.generation for lost in node.of(RankLost)] == [1]
+
+
+def test_ranks_hear_the_end_of_their_job_with_the_launcher_that_it_means(node: Node) -> None:
+    """The agent began anew, and has not seen its launcher again when the end comes."""
+    rank = node.rank(0)
+    stop = StopJob(job="j", ok=True, reason="done", launcher=5)
+    node.push(stop)
+    launcher = node.launcher(incarnation=5)
+    assert (launcher.got(StopJob), rank.got(StopJob)) == ([stop], [stop])
+    assert node.of(LauncherJoined) == []
+
+
+def test_nobody_is_offered_the_generation_of_a_run_whose_end_was_heard(node: Node) -> None:
+    old = node.launcher(incarnation=5)
+    node.rank(0)
+    node.regroup(9)
+    node.jobs.gone(old, "ended")
+    node.push(StopJob(job="j", ok=False, reason="nothing is whole", launcher=5))
+    rank, launcher = node.rank(0), node.launcher(incarnation=6)
+    assert (rank.generations, launcher.generations) == ([], [])
+    node.regroup(1)
+    assert (rank.generations, launcher.generations) == ([1], [1])
+
+
+def test_a_job_without_processes_is_forgotten_with_its_end(node: Node) -> None:
+    node.regroup(9)
+    node.push(StopJob(job="j", ok=True, reason="done"))
+    assert node.rank(0).generations == []

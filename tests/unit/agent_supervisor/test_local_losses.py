@@ -339,5 +339,6 @@ def test_who_need_not_tick_is_not_told(node: Node, which: str) -> None:
     if which == "finished":
         node.jobs.heard(rank, RankFinished(job="j", at=0.0, generation=1, rank=0, step=9))
     if which == "stopped":
+        node.launcher()
         node.push(StopJob(job="j", ok=True, reason="done"))
     assert silent(node, 5.0) == []

@@ -83,6 +83,9 @@ class Agent:
     def forget_in_vault(self, job: str) -> None:
         pass
 
+    def forget_seals(self, job: str, before: int) -> None:
+        pass
+
     def new_trace(self) -> str:
         return "t"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -230,4 +231,19 @@ def test_numbers_rise_and_nothing_is_lost_below_the_bounds(steps: list[AnyReport
     assert {b.version for b in heard.values() if isinstance(b, Sealed)} == {
         s.version for s in said if isinstance(s, Sealed)
     }
+    assert spool.dropped == 0
+
+
+def test_seals_of_a_generation_that_is_over_are_left_out_sent_or_not() -> None:
+    """Their slots are filled again: a controller that took over and knows of no newer one would commit them."""
+    spool = a_spool()
+    spool.add(sealed(1, safe=False), 0.0)
+    spool.batch()
+    spool.add(sealed(1), 0.0)
+    spool.add(lost(), 0.0)
+    newer, others = (msgspec.structs.replace(sealed(2), generation=2), msgspec.structs.replace(sealed(1), job="k"))
+    spool.add(newer, 0.0)
+    spool.add(others, 0.0)
+    spool.forget_seals("j", before=2)
+    assert bodies(spool) == [lost(), newer, others]
     assert spool.dropped == 0
