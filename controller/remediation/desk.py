@@ -62,6 +62,7 @@ _GIVES_UP_TO = {
 """What makes it pointless to go on with what was begun: the opposite stands behind it."""
 _UNFINISHED_GIVES_UP_TO = {RemedyKind.CORDON: frozenset({RemedyKind.REPAIR})}
 """The same where it stands outside but for something that goes with it: a repair keeps the node out as well."""
+NOT_CONFIRMED = "it was not confirmed"
 ASK_AGAIN = Backoff(floor_s=0.5, ceiling_s=30.0)
 """Between two attempts, and between two looks at whether it is done."""
 
@@ -188,8 +189,8 @@ class RemedyDesk:
             patience_s, end = min(patience_s, PATIENCE_SHARE * waits_s), remedy.at + OWN_SHARE * waits_s
             ask_until = end - patience_s
         until = min(self._now() + patience_s, end)
-        ask, asked, attempt, trouble = not look_first, False, 0, "it was not confirmed"
-        is_unfinished = False
+        ask, asked, attempt, trouble = not look_first, False, 0, NOT_CONFIRMED
+        is_away = is_unfinished = False
         while True:
             later = self._overtaking(remedy, is_unfinished=is_unfinished) if attempt else None
             try:
@@ -216,7 +217,9 @@ class RemedyDesk:
                     self._failed()
                 trouble, is_away, is_unfinished = str(error), True, isinstance(error, Unfinished)
             else:
-                is_away = False
+                if is_away and remedy.kind not in _CURES:  # patience is with an outside that answers
+                    until = self._now() + patience_s
+                trouble, is_away = NOT_CONFIRMED, False
             if later is not None:
                 raise _Overtaken(f"{later.id} ({later.kind}) replaced it while it was held up: {trouble}")
             if self._now() >= until:

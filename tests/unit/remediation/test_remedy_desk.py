@@ -208,6 +208,43 @@ def test_what_is_to_stand_is_asked_for_until_the_outside_is_back_however_long_it
     assert failures["failed"] == 4
 
 
+@pytest.mark.parametrize("kind", [RemedyKind.CORDON, RemedyKind.UNCORDON, RemedyKind.REPAIR])
+def test_what_an_earlier_life_began_is_asked_for_however_long_the_outside_could_not_be_looked_at(
+    kind: RemedyKind,
+) -> None:
+    """Patience is with an outside that answers: one that is back, and has not done it, was never asked in this life."""
+    machine, book = Machine(pending=3), Book()
+    machine.kinds, looks = frozenset(RemedyKind), itertools.count()
+    done = machine.is_done
+
+    def later(remedy: Remedy) -> bool:
+        book.now += PATIENCE_S[remedy.kind] / 4
+        if next(looks) < 4:
+            raise Unavailable("it does not answer")
+        return done(remedy)
+
+    machine.is_done = later  # type: ignore[method-assign]
+    run(machine, book, left=[wanted(1, kind, state=RemedyState.BEGUN)])
+    assert machine.applied == ["n1-a1"]
+    assert book.states("n1-a1") == ["confirmed"]
+
+
+def test_what_was_not_done_when_the_outside_was_back_is_given_up_for_that() -> None:
+    """And not for the absence before it."""
+    machine, book = Machine(pending=10**9), Book()
+    looks, done = itertools.count(), machine.is_done
+
+    def later(remedy: Remedy) -> bool:
+        book.now += PATIENCE_S[remedy.kind] / 4
+        if next(looks) < 4:
+            raise Unavailable("it does not answer")
+        return done(remedy)
+
+    machine.is_done = later  # type: ignore[method-assign]
+    run(machine, book, wanted(1))
+    assert book.told[0].detail == "it was not confirmed within 300 s"
+
+
 def test_who_may_not_lead_any_more_asks_for_nothing() -> None:
     machine, book = Machine(), Book()
     doubts = iter([NotLeading("it was stopped")] * 3)
