@@ -5,120 +5,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
-import msgspec
 import pytest
 
 from controller.core.effects import Remedy, RemedyKind
-from controller.core.events import ActionReported
-from controller.core.policy import CorePolicy
 from controller.lease import NotLeading
-from controller.remediation.base import Standing
-from controller.remediation.desk import PATIENCE_S, PATIENCE_SHARE, THREADS, RemedyDesk
+from controller.remediation.desk import THREADS, RemedyDesk
 from controller.remediation.kubernetes import Kubernetes
-from controller.store.records import RemedyRow, RemedyState
+from controller.store.records import RemedyState
 from everstep.backoff import Backoff
-from everstep.errors import Conflict, Unavailable
 from tests.support import kube
-
-AT_ONCE = Backoff(floor_s=0.0, ceiling_s=0.0)
-
-
-class Machine:
-    """A remediator over machines in memory. ``pending``: how often it is asked before a remedy shows; ``refuses``."""
-
-    name = "machine"
-
-    def __init__(self, pending: int = 0, refuses: bool = False, away: int = 0) -> None:
-        self.kinds = frozenset({RemedyKind.CORDON, RemedyKind.UNCORDON, RemedyKind.REBOOT})
-        self.pending, self.refuses, self.away = pending, refuses, away
-        self.applied: list[str] = []
-
-    def apply(self, remedy: Remedy) -> None:
-        if self.away > 0:
-            self.away -= 1
-            raise Unavailable("it does not answer")
-        if self.refuses:
-            raise Conflict("it will not")
-        self.applied.append(remedy.id)
-
-    def is_done(self, remedy: Remedy) -> bool:
-        self.pending -= remedy.id in self.applied
-        return remedy.id in self.applied and self.pending < 0
-
-    def standing(self, nodes: Sequence[str]) -> dict[str, Standing]:
-        return {}
-
-    def close(self) -> None:
-        pass
-
-
-class Book:
-    """Stands for the loop's transactions: keeps what was written, in order, and what the core was told. ``away``: how
-    often nothing is taken at first; ``unsure``: how often after that what was taken is not promised."""
-
-    def __init__(self, away: int = 0, unsure: int = 0) -> None:
-        self.written: list[RemedyRow] = []
-        self.told: list[ActionReported] = []
-        self.away = away
-        self.unsure = unsure
-        self.now = 1000.0
-        self.loop: asyncio.AbstractEventLoop
-
-    async def submit(self, stimulus: Callable[[Any, float], None]) -> None:
-        self.loop = asyncio.get_running_loop()
-        if self.away > 0:
-            self.away -= 1
-            raise Unavailable("the database is away", 0.0)
-        stimulus(self, self.now)
-        if self.unsure > 0:
-            self.unsure -= 1
-            raise Unavailable("the database is away, so this is kept in memory only", 0.0)
-
-    def remedy(self, row: RemedyRow) -> None:
-        self.written.append(row)
-
-    def handle(self, event: ActionReported, _now: float) -> None:
-        self.told.append(event)
-
-    def states(self, remedy: str) -> list[str]:
-        return [row.state.value for row in self.written if row.id == remedy]
-
-
-def wanted(
-    number: int, kind: RemedyKind = RemedyKind.CORDON, node: str = "n1", at: float = 1.0, due: float = 0.0, **more: Any
-) -> RemedyRow:
-    sentence = "it fell off the bus"
-    remedy = Remedy(id=f"{node}-a{number}", node=node, kind=kind, sentence=sentence, at=at, trace="t", due=due)
-    row = RemedyRow(
-        id=remedy.id,
-        node=node,
-        kind=kind,
-        state=RemedyState.WANTED,
-        requested_at=float(number),
-        doc=msgspec.json.encode(remedy).decode(),
-    )
-    return msgspec.structs.replace(row, **more)
-
-
-def run(machine: Machine, book: Book, *rows: RemedyRow, left: Sequence[RemedyRow] = (), **more: Any) -> None:
-    """Everything to its end."""
-
-    async def to_the_end() -> None:
-        desk = RemedyDesk(
-            machine, submit=book.submit, now=lambda: book.now, uniform=lambda: 0.0, rows=left, backoff=AT_ONCE, **more
-        )
-        desk.start()
-        desk.requested(rows)
-        async with asyncio.timeout(10):
-            while desk.open():
-                await asyncio.sleep(0)
-        await desk.stop()
-
-    asyncio.run(to_the_end())
+from tests.support.remedy_desk import AT_ONCE, Book, Machine, run, wanted
 
 
 def test_a_remedy_is_begun_in_the_records_before_it_is_asked_for() -> None:
@@ -178,73 +76,6 @@ def test_a_remedy_that_failed_as_nobody_expected_is_said_counted_and_asked_for_a
     assert "KeyError: 'spec'" in caplog.text
 
 
-def test_what_is_never_confirmed_is_given_up_when_patience_is_over() -> None:
-    machine, book = Machine(pending=10**9), Book()
-    done = machine.is_done
-
-    def later(remedy: Remedy) -> bool:
-        book.now += PATIENCE_S[remedy.kind]
-        return done(remedy)
-
-    machine.is_done = later  # type: ignore[method-assign]
-    run(machine, book, wanted(1))
-    assert book.told[0].detail == "it was not confirmed within 300 s"
-
-
-@pytest.mark.parametrize("kind", [RemedyKind.CORDON, RemedyKind.UNCORDON, RemedyKind.REPAIR])
-def test_what_is_to_stand_is_asked_for_until_the_outside_is_back_however_long_it_was_away(kind: RemedyKind) -> None:
-    machine, book, failures = Machine(away=9), Book(), Counter[str]()
-    machine.kinds = frozenset(RemedyKind)
-    ask = machine.apply
-
-    def later(remedy: Remedy) -> None:
-        book.now += PATIENCE_S[remedy.kind] / 2
-        ask(remedy)
-
-    machine.apply = later  # type: ignore[method-assign]
-    run(machine, book, wanted(1, kind), failed=lambda: failures.update(["failed"]))
-    assert machine.applied == ["n1-a1"]
-    assert book.states("n1-a1") == ["begun", "confirmed"]
-    assert failures["failed"] == 4
-
-
-@pytest.mark.parametrize("kind", [RemedyKind.CORDON, RemedyKind.UNCORDON, RemedyKind.REPAIR])
-def test_what_an_earlier_life_began_is_asked_for_however_long_the_outside_could_not_be_looked_at(
-    kind: RemedyKind,
-) -> None:
-    """Patience is with an outside that answers: one that is back, and has not done it, was never asked in this life."""
-    machine, book = Machine(pending=3), Book()
-    machine.kinds, looks = frozenset(RemedyKind), itertools.count()
-    done = machine.is_done
-
-    def later(remedy: Remedy) -> bool:
-        book.now += PATIENCE_S[remedy.kind] / 4
-        if next(looks) < 4:
-            raise Unavailable("it does not answer")
-        return done(remedy)
-
-    machine.is_done = later  # type: ignore[method-assign]
-    run(machine, book, left=[wanted(1, kind, state=RemedyState.BEGUN)])
-    assert machine.applied == ["n1-a1"]
-    assert book.states("n1-a1") == ["confirmed"]
-
-
-def test_what_was_not_done_when_the_outside_was_back_is_given_up_for_that() -> None:
-    """And not for the absence before it."""
-    machine, book = Machine(pending=10**9), Book()
-    looks, done = itertools.count(), machine.is_done
-
-    def later(remedy: Remedy) -> bool:
-        book.now += PATIENCE_S[remedy.kind] / 4
-        if next(looks) < 4:
-            raise Unavailable("it does not answer")
-        return done(remedy)
-
-    machine.is_done = later  # type: ignore[method-assign]
-    run(machine, book, wanted(1))
-    assert book.told[0].detail == "it was not confirmed within 300 s"
-
-
 def test_who_may_not_lead_any_more_asks_for_nothing() -> None:
     machine, book = Machine(), Book()
     doubts = iter([NotLeading("it was stopped")] * 3)
@@ -287,99 +118,6 @@ def test_what_waited_for_a_thread_is_not_asked_for_once_another_may_lead() -> No
     run(machine, book, *(wanted(1, node=f"n{n}") for n in range(THREADS + 1)), check_leading=check_leading)
     assert asked_as_leader == [True]
     assert len(machine.applied) == THREADS + 1
-
-
-def test_a_cure_is_not_asked_for_any_more_when_patience_is_over_even_of_an_outside_that_was_away() -> None:
-    machine, book = Machine(away=3), Book()
-    ask = machine.apply
-
-    def later(remedy: Remedy) -> None:
-        book.now += PATIENCE_S[remedy.kind]
-        ask(remedy)
-
-    machine.apply = later  # type: ignore[method-assign]
-    run(machine, book, wanted(1, RemedyKind.REBOOT))
-    assert machine.applied == []
-    assert [(told.ok, told.detail) for told in book.told] == [(False, "it does not answer within 3600 s")]
-
-
-@pytest.mark.parametrize("kind", [RemedyKind.RESET_GPU, RemedyKind.REBOOT])
-def test_the_core_waits_for_a_cure_longer_than_the_desk_wants_to(kind: RemedyKind) -> None:
-    assert PATIENCE_S[kind] <= PATIENCE_SHARE * CorePolicy().remedy_timeout_s
-
-
-@pytest.mark.parametrize("waited_s", [0.0, 500.0])
-@pytest.mark.parametrize("due_s", [1800.0, 30.0])
-def test_a_cure_has_its_full_patience_and_is_given_up_before_the_core_does(waited_s: float, due_s: float) -> None:
-    """Whatever the core's policy is, and while it waited behind another remedy of its node."""
-    machine, book = Machine(pending=10**9), Book()
-    at, waited_s, step_s = book.now, waited_s * due_s / 1800.0, due_s / 100
-    book.now += waited_s
-    done = machine.is_done
-
-    def later(remedy: Remedy) -> bool:
-        book.now += step_s
-        return done(remedy)
-
-    machine.is_done = later  # type: ignore[method-assign]
-    run(machine, book, wanted(1, RemedyKind.REBOOT, at=at, due=at + due_s))
-    assert [told.ok for told in book.told] == [False]
-    assert machine.applied == ["n1-a1"]
-    assert PATIENCE_SHARE * due_s <= book.now - at - waited_s
-    assert book.now < at + due_s
-
-
-def test_patience_with_a_cure_begins_when_the_outside_could_hear_of_it() -> None:
-    """It was away at first. Given up sooner, it would be carried out while the node serves again."""
-    machine, book = Machine(away=1, pending=10**9), Book()
-    at, asked_at, ask, done = book.now, 0.0, machine.apply, machine.is_done
-
-    def late(remedy: Remedy) -> None:
-        nonlocal asked_at
-        if machine.away:
-            book.now += 500.0
-        asked_at = book.now
-        ask(remedy)
-
-    def later(remedy: Remedy) -> bool:
-        book.now += 10.0
-        return done(remedy)
-
-    machine.apply, machine.is_done = late, later  # type: ignore[method-assign]
-    run(machine, book, wanted(1, RemedyKind.REBOOT, at=at, due=at + 1800.0))
-    assert (machine.applied, [told.ok for told in book.told]) == (["n1-a1"], [False])
-    assert book.now - asked_at >= PATIENCE_SHARE * 1800.0
-    assert book.now < at + 1800.0
-
-
-def test_a_cure_that_would_end_after_the_core_has_given_it_up_is_not_asked_for() -> None:
-    machine, book = Machine(), Book()
-    run(machine, book, wanted(1, RemedyKind.REBOOT, at=book.now - 600.0, due=book.now + 1200.0))
-    assert machine.applied == []
-    assert "too late to ask" in book.told[0].detail
-
-
-def test_an_order_whose_answer_was_lost_is_looked_for_when_it_is_too_late_to_repeat_it() -> None:
-    machine, book = Machine(pending=1), Book()
-    ask = machine.apply
-
-    def lost(remedy: Remedy) -> None:
-        ask(remedy)
-        book.now += 700.0
-        raise Unavailable("the connection broke", 0.0)
-
-    machine.apply = lost  # type: ignore[method-assign]
-    run(machine, book, wanted(1, RemedyKind.REBOOT, at=book.now, due=book.now + 1800.0))
-    assert machine.applied == ["n1-a1"]
-    assert [told.ok for told in book.told] == [True]
-
-
-def test_a_cure_that_is_done_is_done_however_late_an_heir_looks() -> None:
-    machine, book = Machine(), Book()
-    machine.applied = ["n1-a1"]
-    row = wanted(1, RemedyKind.REBOOT, at=book.now - 100.0, due=book.now)
-    run(machine, book, left=[msgspec.structs.replace(row, state=RemedyState.BEGUN)])
-    assert [told.ok for told in book.told] == [True]
 
 
 def test_what_the_outside_cannot_do_is_told_with_its_name() -> None:
