@@ -7,6 +7,7 @@ other side is gone. Both ends are ours by birth, so there is nobody to authentic
 from __future__ import annotations
 
 import array
+import os
 import socket
 from typing import Any, Generic, TypeVar
 
@@ -62,6 +63,8 @@ class Channel(Generic[T]):
         try:
             return self._decoder.decode(body), descriptors
         except UNREADABLE as error:
+            for number in descriptors:
+                os.close(number)
             raise MalformedMessage(f"a packet of {len(body)} bytes is not a known message: {error}") from error
 
 
