@@ -32,8 +32,8 @@ class HookSettings(msgspec.Struct, frozen=True, kw_only=True):
     can show as any error. About ten times the way from a death to the directive; a user's error is late by it."""
 
     regroup_wait_s: float = 30.0
-    """How long a failed collective waits for the generation that replaces its own. Past it the rank reports its
-    error as the training function's, and goes on waiting."""
+    """How long a failed collective waits for the generation that replaces its own. Past it the rank says once more that
+    it failed, and goes on waiting: the controller may be away, or be another by now."""
 
     blind_tries: int = 8
     """Generations in a row in which a rank's collectives may fail at the same step, though the group had come about and

@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 CONNECT_RETRY_S = 0.01
 CONNECT_TIMEOUT_S = 2.0
 RELEASE_TIMEOUT_S = 0.5
+BOUNDARY_JOIN_S = 3600.0
+"""Longest wait for the members of a generation that begins at a boundary: a newcomer is there long before the others,
+who may have steps of minutes to finish. The controller's deadlines end it where somebody does not come."""
 
 
 class Group:
@@ -104,7 +107,7 @@ class Rendezvous:
         device = device_for(self._backend, member.local_rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        self._initialize(store, member.rank, spec.world_size)
+        self._initialize(store, member.rank, spec)
         group = Group(spec, member, store, device)
         self._prove(device, spec.world_size, is_over)
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self._settings.collective_timeout_s))
@@ -113,7 +116,7 @@ class Rendezvous:
     def _connect(self, address: str, is_over: Callable[[], bool]) -> TCPStore:
         """The store's connection: the one there is, where it is to the same address and whole."""
         wanted = split_address(address)
-        if self._connection is not None and wanted == self._address and not self._cut:
+        if self._connection is not None and wanted == self._address and not self._cut and _answers(self._connection):
             return self._connection
         self._forget_connection()
         self._address, self._cut = wanted, False
@@ -137,7 +140,7 @@ class Rendezvous:
                     raise RuntimeError(f"no rendezvous store at {address[0]}:{address[1]}: {error}") from error
             sleep(CONNECT_RETRY_S)
 
-    def _initialize(self, store: Store, rank: int, world_size: int) -> None:
+    def _initialize(self, store: Store, rank: int, spec: GenerationSpec) -> None:
         hook = sys.excepthook
         # An initialization that failed has counted its group all the same, and the count names the next one: ranks
         # that failed differently often would look for one another under different keys.
@@ -146,8 +149,8 @@ class Rendezvous:
             self._backend.name,
             store=store,
             rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=self._settings.join_timeout_s),
+            world_size=spec.world_size,
+            timeout=timedelta(seconds=self._settings.join_timeout_s if spec.after_step is None else BOUNDARY_JOIN_S),
             pg_options=self._backend.options(),
         )
         sys.excepthook = hook  # torch wraps it anew each time, which would nest as generations pass
@@ -214,6 +217,15 @@ class Rendezvous:
         self._cut = True
         to_store = partial(descriptors.connections_to, port)
         descriptors.close_all(descriptors.shut_connections(to_store(), to_store))
+
+
+def _answers(connection: TCPStore) -> bool:
+    """Whether the store's host is the one that it was connected to: one that ended has another at its address."""
+    try:
+        connection.check(["answers"])
+    except RuntimeError:
+        return False
+    return True
 
 
 def _bind_like(store_host: str) -> None:

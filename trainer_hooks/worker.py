@@ -191,9 +191,8 @@ class Worker:
         except RuntimeError as error:
             self._presence.leave()
             self._rendezvous.release()
-            self._tell_collective_failed(spec, member, error)
-            if self._orders.wait_next(spec.number, self._settings.regroup_wait_s) is None:
-                self._blame_training(spec, member, describe(error), full_traceback(error))
+            self._tell_collective_failed(spec, member, describe(error))
+            self._await_order(spec, member, describe(error))
             return False
         finally:
             self._timeline.end("rendezvous")
@@ -232,7 +231,7 @@ class Worker:
             if self._unexplained.give_up(self._progress.step, spec.reason):
                 self._blame_training(spec, member, describe(failure), full_traceback(failure))
             else:
-                self._tell_collective_failed(spec, member, failure)
+                self._tell_collective_failed(spec, member, describe(failure))
         self._attendant.keeper = None
         keeper.close()
         return failure
@@ -280,8 +279,11 @@ class Worker:
         release_frames(failure)
         self._leave_group(broken=not at_boundary)
         self._timeline.end("teardown")
-        grace_s = self._settings.regroup_wait_s if communication else self._settings.explanation_grace_s
-        if not isinstance(failure, Regroup) and self._orders.wait_next(spec.number, grace_s) is None:
+        if isinstance(failure, Regroup):
+            return
+        if communication:
+            self._await_order(spec, member, text)
+        elif self._orders.wait_next(spec.number, self._settings.explanation_grace_s) is None:
             self._blame_training(spec, member, text, trace)
 
     def _leave_group(self, *, broken: bool) -> None:
@@ -291,7 +293,18 @@ class Worker:
         gc.collect()
         self._rendezvous.release()
 
-    def _tell_collective_failed(self, spec: GenerationSpec, member: Member, error: BaseException) -> None:
+    def _await_order(self, spec: GenerationSpec, member: Member, detail: str) -> None:
+        """A collective failed, and the controller says how the job goes on. However long it is away, that is no error
+        of the training function's. One that took over has heard no witness: the word is said until it is answered.
+        """
+        began = self._clock.monotonic()
+        while self._orders.wait_next(spec.number, self._settings.regroup_wait_s) is None:
+            waited_s = self._clock.monotonic() - began
+            words = "a collective failed %.0f s ago (%s); still waiting to hear how the job goes on"
+            logger.warning(words, waited_s, detail, extra=self._extra(spec))
+            self._tell_collective_failed(spec, member, detail)
+
+    def _tell_collective_failed(self, spec: GenerationSpec, member: Member, detail: str) -> None:
         """At once: a witness's word shortens the wait for a rank's loss to be believed."""
         self._link.stand(
             CollectiveFailed(
@@ -299,7 +312,7 @@ class Worker:
                 generation=spec.number,
                 rank=member.rank,
                 step=self._progress.step,
-                detail=describe(error),
+                detail=detail,
             )
         )
 

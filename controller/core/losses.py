@@ -157,10 +157,13 @@ def _note_flapping(turn: Turn, node: str, sentence: str, count: int) -> None:
 
 
 def collective_failed(turn: Turn, job: JobRecord, node: str, report: CollectiveFailed) -> None:
-    """A witness. With a doubtful node in the roster it settles the matter; else others get a moment to say who."""
+    """A witness. With a doubtful node in the roster it settles the matter; else others get a moment to say who.
+
+    So is a newcomer that waits for the others at an announced boundary: without it they would wait there in vain.
+    """
     heard_beyond_boundary(turn, job, node, report.rank, report.generation, report.step)
-    spec = running_spec(job)
-    if spec is None or job.state is not JobState.RUNNING or report.generation != spec.number:
+    spec = spoken_of(job, report.generation)
+    if spec is None or job.state is not JobState.RUNNING:
         turn.ignore("collective_failed.stale")
         return
     if not spec.has(node, report.rank):

@@ -20,11 +20,11 @@ from tests.support.waiting import until
 NODE = "n1"
 
 
-def host_store(port_file: str) -> None:
+def host_store(port_file: str, port: int = 0) -> None:
     """In a process of its own: a rendezvous store, until it is killed."""
     from torch.distributed import TCPStore
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     Path(port_file + ".new").write_text(str(store.port))
     os.rename(port_file + ".new", port_file)
     signal.pause()
@@ -53,10 +53,11 @@ class Stage:
         self._stores: dict[str, ForkedChild] = {}
         self.store = self.new_store()
 
-    def new_store(self) -> str:
-        """Another rendezvous store in a process of its own; its address."""
+    def new_store(self, port: int = 0) -> str:
+        """Another rendezvous store in a process of its own; its address. ``port``: one that no other has now."""
         port_file = self.agent.path.parent / f"store{len(self._stores)}"
-        process = self._forks.start(host_store, str(port_file))
+        port_file.unlink(missing_ok=True)
+        process = self._forks.start(host_store, str(port_file), port)
         port = until(lambda: port_file.read_text() if port_file.exists() else "", "the store serves")
         address = f"127.0.0.1:{port}"
         self._stores[address] = process

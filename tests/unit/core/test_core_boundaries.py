@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from controller.core.effects import Effect
 from controller.core.events import OperatorAction
+from everstep.wire.v1.training import CollectiveFailed
 from tests.support.core_fleet import CoreFleet, generations
 
 STAYS = ("n1", "n2", "n4")
@@ -72,3 +73,31 @@ def test_a_newcomer_that_waits_behind_the_boundary_says_nothing_of_who_is_before
     assert fleet.job().leaving == running
     (regrouped,) = generations(fleet.lose_rank(0))
     assert regrouped.number == spec.number + 1
+
+
+def test_a_newcomer_that_cannot_meet_the_others_at_the_boundary_is_heard_before_they_wait_for_it() -> None:
+    fleet = CoreFleet()
+    fleet.start(3, 1)
+    fleet.progress(5)
+    fleet.order(OperatorAction.DRAIN, node="n3")
+    spec = fleet.spec()
+    (newcomer,) = (member for member in spec.roster if member.node == "n4")
+    word = CollectiveFailed(
+        job="job", at=fleet.now, generation=spec.number, rank=newcomer.rank, step=0, detail="broken pipe"
+    )
+    fleet.report("n4", word)
+    (regrouped,) = generations(fleet.advance(1.0, *fleet.state.nodes))
+    assert (regrouped.number, regrouped.after_step) == (spec.number + 1, None)
+    assert regrouped.seats == spec.seats
+    assert "nobody says who is lost" in regrouped.sentence
+
+
+def test_who_is_no_member_of_the_announced_generation_is_no_witness_of_it() -> None:
+    fleet = CoreFleet()
+    fleet.start(3, 1)
+    fleet.progress(5)
+    fleet.order(OperatorAction.DRAIN, node="n3")
+    spec = fleet.spec()
+    rank = fleet.running().ranks_on("n3")[0]
+    fleet.report("n3", CollectiveFailed(job="job", at=fleet.now, generation=spec.number, rank=rank, step=0, detail=""))
+    assert generations(fleet.advance(1.0, *fleet.state.nodes)) == []

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from everstep.wire.v1.directives import NewGeneration
 from everstep.wire.v1.local import Tick
 from everstep.wire.v1.training import (
     CollectiveFailed,
@@ -162,6 +163,62 @@ def test_a_join_without_a_store_waits_for_a_newer_generation(forks):
         scene.heard(Tick, 2, where=lambda t: t.generation == 2)
         scene.form(3, 0, 1)
         resumed(scene, 3, 2)
+        assert scene.finish() == [0, 0]
+
+
+def test_a_store_that_was_started_again_at_its_address_is_met_anew(forks):
+    """Its host died with its fork server between two generations: the connection of the one before leads nowhere."""
+    with stage(forks, training.sum_ones) as scene:
+        scene.start(0, 1)
+        scene.form(1, 0, 1)
+        resumed(scene, 1, 2)
+        scene.kill_store(scene.store)
+        assert scene.new_store(int(scene.store.rpartition(":")[2])) == scene.store
+        step = max(t.step for t in scene.heard(Tick, 1, where=lambda t: t.step > 0))
+        scene.form(2, 0, 1, after_step=step + 1000)  # left in order, so nobody cuts what it waits on
+        resumed(scene, 2, 2)
+        assert not [m for p in scene.agent.peers for m in p.messages if isinstance(m, CollectiveFailed)]
+        assert scene.finish() == [0, 0]
+
+
+def test_a_newcomer_waits_at_a_boundary_longer_than_for_members_that_are_on_their_way(forks):
+    """The others have steps to finish first, which may take minutes."""
+    with stage(forks, training.sum_ones, join_timeout_s=0.5) as scene:
+        scene.start(0, 1, 2)
+        scene.form(1, 0, 1)
+        resumed(scene, 1, 2)
+        scene.peer(2).say(NewGeneration(spec=scene.generation(2, 0, 1, 2, after_step=10**9)))
+        told = len([m for m in scene.peer(2).messages if isinstance(m, Tick)])
+        scene.heard(Tick, told + 15, where=scene.peer(2).messages.__contains__)  # ten in a second
+        step = max(t.step for t in scene.heard(Tick, 1, where=lambda t: t.step > 0))
+        scene.form(2, 0, 1, 2, after_step=step + 1000)
+        resumed(scene, 2, 3)
+        assert not [m for p in scene.agent.peers for m in p.messages if isinstance(m, CollectiveFailed)]
+        assert scene.finish() == [0, 0, 0]
+
+
+def test_a_lost_peer_is_told_of_until_somebody_says_how_the_job_goes_on(forks):
+    """The controller is away, or is another by now and never heard of it: no error of the training function's."""
+    with stage(forks, training.sum_ones, explanation_grace_s=0.05, regroup_wait_s=0.2) as scene:
+        scene.start(0, 1, 2)
+        scene.form(1, 0, 1, 2)
+        resumed(scene, 1, 3)
+        scene.kill(2)
+        scene.heard(CollectiveFailed, 6)
+        scene.form(2, 0, 1)
+        resumed(scene, 2, 2)
+        assert not [m for p in scene.agent.peers for m in p.messages if isinstance(m, UserError)]
+        assert scene.finish() == [0, 0]
+
+
+def test_a_join_that_fails_is_told_of_until_somebody_says_how_the_job_goes_on(forks):
+    with stage(forks, training.sum_ones, join_timeout_s=0.3, explanation_grace_s=0.05, regroup_wait_s=0.2) as scene:
+        scene.start(0, 1)
+        scene.form(1, 0, 1, 2)
+        scene.heard(CollectiveFailed, 6, where=lambda m: m.generation == 1)
+        scene.form(2, 0, 1)
+        resumed(scene, 2, 2)
+        assert not [m for p in scene.agent.peers for m in p.messages if isinstance(m, UserError)]
         assert scene.finish() == [0, 0]
 
 
