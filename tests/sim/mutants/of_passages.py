@@ -36,7 +36,7 @@ def _without_a_vote() -> AbstractContextManager[None]:
 OF_PASSAGES: tuple[Mutant, ...] = (
     Mutant(
         "a collective that failed in a generation before counts",
-        lambda: mistaken(losses.collective_failed, "or report.generation != spec.number", ""),
+        lambda: mistaken(losses.collective_failed, "spoken_of(job, report.generation)", "running_spec(job)"),
         seeds=(6,),
     ),
     Mutant(
