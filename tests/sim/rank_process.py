@@ -306,16 +306,20 @@ class RankProcess:
         spec, member, step = self._spec, self._member, self.progress.step
         self._leave()
         if news and self.group is None:
-            self._stand(
-                CollectiveFailed(
-                    job=spec.job,
-                    at=self.machine.clock.wall(),
-                    generation=spec.number,
-                    rank=member.rank,
-                    step=step,
-                    detail=detail,
-                )
+            at, number = self.machine.clock.wall(), spec.number
+            self._witness(
+                CollectiveFailed(job=spec.job, at=at, generation=number, rank=member.rank, step=step, detail=detail)
             )
+
+    def _witness(self, word: CollectiveFailed) -> None:
+        """Said again until somebody answers: who took over has never heard of it."""
+        self._stand(word)
+
+        def again() -> None:
+            if self._standing is word and not self.orders.superseded(word.generation):
+                self._witness(word)
+
+        self.world.timeline.after(SETTINGS.regroup_wait_s, lambda: self.do(again))
 
     def cannot_restore(self, group: Collective, sentence: str) -> None:
         """``NotRestorable`` from ``run.track``: an error of the training function, if nothing newer explains it."""
