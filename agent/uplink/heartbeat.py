@@ -25,9 +25,19 @@ from everstep.errors import (
 )
 from everstep.ids import Address, Incarnation, NodeId
 from everstep.vocabulary import Finding, Severity
-from everstep.wire.v1.agent import NO_HOST, Domain, Gpu, Heartbeat, HeartbeatAnswer, Host, Register, Registered
+from everstep.wire.v1.agent import (
+    NO_HOST,
+    Domain,
+    Gpu,
+    Heartbeat,
+    HeartbeatAnswer,
+    Host,
+    Numbered,
+    Register,
+    Registered,
+)
 from everstep.wire.v1.directives import Directive
-from everstep.wire.v1.training import RankProgress
+from everstep.wire.v1.training import FindingCleared, FindingRaised, RankProgress
 from everstep.wire.version import SPOKEN
 
 SHORTEST_INTERVAL_S = 0.05
@@ -113,6 +123,7 @@ class Conversation:
         self._seq = 0
         self._registered: NodeFacts | None = None
         self._told: tuple[Finding, ...] | None = None
+        self._left_behind_at = 0
 
     @property
     def registered(self) -> bool:
@@ -182,8 +193,17 @@ class Conversation:
         self.returning = False
         if answer.resend:
             self._told = None
-        elif sent.findings is not None:
+        elif sent.findings is not None and sent.seq > self._left_behind_at:
             self._told = sent.findings
+
+    def reports_answered(self, sent: tuple[Numbered, ...], findings: tuple[Finding, ...]) -> None:
+        """A finding that was raised or cleared may be news no more once it is heard: an earlier life saw it, or the
+        controller was away for long. The next beat then tells ``findings``, the picture of now, all the same."""
+        stand = {finding.key for finding in findings}
+        for body in (report.body for report in sent):
+            raised = isinstance(body, FindingRaised) and body.finding.key not in stand
+            if raised or (isinstance(body, FindingCleared) and body.key in stand):
+                self._told, self._left_behind_at = None, self._seq
 
 
 def worst_first(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:

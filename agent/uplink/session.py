@@ -297,6 +297,7 @@ class Session:
         first = sent.message[0].number
         if answer.through < first:
             raise self._not_understood(f"reports from {first} on answered with {answer.through}")
+        self._words.conversation.reports_answered(sent.message, self._node.findings())
         self._words.spool.acknowledged(answer.through)
         self._words.batch_limit = min(MOST_IN_A_REQUEST, self._words.batch_limit * 2)
 
@@ -359,6 +360,7 @@ class Session:
         if isinstance(sent.message, Heartbeat):
             self._beat_later(error)
             return
+        self._words.conversation.reports_answered(sent.message, self._node.findings())  # it decides, durable or not
         now = self._clock.monotonic()
         self._reports_from = now + self._pause_s(error)
         self._news_from = self._reports_from if isinstance(error, RateLimited) else now + SHORTEST_RETRY_S

@@ -43,7 +43,7 @@ def take_picture(turn: Turn, node: str, findings: Iterable[Finding]) -> None:
 
 
 def take_finding(turn: Turn, node: str, finding: Finding) -> None:
-    """One urgent finding; the next picture will have it too."""
+    """One urgent finding; the next picture has it too, or says that it stands no more."""
     record = turn.state.nodes[node]
     before = record.findings.get(finding.key)
     record.findings[finding.key] = finding

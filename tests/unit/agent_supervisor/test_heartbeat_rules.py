@@ -28,8 +28,9 @@ from everstep.errors import (
     VersionMismatch,
 )
 from everstep.vocabulary import Finding, FindingKind, Severity
-from everstep.wire.v1.agent import Gpu, Heartbeat, HeartbeatAnswer, Host, Register, Registered
+from everstep.wire.v1.agent import Gpu, Heartbeat, HeartbeatAnswer, Host, Numbered, Register, Registered
 from everstep.wire.v1.directives import Directive, StopJob
+from everstep.wire.v1.training import FindingCleared, FindingRaised
 
 FACTS = NodeFacts(vault="127.0.0.1:7702", boot_id="b1")
 
@@ -120,6 +121,37 @@ def test_who_answers_after_a_lost_session_is_shown_the_full_picture_once() -> No
     talk.conversation.beat_answered(shown, HeartbeatAnswer(server_at=0.0))
     assert talk.beat(a_finding()).findings is None
     assert not talk.conversation.returning
+
+
+@pytest.mark.parametrize(
+    ("stands", "word", "told_again"),
+    [
+        ((), FindingRaised(finding=a_finding()), True),
+        ((a_finding(),), FindingRaised(finding=a_finding()), False),
+        ((a_finding(),), FindingCleared(key=a_finding().key), True),
+        ((), FindingCleared(key=a_finding().key), False),
+    ],
+)
+def test_a_word_that_the_picture_has_left_behind_is_followed_by_the_picture(
+    stands: tuple[Finding, ...], word: FindingRaised | FindingCleared, told_again: bool
+) -> None:
+    talk = Talk()
+    talk.register(*stands)
+    talk.conversation.reports_answered((Numbered(number=1, body=word),), stands)
+    shown = talk.beat(*stands)
+    assert shown.findings == (stands if told_again else None)
+    talk.conversation.beat_answered(shown, HeartbeatAnswer(server_at=0.0))
+    assert talk.beat(*stands).findings is None
+
+
+def test_a_picture_that_was_under_way_when_such_a_word_was_answered_is_told_again() -> None:
+    talk = Talk()
+    talk.register(a_finding())
+    under_way = talk.beat()
+    assert under_way.findings == ()
+    talk.conversation.reports_answered((Numbered(number=1, body=FindingRaised(finding=a_finding())),), ())
+    talk.conversation.beat_answered(under_way, HeartbeatAnswer(server_at=0.0))
+    assert talk.beat().findings == ()
 
 
 def test_a_change_of_the_node_itself_is_registered_anew() -> None:

@@ -28,7 +28,8 @@ from everstep.wire.v1.agent import (
 )
 from everstep.wire.v1.directives import Directive, StopJob
 from everstep.wire.v1.session import ANSWER_EVERY_S, Acknowledge, Frame, Refused
-from everstep.wire.v1.training import RankProgress
+from everstep.wire.v1.training import FindingRaised, RankProgress
+from tests.support.findings import xid
 from tests.support.uplinks import lost
 
 KINDS: dict[Frame, Any] = {
@@ -424,3 +425,23 @@ def test_reports_of_an_earlier_life_are_said_after_registering(tmp_path: Path) -
     spool.close()
     assert talk.words.outcomes["register", "ok"] == 1
     assert spool.sent_through == 1
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_finding_of_an_earlier_life_that_stands_no_more_is_followed_by_the_picture(
+    tmp_path: Path, refused: bool
+) -> None:
+    file = tmp_path / "spool"
+    earlier = Spool(file, most_reports=64, most_bytes=1 << 20, window_s=0.02)
+    earlier.add(FindingRaised(finding=xid()), 0.0)
+    earlier.close()
+    spool = Spool(file, most_reports=64, most_bytes=1 << 20, window_s=0.02)
+    talk = Talk(words=Words(conversation=Conversation("n1", 8, "0.1.0"), spool=spool))
+    talk.registered()
+    assert talk.asks().findings is None
+    if refused:
+        talk.refused(Frame.REPORTS, "unavailable")  # it decides all the same
+    else:
+        talk.hears(Frame.REPORTS_ANSWER, ReportsAnswer(through=1))
+    spool.close()
+    assert talk.beat().findings == ()
