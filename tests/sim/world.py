@@ -149,8 +149,11 @@ class World:
 
     def _applied(self, epoch: int, batch: Any) -> None:
         self.seen.update(row.kind for row in batch.audit)
-        ended = (row for row in batch.audit if row.kind == "job.finished" or row.sentence.startswith("stopped by"))
-        self.finished.update(row.job for row in ended)
+        for row in batch.audit:
+            if row.kind == "job.finished" or row.sentence.startswith("stopped by"):
+                self.finished.add(row.job)
+            elif row.kind == "job.created":  # by a launcher that began before its machine knew of the end
+                self.finished.discard(row.job)
         self.see(facts.Durable(epoch, batch))
 
     def trace(self, who: str, words: str) -> None:
