@@ -10,7 +10,7 @@ import numpy as np
 from everstep.boxes import Range
 from everstep.slots import CHUNK_BYTES
 from everstep.wire.v1.local import SlotInfo
-from trainer_hooks.restore.moves import Rows
+from trainer_hooks.rows import Rows
 
 BATCH_BYTES = 2 * CHUNK_BYTES
 """Of a slot in one request: whole chunks, so that each is hashed once where it lies."""

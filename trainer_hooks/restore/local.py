@@ -14,8 +14,8 @@ from everstep.boxes import Range
 from everstep.errors import DigestMismatch
 from everstep.slots import SegmentView, SlotState, chunk_count
 from everstep.wire.v1.local import SlotInfo
-from trainer_hooks.restore.moves import NOTHING, Rows
 from trainer_hooks.restore.sweep import Sweep, chunks_of, chunks_of_rows
+from trainer_hooks.rows import NOTHING, Rows
 
 
 def map_readable(path: str, length: int = 0) -> memoryview:

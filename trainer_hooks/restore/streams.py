@@ -23,7 +23,8 @@ from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.transfer import Data, DataEnd, Get
 from trainer_hooks.restore.batches import Batch
 from trainer_hooks.restore.local import BadSlot
-from trainer_hooks.restore.moves import Rows, copy_rows
+from trainer_hooks.restore.moves import copy_rows
+from trainer_hooks.rows import Rows
 from trainer_hooks.vault_client import VaultClient
 
 STREAMS = 2

@@ -1,7 +1,7 @@
-"""One pass over a slot: each chunk is hashed and copied while it is in the cache, by several threads.
+"""One pass over a slot: each chunk is hashed and copied at once, by several threads.
 
-A chunk is copied block by block as its hash is made, so its bytes reach live memory before its digest is known. A
-chunk that is not what was sealed fails the whole pass: then nothing of what was filled may be used.
+A chunk is copied as its hash is made, so its bytes reach live memory before its digest is known. A chunk that is not
+what was sealed fails the whole pass: then nothing of what was filled may be used.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import numpy as np
 import xxhash
 
 from everstep.errors import DigestMismatch
+from everstep.native import SHORTEST_BYTES, CopyHash, copy_hash
 from everstep.slots import CHUNK_BYTES
-from trainer_hooks.restore.moves import Rows, copy_rows
+from trainer_hooks.restore.moves import copy_rows
+from trainer_hooks.rows import Rows
 
 BLOCK_BYTES = 2 << 20
-"""Hashed, then copied: from 1 MiB on the C library writes past the cache, which takes half the time, and a block of
-this size is still in the cache when it is copied."""
+"""Hashed, then copied, where nothing does both at once: from 1 MiB on the C library writes past the cache, which takes
+half the time, and a block of this size is still in the cache when it is copied."""
 WORTH_A_THREAD_BYTES = 16 << 20
 MOST_THREADS = 8
 """By then memory is what is waited for."""
@@ -34,11 +36,19 @@ class Sweep:
         rows: what to copy; sources are offsets in the payload.
         digests: of each chunk, as sealed.
         checked: the chunks to hash; of others the bytes are taken as they are.
+        native: what hashes and copies at once.
 
     Raises IndexError where a copy would begin or end outside the payload.
     """
 
-    def __init__(self, payload: memoryview, rows: Rows, digests: Sequence[bytes], checked: Iterable[int]) -> None:
+    def __init__(
+        self,
+        payload: memoryview,
+        rows: Rows,
+        digests: Sequence[bytes],
+        checked: Iterable[int],
+        native: CopyHash | None = copy_hash,
+    ) -> None:
         if len(rows.source) and (int(rows.source[0]) < 0 or int((rows.source + rows.length).max()) > len(payload)):
             raise IndexError(f"a tensor is said to lie outside a payload of {len(payload)} bytes")
         checked = frozenset(checked)
@@ -48,12 +58,14 @@ class Sweep:
         self._address = np.frombuffer(payload, np.uint8).ctypes.data if len(payload) else 0
         self._digests = digests
         self._checked = checked
-        self._rows = rows.cut(BLOCK_BYTES)
-        blocks = self._rows.source // BLOCK_BYTES
+        self._native = native
+        self._block_bytes = BLOCK_BYTES if native is None else CHUNK_BYTES
+        self._rows = rows.cut(self._block_bytes)
+        blocks = self._rows.source // self._block_bytes
         found, begins = np.unique(blocks, return_index=True)
         ends = np.append(begins, len(blocks))[1:]
         self._of_block = dict(zip(found.tolist(), zip(begins.tolist(), ends.tolist(), strict=True), strict=True))
-        touched = {block * BLOCK_BYTES // CHUNK_BYTES for block in found.tolist()}
+        touched = {block * self._block_bytes // CHUNK_BYTES for block in found.tolist()}
         self._chunks = sorted(touched | self._checked)
         self._stop = threading.Event()
         self._failures: list[Exception] = []
@@ -93,15 +105,34 @@ class Sweep:
     def _sweep(self, chunk: int) -> None:
         start = chunk * CHUNK_BYTES
         end = min(start + CHUNK_BYTES, len(self._payload))
-        checked = chunk in self._checked
-        hasher = xxhash.xxh3_128()
-        for at in range(start, end, BLOCK_BYTES):
-            if checked:
-                hasher.update(self._payload[at : min(at + BLOCK_BYTES, end)])
-            if rows := self._of_block.get(at // BLOCK_BYTES):
-                copy_rows(self._address, Rows(*(column[slice(*rows)] for column in self._rows)))
-        if checked and hasher.digest() != self._digests[chunk]:
+        if chunk not in self._checked:
+            self._copy_and_hash(start, end, None)
+            return
+        if self._native is not None and end - start >= SHORTEST_BYTES:
+            digest = self._at_once(self._native, start, end)
+        else:
+            hasher = xxhash.xxh3_128()
+            self._copy_and_hash(start, end, hasher)
+            digest = hasher.digest()
+        if digest != self._digests[chunk]:
             raise DigestMismatch(f"chunk {chunk} is not what was sealed")
+
+    def _at_once(self, native: CopyHash, start: int, end: int) -> bytes:
+        source, target, length = self._in_block(start)
+        source = source - start
+        columns = (source.ctypes.data, target.ctypes.data, length.ctypes.data)
+        return native.scatter(self._address + start, end - start, *columns, len(source))
+
+    def _copy_and_hash(self, start: int, end: int, hasher: xxhash.xxh3_128 | None) -> None:
+        for at in range(start, end, self._block_bytes):
+            if hasher is not None:
+                hasher.update(self._payload[at : min(at + self._block_bytes, end)])
+            copy_rows(self._address, self._in_block(at))
+
+    def _in_block(self, at: int) -> Rows:
+        """What is copied of the block that begins there."""
+        first, last = self._of_block.get(at // self._block_bytes, (0, 0))
+        return Rows(*(column[first:last] for column in self._rows))
 
 
 def threads_for(ranks: int) -> int:

@@ -1,8 +1,8 @@
 """Live tensors to slot bytes: views made once in a plan, then nothing but copies.
 
-On the CPU one call copies all pieces with Python's lock released. On a GPU they go to page-locked slot memory on a
-stream of their own, behind an event of the training stream and before an event that the next optimizer step waits on;
-on several GPUs of one process so on each of them.
+On the CPU all pieces are copied with Python's lock released, and hashed on the way where that is to be had. On a GPU
+they go to page-locked slot memory on a stream of their own, behind an event of the training stream and before an event
+that the next optimizer step waits on; on several GPUs of one process so on each of them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import NamedTuple
 
 import torch
 
+from everstep.native import copy_hash
 from trainer_hooks.sdc.digest import WeightedDigest
 from trainer_hooks.snapshot.blob import dtype_of
 from trainer_hooks.snapshot.device import gpus_of
 from trainer_hooks.snapshot.gather import Gather, Targets
+from trainer_hooks.snapshot.hashing_gather import HashingGather
 from trainer_hooks.snapshot.layout import BLOB_PREFIX, Box, Manifest
 from trainer_hooks.snapshot.plan import Share
 from trainer_hooks.snapshot.standing import Writes
@@ -39,6 +42,14 @@ def slot_view(payload: torch.Tensor, at: int, dtype: str, size: Sequence[int]) -
     """Bytes of a payload from ``at`` on as a contiguous tensor."""
     kind = dtype_of(dtype)
     return payload[at : at + math.prod(size) * kind.itemsize].view(kind).view(tuple(size))
+
+
+class Copied(NamedTuple):
+    """What was made on the way. ``digests``: of groups of tensors; ``chunks``: the xxh3-128 of each chunk of the slot's
+    payload as it is now, None where they are still to be made."""
+
+    digests: dict[str, torch.Tensor]
+    chunks: list[bytes] | None = None
 
 
 class Sources:
@@ -69,7 +80,7 @@ class Sources:
                 torch._foreach_copy_([self._staged[i] for i, _ in self._volatile], now)
         self.mover.begin()
 
-    def copy(self, share: Share, targets: Targets, *, digest: bool) -> dict[str, torch.Tensor]:
+    def copy(self, share: Share, targets: Targets, *, digest: bool) -> Copied:
         """Copies the share's pieces to ``targets``, and digests each of its groups if asked to.
 
         From the copier thread. On a GPU both are enqueued when this returns; ``mover.finish`` waits for them, after
@@ -112,24 +123,26 @@ class HostMover:
     """Copies between host tensors; done when ``run`` returns."""
 
     def __init__(self) -> None:
-        self._gathers: dict[tuple[int, int], tuple[Targets, list[torch.Tensor], Gather]] = {}
+        self._gathers: dict[tuple[int, int], tuple[Targets, list[torch.Tensor], Gather | HashingGather]] = {}
 
     def begin(self) -> None:
         """Called by the training thread when the state is as it shall be copied."""
 
-    def run(
-        self, targets: Targets, sources: list[torch.Tensor], digests: dict[str, WeightedDigest]
-    ) -> dict[str, torch.Tensor]:
-        self._gather(targets, sources).copy()
-        return {group: digest.start() for group, digest in digests.items()}
+    def run(self, targets: Targets, sources: list[torch.Tensor], digests: dict[str, WeightedDigest]) -> Copied:
+        chunks = self._gather(targets, sources).copy()
+        return Copied({group: digest.start() for group, digest in digests.items()}, chunks)
 
-    def _gather(self, targets: Targets, sources: list[torch.Tensor]) -> Gather:
+    def _gather(self, targets: Targets, sources: list[torch.Tensor]) -> Gather | HashingGather:
         """Made once for each slot; a list is known by its identity as long as it is held here."""
         key = (id(targets), id(sources))
         if key not in self._gathers:
             if len(self._gathers) >= MOST_GATHERS:
                 self._gathers.clear()
-            self._gathers[key] = targets, sources, Gather(targets, sources)
+            if copy_hash is not None and targets.payload is not None:
+                gather: Gather | HashingGather = HashingGather(targets.payload, targets, sources, copy_hash)
+            else:
+                gather = Gather(targets, sources)
+            self._gathers[key] = targets, sources, gather
         return self._gathers[key][2]
 
     def order_before_step(self) -> None:
@@ -160,9 +173,7 @@ class DeviceMover(HostMover):
         for lane in self.lanes:
             lane.ready.record(torch.cuda.current_stream(lane.device))
 
-    def run(
-        self, targets: Targets, sources: list[torch.Tensor], digests: dict[str, WeightedDigest]
-    ) -> dict[str, torch.Tensor]:
+    def run(self, targets: Targets, sources: list[torch.Tensor], digests: dict[str, WeightedDigest]) -> Copied:
         with torch.no_grad(), ExitStack() as current:
             # all at once: each copy goes by the stream that is current on its GPU, and a digest may want several GPUs
             for lane in reversed(self.lanes):  # the thread acts on the first of them
@@ -174,7 +185,7 @@ class DeviceMover(HostMover):
             made = {group: digest.start().to("cpu", non_blocking=True) for group, digest in digests.items()}
             for lane in self.lanes:
                 lane.copied.record(lane.stream)
-        return made
+        return Copied(made)
 
     def order_before_step(self) -> None:
         for lane in self.lanes:

@@ -40,8 +40,8 @@ def store_with_covers(wide: Planned, slot: int, rank: int, version: Version, blo
     narrower = [other for other, header in view.sealed() if header.version == version]
     payload = view.begin(slot, rank, version, wide.manifest_bytes, wide.manifest.payload_bytes)
     write_blob(payload, wide.manifest, blob)
-    sources.copy(wide.share, wide.targets(slot), digest=False)
+    copied = sources.copy(wide.share, wide.targets(slot), digest=False)
     sources.mover.finish()
-    view.seal(slot)
+    view.seal(slot, wide.slot_digests(copied.chunks))
     for other in narrower:
         view.discard(other)

@@ -40,11 +40,12 @@ class Mapped(Protocol):
 
 
 class Targets(list[torch.Tensor]):
-    """Views into a slot of ``file``."""
+    """Views into a slot of ``file``. ``payload``: all that is hashed of the slot, where the digests are wanted."""
 
-    def __init__(self, views: Iterable[torch.Tensor], file: Mapped) -> None:
+    def __init__(self, views: Iterable[torch.Tensor], file: Mapped, payload: torch.Tensor | None = None) -> None:
         super().__init__(views)
         self.file = file
+        self.payload = payload
 
 
 class _Buffer(ctypes.Structure):

@@ -39,11 +39,12 @@ class Look:
 
 
 class Filled(NamedTuple):
-    """What was copied, and what it took, seconds."""
+    """What was copied, and what it took, seconds. ``slot_digests``: None where the slot is still to be hashed."""
 
     planned: Planned
     slot: int
     digests: dict[str, torch.Tensor]
+    slot_digests: list[bytes] | None
     copy_s: float
 
     def sealed(self, version: Version, *, kept: bool) -> SealedShare:

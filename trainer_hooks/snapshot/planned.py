@@ -9,6 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import xxhash
 
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
@@ -59,6 +60,7 @@ class Planned:
         self.share = share
         self.manifest = manifest
         self.manifest_bytes = encode_manifest(manifest)
+        self._manifest_digest = xxhash.xxh3_128_digest(self.manifest_bytes)
         self.segment = segment
         self.with_covers = with_covers
         self.is_small = manifest.payload_bytes <= SMALL_BYTES and len(manifest.stored) <= SMALL_PIECES
@@ -67,6 +69,10 @@ class Planned:
     def fits(self, blob_bytes: int) -> bool:
         """Whether Python state of this size fits where the manifest says."""
         return blob_bytes <= self.manifest.blob_capacity
+
+    def slot_digests(self, chunks: Sequence[bytes] | None) -> list[bytes] | None:
+        """All that a slot is sealed with, from those of its payload's chunks."""
+        return None if chunks is None else [self._manifest_digest, *chunks]
 
     def targets(self, slot: int) -> Targets:
         """Views into a slot that was begun with this plan's manifest, one for each piece of the share."""
@@ -77,7 +83,7 @@ class Planned:
                 for stored in self.manifest.stored
                 for tensor in (self.manifest.catalog[stored.tensor],)
             )
-            self._targets[slot] = Targets(views, self.segment)
+            self._targets[slot] = Targets(views, self.segment, payload)
         return self._targets[slot]
 
 

@@ -354,7 +354,9 @@ class Snapshotter:
             return
         job.kept = self._retention.is_candidate(job.version.step)
         began = self._clock.monotonic()
-        digests = job.sources.copy(planned.share, planned.targets(slot), digest=self._digest_due(job))
+        if not job.sources.on_gpu:
+            write_blob(payload, manifest, job.blob.data())  # before, since it may be hashed with what is copied
+        copied = job.sources.copy(planned.share, planned.targets(slot), digest=self._digest_due(job))
         if not self._advance(job, Phase.COPYING, Phase.COPIED):
             return
         if not job.held and job.sources.on_gpu:
@@ -362,19 +364,21 @@ class Snapshotter:
         job.sources.mover.finish()
         if self._standing.is_overtaken(job):
             return
-        write_blob(payload, manifest, job.blob.data())
+        if job.sources.on_gpu:
+            write_blob(payload, manifest, job.blob.data())
         view.copied(slot)
-        job.filled = Filled(planned, slot, digests, self._clock.monotonic() - began)
+        slot_digests = planned.slot_digests(copied.chunks)
+        job.filled = Filled(planned, slot, copied.digests, slot_digests, self._clock.monotonic() - began)
         job.copied.set()
 
     def _seal(self, job: Job, filled: Filled) -> None:
         view = filled.planned.segment.view
-        if not job.sources.on_gpu:
+        if not job.sources.on_gpu and filled.slot_digests is None:
             self._wanted.wait(min(LONGEST_REST_S, filled.copy_s))
         if self._standing.is_overtaken(job):  # by what had begun before it was copied, and was counted when it ended
             view.discard(filled.slot)
             return
-        view.seal(filled.slot)
+        view.seal(filled.slot, filled.slot_digests)
         if job.kept:
             self._retention.keeps(job.version)
         sealed = filled.sealed(job.version, kept=job.kept)

@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.errors import DigestMismatch
+from everstep.native import CopyHash, copy_hash
 from everstep.slots import CHUNK_BYTES, chunk_digests
-from trainer_hooks.restore.moves import NOTHING, Moves, is_plain
+from trainer_hooks.restore.moves import Moves, is_plain
 from trainer_hooks.restore.sweep import BLOCK_BYTES, Sweep, chunks_of, chunks_of_rows
+from trainer_hooks.rows import NOTHING
 
 SIZE = 3 * CHUNK_BYTES + 12_345
 PAYLOAD = bytes(random.Random(7).randbytes(1 << 16)) * (SIZE // (1 << 16)) + bytes(SIZE % (1 << 16))
@@ -25,19 +27,23 @@ lengths = st.one_of(st.integers(1, 300), st.sampled_from([BLOCK_BYTES, CHUNK_BYT
 ranges = st.tuples(starts, lengths).map(lambda pair: (pair[0], min(pair[1], SIZE - pair[0])))
 
 
-def filled_by(plan: list[list[tuple[int, int]]], threads: int, checked: range = EVERY) -> list[bytes]:
+def filled_by(
+    plan: list[list[tuple[int, int]]], threads: int, checked: range = EVERY, native: CopyHash | None = copy_hash
+) -> list[bytes]:
     moves = Moves()
     targets = [torch.zeros(sum(length for _, length in each), dtype=torch.uint8) for each in plan]
     for target, each in zip(targets, plan, strict=True):
         moves.add(target, each)
-    Sweep(memoryview(PAYLOAD), moves.rows(), DIGESTS, checked).run(threads)
+    Sweep(memoryview(PAYLOAD), moves.rows(), DIGESTS, checked, native).run(threads)
     return [target.numpy().tobytes() for target in targets]
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.lists(ranges, min_size=1, max_size=3), max_size=4), st.integers(1, 3))
 def test_every_tensor_gets_its_ranges_one_after_another(plan: list[list[tuple[int, int]]], threads: int) -> None:
-    assert filled_by(plan, threads) == [b"".join(PAYLOAD[at : at + n] for at, n in each) for each in plan]
+    expected = [b"".join(PAYLOAD[at : at + n] for at, n in each) for each in plan]
+    for native in (copy_hash, None):
+        assert filled_by(plan, threads, native=native) == expected
 
 
 def test_many_small_tensors_side_by_side_are_all_filled() -> None:

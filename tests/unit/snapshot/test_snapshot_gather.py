@@ -11,11 +11,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from everstep import slots
+from everstep.native import copy_hash
+from trainer_hooks.snapshot import hashing_gather
 from trainer_hooks.snapshot.gather import MOST_BUFFERS, SMALL_BYTES, Gather, Targets
+from trainer_hooks.snapshot.hashing_gather import HashingGather
 from trainer_hooks.snapshot.layout import ALIGN
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint8)
@@ -63,9 +68,43 @@ def made(count: int, dtype: torch.dtype, form: str) -> torch.Tensor:
     return raw[:count]
 
 
+CHUNK = 1 << 14
+"""So that there are some."""
+
+
+class Hashing:
+    """What hashes as it copies, held against hashes made afterwards."""
+
+    def __init__(self, targets: Targets, sources: list[torch.Tensor]) -> None:
+        assert copy_hash is not None
+        assert targets.payload is not None
+        self._payload = targets.payload
+        with chunks_of(CHUNK):
+            self._gather = HashingGather(targets.payload, targets, sources, copy_hash)
+
+    def copy(self) -> None:
+        digests = self._gather.copy()
+        with chunks_of(CHUNK):
+            assert digests == list(slots.chunk_digests(memoryview(self._payload.numpy())))
+
+
+@contextmanager
+def chunks_of(nbytes: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (slots, hashing_gather):
+            patch.setattr(module, "CHUNK_BYTES", nbytes)
+        yield
+
+
+KINDS = [Gather, pytest.param(Hashing, marks=pytest.mark.skipif(copy_hash is None, reason="it was not compiled"))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None)
 @given(st.lists(pieces, max_size=60))
-def test_every_byte_of_each_piece_arrives_and_none_beside_it(drawn: list[tuple[int, torch.dtype, str, int]]) -> None:
+def test_every_byte_of_each_piece_arrives_and_none_beside_it(
+    kind: type[Gather | Hashing], drawn: list[tuple[int, torch.dtype, str, int]]
+) -> None:
     """``others`` lines between two pieces belong to somebody else, as the Python state does."""
     sources, starts, at = [], [], 0
     for count, dtype, form, others in drawn:
@@ -80,7 +119,7 @@ def test_every_byte_of_each_piece_arrives_and_none_beside_it(drawn: list[tuple[i
             payload[start : start + source.nbytes].view(source.dtype).view(source.shape)
             for start, source in zip(starts, sources, strict=True)
         ]
-        gather = Gather(Targets(targets, file), sources)
+        gather = kind(Targets(targets, file, payload), sources)
         for _ in range(2):
             payload.fill_(UNTOUCHED)
             gather.copy()
@@ -133,3 +172,22 @@ def test_what_a_limit_on_files_cuts_short_is_copied_all_the_same() -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
             signal.signal(signal.SIGXFSZ, before)
         assert torch.equal(file.payload.view(torch.float32), torch.cat(sources))
+
+
+@pytest.mark.skipif(copy_hash is None, reason="it was not compiled")
+def test_what_several_threads_copy_is_what_one_copies() -> None:
+    assert copy_hash is not None
+    before = torch.get_num_threads()
+    size = hashing_gather.WORTH_A_THREAD_BYTES
+    with mapped(3 * size) as file:
+        sources = [torch.arange(size // 8 + 1000, dtype=torch.int64) * k for k in (1, 3)]
+        starts = [0, size + 8000]
+        targets = [file.payload[at : at + s.nbytes].view(s.dtype) for at, s in zip(starts, sources, strict=True)]
+        gather = HashingGather(file.payload, targets, sources, copy_hash)
+        try:
+            torch.set_num_threads(3)
+            digests = gather.copy()
+        finally:
+            torch.set_num_threads(before)
+        assert all(map(torch.equal, targets, sources))
+        assert digests == list(slots.chunk_digests(memoryview(file.payload.numpy())))

@@ -1,0 +1,104 @@
+"""Copies that hash, against copies and hashes made apart: the same bytes, the same digests, and none beside them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import hatch_build
+from everstep.native import LIBRARY, OFF, SHORTEST_BYTES, CopyHash, copy_hash
+
+MOST_BYTES = 9000
+"""More than eight blocks of 1,024, in which everything that a longer input has happens."""
+GUARD = 64
+RANDOM = np.random.default_rng(7)
+MEMORY = RANDOM.integers(0, 256, 2 * MOST_BYTES, dtype=np.uint8)
+
+lengths = st.one_of(
+    st.sampled_from([SHORTEST_BYTES, 255, 256, 257, 1023, 1024, 1025, 1087, 1088, 1089, 2048, 4096, 8192]),
+    st.integers(SHORTEST_BYTES, MOST_BYTES),
+)
+offsets = st.sampled_from([0, 1, 8, 31, 32, 63, 64])
+
+
+@pytest.fixture(scope="module")
+def native() -> CopyHash:
+    if copy_hash is None:
+        pytest.skip(f"no {LIBRARY.name} here: no C compiler when it was installed, or no AVX2")
+    return copy_hash
+
+
+def column(values: list[int]) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+@settings(deadline=None, max_examples=300)
+@given(lengths, offsets, st.lists(st.tuples(st.integers(0, MOST_BYTES), lengths, offsets), max_size=6))
+@example(1024, 0, [])
+@example(8192, 0, [(0, 8192, 0)])
+@example(8192, 0, [(0, 8192, 1)])
+def test_what_is_scattered_arrives_and_its_whole_source_is_hashed(
+    native: CopyHash, length: int, start: int, drawn: list[tuple[int, int, int]]
+) -> None:
+    """Parts may overlap, and be anywhere."""
+    source = MEMORY[start : start + length]
+    parts = sorted((at % length, min(size, length - at % length), off) for at, size, off in drawn)
+    targets = [np.zeros(GUARD + off + size + GUARD, np.uint8) for _, size, off in parts]
+    froms, sizes = column([at for at, _, _ in parts]), column([size for _, size, _ in parts])
+    places = column([target.ctypes.data + GUARD + off for target, (_, _, off) in zip(targets, parts, strict=True)])
+    columns = (froms.ctypes.data, places.ctypes.data, sizes.ctypes.data)
+    assert native.scatter(source.ctypes.data, length, *columns, len(parts)) == xxhash.xxh3_128_digest(source)
+    for target, (at, size, off) in zip(targets, parts, strict=True):
+        begin = GUARD + off
+        assert np.array_equal(target[begin : begin + size], source[at : at + size])
+        assert not target[:begin].any()
+        assert not target[begin + size :].any()
+
+
+@settings(deadline=None, max_examples=300)
+@given(lengths, offsets, st.lists(st.tuples(st.integers(0, MOST_BYTES), offsets), max_size=8))
+@example(8192, 0, [(0, 0), (8192, 0)])
+@example(8192, 1, [(0, 1), (8192, 1)])
+def test_what_is_gathered_fills_its_places_and_all_of_the_target_is_hashed(
+    native: CopyHash, length: int, start: int, drawn: list[tuple[int, int]]
+) -> None:
+    """Every second stretch between the drawn places is filled; the others stay as they were."""
+    memory = np.full(GUARD + start + length + GUARD, 0xA5, np.uint8)
+    target = memory[GUARD + start : GUARD + start + length]
+    target[:] = MEMORY[-length:]
+    expected = target.copy()
+    ends = sorted({min(at, length) for at, _ in drawn})
+    parts = [(a, b - a, off) for (a, b), (_, off) in zip(pairwise(ends), drawn, strict=False)][::2]
+    for at, size, off in parts:
+        expected[at : at + size] = MEMORY[off : off + size]
+    tos, sizes = column([at for at, _, _ in parts]), column([size for _, size, _ in parts])
+    sources = column([MEMORY.ctypes.data + off for _, _, off in parts])
+    columns = (tos.ctypes.data, sources.ctypes.data, sizes.ctypes.data)
+    assert native.gather(target.ctypes.data, length, *columns, len(parts)) == xxhash.xxh3_128_digest(expected)
+    assert np.array_equal(target, expected)
+    assert set(memory[: GUARD + start]) | set(memory[GUARD + start + length :]) == {0xA5}
+
+
+def test_whoever_does_not_want_it_goes_without() -> None:
+    code = "import everstep.native; print(everstep.native.copy_hash)"
+    done = subprocess.run([sys.executable, "-c", code], env={OFF: "0"}, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "None\n", done.stderr
+
+
+@pytest.mark.parametrize(("compiler", "why"), [("/nowhere/cc", "no C compiler"), ("false", "false ended with 1")])
+def test_where_it_cannot_be_compiled_the_package_is_built_without_it(monkeypatch, tmp_path, compiler, why) -> None:
+    monkeypatch.setenv("CC", compiler)
+    monkeypatch.setattr(hatch_build.platform, "machine", lambda: "x86_64")
+    assert why in hatch_build.compiled(tmp_path / "a.c", tmp_path / "a.so")
+
+
+def test_it_is_for_one_kind_of_machine(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(hatch_build.platform, "machine", lambda: "aarch64")
+    assert "this is aarch64" in hatch_build.compiled(tmp_path / "a.c", tmp_path / "a.so")
