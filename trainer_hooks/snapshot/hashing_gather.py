@@ -71,6 +71,8 @@ class HashingGather:
         work()
         for helper in helpers:
             helper.join()
+        if not all(digests):
+            raise RuntimeError("a thread that copied has failed")
         return digests
 
     def _cut(self) -> Iterator[_Chunk]:
