@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -43,15 +44,19 @@ def test_who_stands_by_refuses_at_once_and_says_why(standby: Served) -> None:
     assert refusal(knock(standby)) == (503, "it stands by")
 
 
-def test_who_comes_while_it_takes_over_is_let_in_when_it_leads(standby: Served) -> None:
+def test_who_comes_while_it_takes_over_is_let_in_when_it_leads(
+    standby: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controller.api.front.PATIENCE_S", 60.0)  # the first is to be there still when the last comes
     standby.on_loop(standby.threshold.close)
-    lines = [knock(standby) for _ in range(40)]
-    standby.until(lambda: waiting(standby) == len(lines))
-    standby.leads = True
-    standby.on_loop(standby.threshold.open)
-    for line in lines:
-        assert line.head()[0] == 101
-        line.close()
+    with ExitStack() as open_lines:
+        lines = [knock(standby) for _ in range(40)]
+        for line in lines:
+            open_lines.callback(line.close)
+        standby.until(lambda: waiting(standby) == len(lines))
+        standby.leads = True
+        standby.on_loop(standby.threshold.open)
+        assert [line.head()[0] for line in lines] == [101] * len(lines)
 
 
 def test_who_comes_while_it_takes_over_is_refused_when_another_one_leads(standby: Served) -> None:
