@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -17,6 +18,8 @@ from bench.checkpoint_rows.rank import Restores, Stalls, restores, snapshots
 from bench.checkpoint_rows.state import Size
 from bench.table import Row
 from everstep.ids import Version
+from everstep.slots import SLOTS
+from trainer_hooks.snapshot.choices import LEAN_SLOTS
 
 STATE_MIB = (16, 64, 256, 1024, 2048, 4096)
 TENSORS = (10, 100, 1000, 10_000, 100_000)
@@ -29,12 +32,13 @@ STALL, RESTORE, MEMCPY = "#1f6f8b", "#c2571a", "#999999"
 
 @dataclass
 class Point:
-    """Seconds at ``at`` (bytes, tensors or ranks); ``why`` there are none."""
+    """Seconds at ``at`` (bytes, tensors or ranks) with ``slots`` a segment; ``why`` there are none."""
 
     at: int
     stall: float | None = None
     restore: float | None = None
     memcpy: float | None = None
+    slots: int = SLOTS
     why: str = ""
 
 
@@ -55,7 +59,7 @@ def curves(crew: Crew, path: Path, quick: bool) -> list[Row]:
         (
             "state of one rank, 64 tensors",
             "MiB",
-            [Point(p.at >> 20, p.stall, p.restore, p.memcpy, p.why) for p in states],
+            [replace(point, at=point.at >> 20) for point in states],
         ),
         (f"tensors, {OF_TENSORS_BYTES >> 20} MiB in all", "tensors", tensors),
         (f"nodes of one rank, {OF_RANKS_BYTES >> 20} MiB of FSDP2 state", "ranks", ranks),
@@ -67,12 +71,14 @@ def curves(crew: Crew, path: Path, quick: bool) -> list[Row]:
 def _point(crew: Crew, at: int, size: Size, world: int) -> Point:
     """What ``world`` ranks on as many nodes do; the slowest of each round, median."""
     nodes = [f"n{number}" for number in range(world)]
+    slots = SLOTS if _fit(size.nbytes) else LEAN_SLOTS
     try:
         with Fleet(nodes) as fleet:
             spec, warm = fleet.generation(nodes, 1), str(fleet.warm)
             each = enumerate(fleet.sockets(nodes))
             stalls: list[Stalls] = crew.run(
-                snapshots, [(spec, rank, socket, warm, size, REPEATS, COMPUTE_S) for rank, socket in each]
+                snapshots,
+                [(spec, rank, socket, warm, size, REPEATS, COMPUTE_S, None, slots) for rank, socket in each],
             )
             last = stalls[0].last
             spec = fleet.generation(nodes, 1, floor=Version(spec.number, last))
@@ -87,7 +93,13 @@ def _point(crew: Crew, at: int, size: Size, world: int) -> Point:
         _slowest([one.blocked for one in stalls]),
         _slowest([one.fill for one in filled]),
         _slowest([one.memcpy for one in stalls]),
+        slots,
     )
+
+
+def _fit(nbytes: int) -> bool:
+    """Whether this machine has room for all slots of such a state, the state, and what a memcpy fills."""
+    return (SLOTS + 2) * nbytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _slowest(rounds: list[list[float]]) -> float:
@@ -95,7 +107,7 @@ def _slowest(rounds: list[list[float]]) -> float:
 
 
 def _rows(name: str, unit: str, point: Point) -> list[Row]:
-    where = f"{name}: {point.at} {unit}"
+    where = f"{name}: {point.at} {unit}" + (f", {point.slots} slots" if point.slots != SLOTS else "")
     if point.stall is None or point.restore is None or point.memcpy is None:
         return [Row(f"{where}, stall and restore", None, "ms", against=point.why)]
     return [

@@ -19,7 +19,7 @@ from bench.checkpoint_rows.state import Model, Size
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
 from everstep.slots import CHUNK_BYTES, SLOTS
-from everstep.wire.v1.training import GenerationSpec, Sealed
+from everstep.wire.v1.training import FindingRaised, GenerationSpec, Sealed
 from trainer_hooks.restore import Restoration
 from trainer_hooks.snapshot.choices import Choices
 from trainer_hooks.snapshot.snapshotter import Snapshotter
@@ -98,7 +98,9 @@ class Heard:
         self.at: dict[int, float] = {}
         self.last: Sealed | None = None
 
-    def hear(self, report: Sealed) -> None:
+    def hear(self, report: Sealed | FindingRaised) -> None:
+        if not isinstance(report, Sealed):  # a finding: what is short is logged too
+            return
         with self._changed:
             self.at[report.version.step] = time.perf_counter()
             self.last = report
@@ -118,15 +120,17 @@ def snapshots(
     repeats: int,
     compute_s: float,
     overlap: bool | None = None,
+    slots: int = SLOTS,
 ) -> Stalls:
     """Snapshots of a rank in a generation of its own, after some that nobody counts.
 
-    ``compute_s``: how long the step is under which a copy goes on, without one.
+    ``compute_s``: how long the step is under which a copy goes on, without one. ``slots``: of a segment; two where five
+    have no room, and then each version is announced, as others are not stored.
     """
     with ExitStack() as stack:
         one = Rank(spec, rank, socket, stack)
         model, heard = Model(size), Heard()
-        snapshotter, step = warm(one, model, heard, stack, Choices(overlap=overlap, slots=SLOTS))
+        snapshotter, step = warm(one, model, heard, stack, Choices(overlap=overlap, slots=slots))
         assert heard.last is not None
         payload = sum(part.numel() * part.element_size() for part in model.parts)
         nbytes = min(payload, heard.last.bytes)
@@ -216,15 +220,21 @@ def _snapshot(one: Rank, model: Model, snapshotter: Snapshotter, step: int) -> t
     """When it was begun, and for how long the training thread was blocked."""
     model.update(step)
     one.meet()
+    _announce_if_lean(snapshotter, step)
     began = time.perf_counter()
     snapshotter.begin(step)
     snapshotter.wait()
     return began, time.perf_counter() - began
 
 
+def _announce_if_lean(snapshotter: Snapshotter, step: int) -> None:
+    if not snapshotter.every(step):
+        snapshotter.note(None, step)
+
+
 def await_seal(one: Rank, step: int) -> None:
     """A version that nobody reports is seen in its slot."""
-    view = one.vault.open_segment(one.spec.job, one.member.local_rank, 1).view
+    view = one.vault.open_segment(one.spec.job, one.member.local_rank, 1, slots=1).view
     deadline = time.monotonic() + SEAL_S
     while all(header.version != Version(one.spec.number, step) for _, header in view.sealed()):
         assert time.monotonic() < deadline, f"step {step} was not sealed"
@@ -237,6 +247,7 @@ def _under_compute(one: Rank, model: Model, snapshotter: Snapshotter, work: _Wor
     stalls.compute.append(work.run_s())
     model.update(step)
     one.meet()
+    _announce_if_lean(snapshotter, step)
     began = time.perf_counter()
     snapshotter.begin(step)
     begun = time.perf_counter() - began
