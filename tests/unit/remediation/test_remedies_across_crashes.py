@@ -120,7 +120,9 @@ def halting(
 @contextmanager
 def controller_with(program_forks: ForkPool, remediation: str, directory: Path) -> Iterator[ControllerProcess]:
     settings = directory / "settings.toml"
-    settings.write_text(f'{remediation}[policy]\nremediate = "enforce"\nremedy_settle_s = 1000.0\n')
+    # a cure that the lab gives up after 30 s is asked for in the first 9 of them, and the controller starts twice
+    policy = 'remediate = "enforce"\nremedy_settle_s = 1000.0\nremedy_timeout_s = 1000.0\n'
+    settings.write_text(f"{remediation}[policy]\n{policy}")
     with controller_process(directory, program_forks, arguments=("--settings", str(settings))) as process:
         yield process
 
