@@ -229,8 +229,10 @@ def allocate(descriptor: int, length: int, what: str, start: int = 0) -> None:
         ) from error
 
 
-def populate(mapping: mmap.mmap) -> None:
+def populate(mapping: mmap.mmap, stopped: threading.Event | None = None) -> None:
     """Makes the pages of a writable shared mapping, contents unchanged, without holding Python's lock.
+
+    Soon after ``stopped`` is set it makes no more.
 
     ``mmap.madvise`` would hold it: first touch runs at 0.6 GB/s, and a thread that waits for the lock would stand
     still. Where the kernel is too old to do it, each page is read, which on a memory file system makes it too.
@@ -238,6 +240,8 @@ def populate(mapping: mmap.mmap) -> None:
     first = ctypes.c_char.from_buffer(mapping)
     start, length = ctypes.addressof(first), len(mapping)
     for offset in range(0, length, POPULATE_BYTES):
+        if stopped is not None and stopped.is_set():
+            return
         piece = min(POPULATE_BYTES, length - offset)
         if _libc.madvise(start + offset, piece, MADV_POPULATE_WRITE) != 0:
             if ctypes.get_errno() != errno.EINVAL:

@@ -23,6 +23,7 @@ import msgspec
 
 from agent.vault.memory import FEWER_COPIES, FEWER_SLOTS, Budget, Wanted, allocate, give_back, populate
 from agent.vault.pages import has_huge_pages, make_huge
+from agent.vault.prefault import Prefaults
 from agent.vault.succession import Carried, carried, carry_over, freed_bytes, serves, sizes
 from everstep.errors import ConfigurationError, DigestMismatch
 from everstep.ids import Version
@@ -187,6 +188,7 @@ class SegmentStore:
         self.directory = directory
         self._node = node
         self.budget = Budget(directory, memory_limit)
+        self._prefaults = Prefaults()
         self._lock = threading.Lock()
         self._making: dict[SegmentKey, threading.Lock] = {}
         self._segments: dict[SegmentKey, Segment] = {}
@@ -302,6 +304,7 @@ class SegmentStore:
         draft, path = self.paths(key)
         what = f"{slots} slots of {slot_bytes} bytes for {key.job}/{key.filename}"
         length = segment_bytes(slots, slot_bytes)
+        self._prefaults.end(path)
         if old is not None:
             old.seal_copied()
         freed = 0 if old is None else freed_bytes(old.view, old.path, slots, keep)
@@ -344,7 +347,7 @@ class SegmentStore:
         if key.kind == "own":
             populate(mapping)
         else:
-            threading.Thread(target=populate, args=(mapping,), daemon=True, name="populate").start()
+            self._prefaults.begin(self.paths(key)[1], mapping)
 
     def add(self, segment: Segment) -> Segment:
         with self._lock:
@@ -373,12 +376,14 @@ class SegmentStore:
             for key in [k for k in self._segments if k.job == job]:
                 del self._segments[key]
                 self._making.pop(key, None)
+        self._prefaults.end(self.directory / job)
         shutil.rmtree(self.directory / job, ignore_errors=True)
 
     def forget_all(self) -> None:
         """Unlinks everything under the directory, scratch files too, and the directory."""
         with self._lock:
             self._segments.clear()
+        self._prefaults.end(self.directory)
         shutil.rmtree(self.directory, ignore_errors=True)
 
 

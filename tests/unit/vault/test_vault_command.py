@@ -67,7 +67,7 @@ def test_a_vault_that_is_alone_is_ended_and_its_memory_freed(vault: VaultProcess
     assert "ends in 59 min" in " ".join(shown.output.split())
     status, said = drop(vault)
     assert (status, "MiB freed" in said) == (0, True), said
-    vault.process.wait(30)
+    vault.process.wait(60)
     assert process_gone(vault.process.pid)
     assert not vault.segment_dir.exists()
     assert list(vault.run_dir.iterdir()) == []

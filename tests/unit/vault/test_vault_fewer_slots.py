@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
+from agent.vault import prefault
 from agent.vault.findings import Findings
+from agent.vault.memory import populate
 from agent.vault.room import check_room
 from agent.vault.segments import Segment, SegmentKey, SegmentStore
 from everstep.errors import OutOfSlotMemory
@@ -38,6 +42,10 @@ def _full(directory: Path, limit: int | None, slots: int) -> tuple[SegmentStore,
         segment.view.begin(step - 1, 0, Version(1, step), b"manifest", 1000)[:] = bytes([step]) * 1000
         segment.view.seal(step - 1)
     return store, segment
+
+
+def somebody_is_faster(*_: object) -> None:
+    raise OutOfSlotMemory("somebody was faster")
 
 
 def steps(segment: Segment) -> list[int]:
@@ -115,12 +123,8 @@ def test_a_segment_that_gave_memory_back_for_nothing_is_not_filled_again(
 ) -> None:
     """Its holes may be somebody else's memory by now: whoever wrote there would be killed by the kernel."""
     store, segment = five(shared)
-
-    def fails(*_: object) -> None:
-        raise OutOfSlotMemory("somebody was faster")
-
     with monkeypatch.context() as patched:
-        patched.setattr(store, "_draft", fails)
+        patched.setattr(store, "_draft", somebody_is_faster)
         with pytest.raises(OutOfSlotMemory):
             store.open(KEY, 2 * SLOT, 2, [Version(1, 1)])
     assert steps(segment) == [1, 5]
@@ -155,3 +159,22 @@ def test_copies_for_another_roster_give_back_what_nobody_may_go_back_to_where_ro
     )
     assert (len(told), steps(copies), steps(tier)) == (1, [2, 5], [1])
     assert store.open(SegmentKey(JOB, "replica", 1), SLOT, 2, ()).view.slots == 2
+
+
+def test_memory_that_a_segment_gives_back_is_not_taken_again_for_its_copies_to_come(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages of a replica come while it is filled; it may be told to give some back before all are there."""
+
+    def goes_on(mapping: mmap.mmap, stopped: threading.Event) -> None:
+        while not stopped.is_set():
+            populate(mapping)
+
+    monkeypatch.setattr(prefault, "populate", goes_on)
+    store, segment = five(shared)
+    monkeypatch.setattr(store, "_draft", somebody_is_faster)
+    with pytest.raises(OutOfSlotMemory):
+        store.open(KEY, 2 * SLOT, 2, [Version(1, 1)])
+    assert steps(segment) == [1, 5]
+    assert store.budget.used_bytes() == OLD - 3 * SLOT
+    store.forget(JOB)

@@ -48,7 +48,7 @@ def versions(client: VaultClient) -> set[Version]:
 def start_refused(*arguments: str) -> str:
     """The last words of a vault that does not start."""
     command = [sys.executable, "-m", "agent.vault.main", *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode != 0
     return ended.stderr
 
@@ -337,7 +337,7 @@ def test_settings_that_cannot_work_are_refused_with_what_to_do(tmp_path: Path, o
 def test_an_interrupt_ends_it_in_order_as_well(fleet: Vaults) -> None:
     vault = fleet.start("n1", "--die-with-parent")
     vault.process.send_signal(signal.SIGINT)
-    assert vault.process.wait(30) == 0
+    assert vault.process.wait(60) == 0
     assert not vault.segment_dir.exists()
 
 
@@ -385,7 +385,7 @@ def test_a_vault_that_nobody_comes_to_ends_and_frees_its_slots(fleet: Vaults) ->
     vault.process.kill()
     vault.process.wait()
     vault.start()  # over the slots of the one before, and nobody connects
-    assert vault.process.wait(30) == 0
+    assert vault.process.wait(60) == 0
     assert not vault.segment_dir.exists()
     assert list(vault.run_dir.iterdir()) == []
 
@@ -398,5 +398,5 @@ def test_a_vault_stays_as_long_as_a_rank_is_connected(fleet: Vaults) -> None:
     client.close()
     note = until(lambda: read_note(vault.segment_dir), "it says that nobody is there")
     assert note.pid == vault.process.pid
-    assert vault.process.wait(30) == 0
+    assert vault.process.wait(60) == 0
     assert not vault.segment_dir.exists()
