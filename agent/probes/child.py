@@ -19,7 +19,7 @@ import torch.distributed
 
 from agent.probes.arithmetic import row, store_address
 from agent.probes.checks import Doing, ProbeFault, Rows, WrongResult, compute, memory, synchronize
-from agent.probes.frames import MAX_FRAME_BYTES, Ask, Stage
+from agent.probes.frames import MAX_FRAME_BYTES, Ask, Ready, Stage
 from everstep.errors import ConfigurationError
 from everstep.framing import FrameDecoder, encode_frame
 from everstep.lineage import die_with_parent
@@ -178,6 +178,7 @@ def serve(channel: socket.socket) -> None:
     def doing(what: str) -> None:
         channel.sendall(encode_frame(Stage(doing=what)))
 
+    channel.sendall(encode_frame(Ready()))
     while data := channel.recv(1 << 16):
         for ask in decoder.feed(data):
             channel.sendall(encode_frame(run_probe(ask, doing)))

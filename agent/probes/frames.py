@@ -18,10 +18,14 @@ class Ask(Message, frozen=True, kw_only=True, tag=True):
     deadline: float
 
 
+class Ready(Message, frozen=True, kw_only=True, tag=True):
+    """From the child, once: torch is loaded."""
+
+
 class Stage(Message, frozen=True, kw_only=True, tag=True):
     """From the child: what it is about to do, for whoever has to explain its silence."""
 
     doing: str
 
 
-FromChild = Stage | ProbeFinished
+FromChild = Ready | Stage | ProbeFinished

@@ -145,7 +145,7 @@ def test_a_mount_that_does_not_answer_is_timed_and_blocks_nobody(
 
     def statvfs(path: str) -> os.statvfs_result:
         if path == "/dead":
-            answer.wait(30)
+            answer.wait(60)
         return real("/")
 
     monkeypatch.setattr(host_module.os, "statvfs", statvfs)
