@@ -25,7 +25,7 @@ from examples.demo.world import World
 CLOSEST_S, FARTHEST_S = 0.05, 3.0
 CALM_S = (1.0, 5.0)
 LARGEST_BURST = 5
-BACK_WITHIN_S = 60.0
+BACK_WITHIN_S = 240.0
 LAST_STEPS = 60
 """Steps between the announcement of the last one and that: no rank may have passed it when it hears of it."""
 

@@ -76,7 +76,7 @@ class Watch:
             self.events.append(event)
             self._on_event(event)
 
-    def wait(self, condition: Callable[[], bool], what: str, deadline_s: float = 30.0) -> None:
+    def wait(self, condition: Callable[[], bool], what: str, deadline_s: float = 120.0) -> None:
         """Returns when ``condition`` holds. Raises TimeoutError naming ``what``."""
         end = time.perf_counter() + deadline_s
         while not condition():

@@ -18,7 +18,7 @@ from types import MappingProxyType, TracebackType
 
 from everstep.tokens import TokenRole, mint
 
-START_DEADLINE_S = 60.0
+START_DEADLINE_S = 180.0
 PREFIX = "everstep-demo-"
 OWNER = "owner.pid"
 

@@ -106,4 +106,4 @@ def test_every_route_does_what_its_description_says(
         case.body["node"] = case.path_parameters["node"]  # the two must agree, which no schema can say
     case.query.pop("cursor", None)  # only an answer's own are taken, which no schema can say
     case.body = as_written(case.body)
-    case.call_and_validate(base_url=process.url, headers=headers_for(case, join), timeout=30)
+    case.call_and_validate(base_url=process.url, headers=headers_for(case, join), timeout=120)

@@ -61,14 +61,14 @@ scrape_configs:
 def ask(address: str, query: str) -> list[object]:
     """The result of an instant query. Raises HTTPError, with Prometheus' complaint, for a bad one."""
     url = f"http://{address}/api/v1/query?" + urllib.parse.urlencode({"query": query})
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=120) as answer:
         result: list[object] = json.load(answer)["data"]["result"]
         return result
 
 
 def tell(world: World, method: str, path: str, body: Any, headers: dict[str, str]) -> tuple[int, bytes]:
     """One request to the world's controller."""
-    connection = http.client.HTTPConnection(world.url.removeprefix("http://"), timeout=10)
+    connection = http.client.HTTPConnection(world.url.removeprefix("http://"), timeout=120)
     try:
         connection.request(method, path, None if body is None else msgspec.json.encode(body), headers)
         answer = connection.getresponse()

@@ -77,11 +77,11 @@ def demo(tmp_path: Path, short_path: Path) -> Iterator[Demo]:
         demo.kill()
 
 
-@pytest.mark.timeout(480)
+@pytest.mark.timeout(1200)
 def test_every_fault_is_recovered_and_the_run_is_as_if_nothing_had_happened(tmp_path: Path, short_path: Path) -> None:
     demo = Demo(tmp_path, short_path, "--fast", "--steps", "350")
     try:
-        status = demo.wait(460)
+        status = demo.wait(1180)
     finally:
         demo.kill()
     summary = json.loads((tmp_path / "summary.json").read_text())

@@ -225,7 +225,7 @@ def test_several_nodes_write_one_checkpoint_and_people_see_it(short_path: Path, 
         world.write_secret(token, world.operator_token)
         asked = [sys.executable, "-m", "everstep.cli.main", "--controller", world.url, "--token-file", str(token)]
         said = subprocess.run(
-            [*asked, "checkpoints", "sharded"], capture_output=True, text=True, timeout=60, check=False
+            [*asked, "checkpoints", "sharded"], capture_output=True, text=True, timeout=120, check=False
         )
         assert said.returncode == 0, said.stderr
         assert "storage" in said.stdout

@@ -105,7 +105,7 @@ def elsewhere(code: str, *arguments: str) -> str:
     """What a process prints that has never heard of Everstep."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-W", "ignore", "-c", code, *arguments]
-    done = subprocess.run(command, cwd="/", env=clean, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd="/", env=clean, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

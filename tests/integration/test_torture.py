@@ -22,7 +22,7 @@ PLAN = os.environ.get("EVERSTEP_TORTURE_PLAN", "")
 LAST_STEPS = 20
 Row = dict[str, Any]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120 + 20 * ROUNDS)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240 + 40 * ROUNDS)]
 
 
 def run_through(plan: list[Round], until: int) -> list[Row]:

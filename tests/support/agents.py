@@ -17,7 +17,7 @@ from typing import Any
 from tests.support.processes import is_running
 from tests.support.waiting import until
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 TOKEN = "agent:n1:mac"
 
 

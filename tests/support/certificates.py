@@ -56,4 +56,4 @@ class Authority:
         for extension in extensions:
             command += ["-addext", extension]
         command += ["-keyout", str(pair.key), "-out", str(pair.certificate)]
-        subprocess.run(command, check=True, capture_output=True, timeout=30)
+        subprocess.run(command, check=True, capture_output=True, timeout=120)

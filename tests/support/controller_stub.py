@@ -34,7 +34,7 @@ from everstep.wire.v1.directives import AnyDirective, Directive
 from everstep.wire.v1.session import NUMBER_BYTES, UPGRADE, Acknowledge, Frame, Refused, encode_frame
 
 T = TypeVar("T")
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 DEFLATES_OVER_BYTES = 4096
 
 

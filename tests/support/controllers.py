@@ -201,7 +201,7 @@ class ControllerProcess:
         self.listen = "127.0.0.1:0"
         self.process: subprocess.Popen[bytes] | Forked | None = None
 
-    def start(self, deadline_s: float = 30.0) -> ControllerProcess:
+    def start(self, deadline_s: float = 90.0) -> ControllerProcess:
         self.ready_file.unlink(missing_ok=True)
         arguments = ["serve", "--listen", self.listen, "--preset", "lab"]
         arguments += ["--database", self.database, "--secret-file", str(self.secret_file)]
@@ -233,19 +233,19 @@ class ControllerProcess:
         """SIGKILL, and wait."""
         assert self.process is not None
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(60)
 
     def terminate(self) -> int:
         """SIGTERM, and the exit status."""
         assert self.process is not None
         self.process.terminate()
-        return self.process.wait(10)
+        return self.process.wait(60)
 
     def end(self) -> None:
         """Whatever state it is in, it is gone afterwards."""
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(60)
 
     def leads(self) -> bool:
         """Whether it runs, and is the one that answers."""

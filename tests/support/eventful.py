@@ -127,7 +127,7 @@ class EventfulFleet:
 
     def _wait_for_cordon(self) -> None:
         """Remedies are carried out beside the loop; what follows from them comes when it comes."""
-        deadline = time.perf_counter() + 30.0
+        deadline = time.perf_counter() + 60.0
         while True:
             headers = bearer(TokenRole.VIEWER, "vera", self._secret)
             _, body = self._ask("GET", "/v1/remedies?remedy_state=confirmed", None, headers)

@@ -17,7 +17,7 @@ from everstep.framing import FrameDecoder, encode_frame
 from everstep.wire.v1.local import MAX_FRAME_BYTES, Hello, Role, ToAgent, Welcome
 
 M = TypeVar("M")
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class Peer:

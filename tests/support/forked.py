@@ -35,7 +35,7 @@ from trainer_hooks.launch.messages import Exited, Fork, Forked, FromForkServer, 
 from trainer_hooks.launch.preload import MODULES
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 LONGEST_COMMAND = 4096
 """Bytes that the command line of a forked program may have (``programs.show_command``)."""
 

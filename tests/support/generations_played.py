@@ -18,7 +18,7 @@ from trainer_hooks.snapshot.snapshotter import Snapshotter
 from trainer_hooks.state import TrackedState
 from trainer_hooks.vault_client import VaultClient
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 Played = dict[str, Any]
 """What rank 0 says of a generation: "restored" (RestoreResult), what all ranks had "before" and "after" the step."""

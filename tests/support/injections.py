@@ -35,7 +35,7 @@ POINTS = (
 both have; nothing of the step is stored; some of its bytes are; all are, and the slot does not say so; it says so,
 without digests; it is sealed."""
 SEED, WIDTH, BATCH = 37, 16, 12
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from tests.support.processes import comm, is_running, parents_of_all
 from tests.support.warm_launcher import WarmLauncher
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 class Launched:
@@ -97,7 +97,7 @@ def launched(directory: Path, *argv: str, warm: bool = True, **environment: str)
         if launcher.process.poll() is None:
             launcher.process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                launcher.process.wait(15)
+                launcher.process.wait(60)
         launcher.process.kill()
         launcher.process.wait()
         for pid in filter(is_running, below):

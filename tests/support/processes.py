@@ -20,10 +20,10 @@ def ended(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[su
     finally:
         process.terminate()
         try:
-            process.wait(5)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(10)
+            process.wait(60)
 
 
 def is_running(pid: int) -> bool:

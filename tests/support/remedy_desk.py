@@ -105,7 +105,7 @@ def run(machine: Machine, book: Book, *rows: RemedyRow, left: Sequence[RemedyRow
         )
         desk.start()
         desk.requested(rows)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while desk.open():
                 await asyncio.sleep(0)
         await desk.stop()

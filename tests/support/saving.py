@@ -241,7 +241,7 @@ def _train(
             snapshotter.begin(step)
         blocked.append(waited + time.perf_counter() - began)
     if dies == "copying":
-        threading.Event().wait(30)
+        threading.Event().wait(60)
     if dies == "finished":
         os.kill(os.getpid(), signal.SIGKILL)
     if dies == "survives":

@@ -18,7 +18,7 @@ from everstep.system_clock import SYSTEM_CLOCK
 from tests.support.processes import ended
 
 NODE = "n1"
-DEADLINE_S = 40.0
+DEADLINE_S = 90.0
 
 
 def missing() -> str:
@@ -101,7 +101,7 @@ class Cluster:
 
     def scontrol(self, *arguments: str) -> str:
         done = subprocess.run(
-            ["scontrol", *arguments], env=self.environment, capture_output=True, text=True, timeout=10, check=False
+            ["scontrol", *arguments], env=self.environment, capture_output=True, text=True, timeout=120, check=False
         )
         return done.stdout + done.stderr
 
@@ -109,7 +109,7 @@ class Cluster:
         """The node in one line."""
         command = ["scontrol", "--oneliner", "show", "node", NODE]
         return subprocess.run(
-            command, env=self.environment | environment, capture_output=True, text=True, timeout=10, check=True
+            command, env=self.environment | environment, capture_output=True, text=True, timeout=120, check=True
         ).stdout
 
     def boot(self) -> None:

@@ -26,7 +26,7 @@ from tests.support.waiting import until
 
 JOB = "job"
 SECRET = "a secret of the job, for tests"
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class VaultClient:

@@ -22,7 +22,7 @@ from everstep.vocabulary import Finding, FindingKind, Severity
 from everstep.wire.v1.agent import Gpu
 from everstep.wire.v1.supervision import StatisticsAnswer
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 BUS = "0000:1b:00"
 SAMPLE = GpuSample(
     index=0,

@@ -35,7 +35,7 @@ from everstep.wire.v1.training import (
 )
 
 T = TypeVar("T")
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def spec(number: int, secret: str = "s" * 16) -> GenerationSpec:

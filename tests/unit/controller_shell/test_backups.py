@@ -40,7 +40,7 @@ def test_a_copy_made_while_reports_pour_in_is_whole_and_a_controller_goes_on_fro
             until(lambda: stream.acknowledged > 50, "reports")
             before = stream.acknowledged
             command = [sys.executable, "-m", "controller.main", "backup", str(copied), "--database", process.database]
-            made = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+            made = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
             assert f"{copied.stat().st_size} bytes" in made.stdout
             until(lambda: stream.acknowledged > before + 50, "reports after the copy was made")
         process.kill()
@@ -112,7 +112,7 @@ def _tool(name: str, *arguments: str) -> None:
     assert found is not None
     assert found.origin is not None
     program = Path(found.origin).parent / "pginstall18" / "bin" / name
-    subprocess.run([str(program), *arguments], check=True, capture_output=True, timeout=60)
+    subprocess.run([str(program), *arguments], check=True, capture_output=True, timeout=120)
 
 
 def test_a_postgresql_that_was_dumped_and_restored_is_gone_on_from(tmp_path: Path, postgres: str) -> None:

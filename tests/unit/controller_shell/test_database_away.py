@@ -66,7 +66,7 @@ def noting(news: list[ev.StoreChanged], sends: bool = True, directive: Callable[
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0)
 

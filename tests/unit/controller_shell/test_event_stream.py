@@ -62,7 +62,7 @@ def test_a_reader_that_takes_nothing_is_cut_off_and_counted() -> None:
             await asyncio.Event().wait()
 
     async def bounded() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await EventStream(frames(), place(), lambda: cut.append(True), slow_s=0.01)(SCOPE, _nothing_more, stuck)
 
     asyncio.run(bounded())
@@ -83,7 +83,7 @@ def test_a_reader_who_may_not_read_any_more_hears_nothing_more_and_the_stream_en
             feed.publish(_rows(4, 1))
 
     async def bounded() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             stream = EventStream(server_sent(feed, 0, read), place(), lambda: None, lambda: rights[0])
             await stream(SCOPE, _nothing_more, send)
 
@@ -123,7 +123,7 @@ def _streamed(feed: AuditFeed, after: int, stored: Following, until: bytes) -> l
             feed.close()
 
     async def bounded() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await EventStream(server_sent(feed, after, read), place(), lambda: None)(SCOPE, _nothing_more, send)
 
     asyncio.run(bounded())
@@ -228,7 +228,7 @@ def test_a_place_is_left_and_nothing_is_held_however_a_stream_ends() -> None:
         return {"type": "http.disconnect"}
 
     async def bounded(send: Any, receive: Any) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await EventStream(frames(), readers.take_place(VERA), lambda: None, slow_s=0.01)(SCOPE, receive, send)
 
     asyncio.run(bounded(stuck, _nothing_more))

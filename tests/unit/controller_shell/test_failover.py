@@ -84,7 +84,7 @@ def test_a_standby_says_who_leads_and_follows_at_once_where_the_leader_ends_in_o
         assert b"everstep_controller_leader 0.0" in standby.ask("GET", "/metrics", None, VIEWER)[1]
     assert b"everstep_controller_leader 1.0" in leader.ask("GET", "/metrics", None, VIEWER)[1]
     assert leader.terminate() == 0
-    until(lambda: any(one.leads() for one in others), "another leader", 3.0)
+    until(lambda: any(one.leads() for one in others), "another leader")
 
 
 def test_killed_leaders_are_followed_and_every_acknowledged_write_is_there_once(
@@ -95,7 +95,7 @@ def test_killed_leaders_are_followed_and_every_acknowledged_write_is_there_once(
             more(stream)
             leader = leader_of(controllers)
             leader.kill()
-            until(lambda: any(one.leads() for one in controllers), "another leader", 3.0)
+            until(lambda: any(one.leads() for one in controllers), "another leader")
             leader.start()
         more(stream)
     stream.check(leader_of(controllers))

@@ -270,7 +270,7 @@ def test_a_journal_whose_disk_hangs_holds_up_neither_the_loop_nor_whoever_tries_
     disk, write = threading.Event(), journal._Segment.write
 
     def hangs(segment: journal._Segment, data: bytes) -> None:
-        disk.wait(10)
+        disk.wait(60)
         write(segment, data)
 
     monkeypatch.setattr(journal._Segment, "write", hangs)

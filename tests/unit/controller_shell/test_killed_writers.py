@@ -14,6 +14,6 @@ def test_writers_killed_two_hundred_times_lose_nothing_durable_and_leave_nothing
 ) -> None:
     """What is checked after each kill is in tests/support/killed_writer.py."""
     command = [sys.executable, "-m", "tests.support.killed_writer", str(tmp_path / "c.db"), "200", "7"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
     assert int(ended.stdout) > 200

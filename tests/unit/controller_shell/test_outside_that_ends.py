@@ -41,7 +41,7 @@ def member(directory: Path) -> Member:
 
 
 async def ended(made: Member) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await made.run()
 
 
@@ -63,7 +63,7 @@ def test_a_node_whose_remedies_nobody_carries_out_any_more_ends_the_process(
     async def story() -> None:
         made = member(tmp_path)
         running = asyncio.create_task(ended(made))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await made.settled.wait()
         controller = made.leading()
         assert controller is not None

@@ -262,7 +262,7 @@ def test_the_background_task_goes_on_after_an_absence_of_the_database(
 
         monkeypatch.setattr(store, "write", failing_first)
         task = asyncio.create_task(retention_module.retaining(store, lambda: keep(events=4), first_s=0.0))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (
                 await store.look(lambda connection: connection.execute(text("SELECT count(*) FROM audit")).scalar()) > 4
             ):

@@ -29,7 +29,7 @@ class Answers:
 
         def committing(connection: Any) -> None:
             commit(connection)
-            self.late.wait(20)
+            self.late.wait(60)
             if self.lost:
                 self.lost -= 1
                 raise kind("disk I/O error: the answer is lost")
@@ -103,7 +103,7 @@ def test_a_commit_that_takes_too_long_is_broken_off_and_looked_up(engine: Engine
         with pytest.raises(StoreAway, match="hangs"):
             await store.commit(entry(2))
         answers.late.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 try:
                     await store.commit(entry(2))

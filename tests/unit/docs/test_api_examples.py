@@ -93,7 +93,7 @@ class Terminal:
     def run(self, command: str) -> Outcome:
         shell = ["bash", "-euo", "pipefail", "-c", command]
         done = subprocess.run(
-            shell, cwd=self.folder, env=self._environment, capture_output=True, text=True, timeout=90, check=False
+            shell, cwd=self.folder, env=self._environment, capture_output=True, text=True, timeout=120, check=False
         )
         http = re.findall(r"^HTTP (\d+)$", done.stderr, re.MULTILINE)
         return Outcome(done.returncode, http[-1] if http else "", done.stdout.strip(), done.stderr)

@@ -25,7 +25,7 @@ WORLD = 3
 def wait_in_vain(port: int, rank: int, elements: int) -> dict[str, object]:
     """Joins a group, then waits in an all-reduce that rank 0 never enters, or for its message where there are no
     ``elements``, until told to abort."""
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     backend = GlooBackend()
     backend.prepare()
@@ -40,7 +40,7 @@ def wait_in_vain(port: int, rank: int, elements: int) -> dict[str, object]:
         aborted: list[int] = []
 
         def abort_when_told() -> None:
-            store.wait(["abort"], timedelta(seconds=30))
+            store.wait(["abort"], timedelta(seconds=60))
             aborted.append(backend.abort())
             aborted.append(backend.abort())
 
@@ -64,7 +64,7 @@ def test_whoever_waits_for_a_stopped_peer_is_freed(forks, elements):
         forks.start(host_store, str(port_file))
         port = int(until(lambda: port_file.read_text() if port_file.exists() else "", "the store serves"))
         ranks = [forks.start(wait_in_vain, port, rank, elements) for rank in range(WORLD)]
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False)
         store.wait([f"ready/{rank}" for rank in range(WORLD)])
         os.kill(ranks[0].pid, signal.SIGSTOP)
         store.set("abort", b"")
@@ -75,12 +75,16 @@ def test_whoever_waits_for_a_stopped_peer_is_freed(forks, elements):
             assert outcome["loops"] == 1
 
 
-def test_a_process_without_groups_has_nothing_to_abort():
+def abort_without_groups() -> tuple[int, int]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        assert gloo_loops() == []
-        assert GlooBackend().abort() == 0
+        return len(gloo_loops()), GlooBackend().abort()
+
+
+def test_a_process_without_groups_has_nothing_to_abort(forks):
+    """In one of its own: tests before it may have left groups in this one."""
+    assert tuple(forks.start(abort_without_groups).result()) == (0, 0)
 
 
 def test_only_connections_to_the_named_port_are_found_and_shut():

@@ -51,7 +51,7 @@ def test_a_function_in_python_code_ends_with_regroup(interrupter, elsewhere):
         started.set()
         spin_until(lambda: False)
 
-    elsewhere(lambda: started.wait(10) and interrupter.interrupt())
+    elsewhere(lambda: started.wait(60) and interrupter.interrupt())
     assert isinstance(interrupter.call(function), Regroup)
 
 
@@ -64,7 +64,7 @@ def test_a_function_that_waits_in_pythons_own_code_is_woken_for_it(interrupter, 
         wait()
 
     def interrupt() -> None:
-        started.wait(10)
+        started.wait(60)
         until(lambda: sys._current_frames()[main].f_code.co_name in ("wait", "<lambda>"), "it waits")
         interrupter.interrupt()
 
@@ -93,12 +93,12 @@ def test_a_request_that_came_too_late_is_taken_back(interrupter):
         barrier = threading.Barrier(2)
 
         def late(barrier: threading.Barrier = barrier) -> None:
-            barrier.wait(10)
+            barrier.wait(60)
             interrupter.interrupt()
 
         thread = threading.Thread(target=late)
         thread.start()
-        failure = interrupter.call(lambda barrier=barrier: barrier.wait(10) and None)
+        failure = interrupter.call(lambda barrier=barrier: barrier.wait(60) and None)
         thread.join()
         assert failure is None or isinstance(failure, Regroup)
         sum(range(100))  # a request that was left over would be raised here
@@ -115,7 +115,7 @@ def test_an_atomic_section_is_finished_first(interrupter, elsewhere):
             written.append("whole")
         written.append("not reached")
 
-    elsewhere(lambda: inside.wait(10) and interrupter.interrupt() and asked.set())
+    elsewhere(lambda: inside.wait(60) and interrupter.interrupt() and asked.set())
     assert isinstance(interrupter.call(function), Regroup)
     assert written == ["whole"]
 
@@ -132,7 +132,7 @@ def test_nested_atomic_sections_end_with_the_outermost(interrupter, elsewhere):
             written.append("outer goes on")
         written.append("not reached")
 
-    elsewhere(lambda: inside.wait(10) and interrupter.interrupt() and asked.set())
+    elsewhere(lambda: inside.wait(60) and interrupter.interrupt() and asked.set())
     assert isinstance(interrupter.call(function), Regroup)
     assert written == ["outer goes on"]
 
@@ -151,9 +151,9 @@ def test_a_call_is_interrupted_at_most_once(interrupter, elsewhere):
             raise
 
     def ask_twice() -> None:
-        started.wait(10)
+        started.wait(60)
         interrupter.interrupt()
-        caught.wait(10)
+        caught.wait(60)
         second.append(interrupter.interrupt())
 
     elsewhere(ask_twice)
@@ -169,7 +169,7 @@ def test_each_call_can_be_interrupted_anew(interrupter, elsewhere):
             started.set()
             spin_until(lambda: False)
 
-        elsewhere(lambda started=started: started.wait(10) and interrupter.interrupt())
+        elsewhere(lambda started=started: started.wait(60) and interrupter.interrupt())
         assert isinstance(interrupter.call(function), Regroup)
 
 
@@ -185,7 +185,7 @@ def test_a_thread_that_is_asked_leaves_where_it_calls_a_module_next(interrupter,
         layer(torch.ones(1, 2))
         passed.append("not reached")
 
-    elsewhere(lambda: started.wait(10) and (interrupter.ask(), asked.set()))
+    elsewhere(lambda: started.wait(60) and (interrupter.ask(), asked.set()))
     assert isinstance(interrupter.call(function), Regroup)
     assert passed == ["python code goes on"]
 
@@ -195,7 +195,7 @@ def test_asking_leaves_other_threads_and_later_calls_alone(interrupter, elsewher
     started, computed = threading.Event(), threading.Event()
 
     def ask_and_compute() -> None:
-        started.wait(10)
+        started.wait(60)
         interrupter.ask()
         layer(torch.ones(1, 2))
         computed.set()
@@ -224,7 +224,7 @@ def test_an_atomic_section_may_call_modules(interrupter, elsewhere):
         layer(torch.ones(1, 2))
         written.append("not reached")
 
-    elsewhere(lambda: started.wait(10) and (interrupter.ask(), asked.set()))
+    elsewhere(lambda: started.wait(60) and (interrupter.ask(), asked.set()))
     assert isinstance(interrupter.call(function), Regroup)
     assert written == ["whole"]
 

@@ -188,6 +188,6 @@ def test_under_torchrun_the_group_comes_from_the_environment(tmp_path):
         "everstep.main(train, settings=everstep.HookSettings(backend='gloo'))\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert finished.returncode == 0, finished.stderr
     assert [Path(f"{script}.{rank}").read_text() for rank in (0, 1)] == ["[1, 2]"] * 2

@@ -13,7 +13,7 @@ from tests.support.forked import ForkPool
 
 def _replayed(journal: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "controller.main", "replay", str(journal), "--differences"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_what_a_killed_controller_decided_is_decided_again(program_forks: ForkPool, tmp_path: Path) -> None:

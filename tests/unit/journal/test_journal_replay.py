@@ -214,9 +214,9 @@ def test_a_large_state_that_waits_for_a_busy_disk_is_no_reason_for_a_gap(
     fleet.start(4)
     asyncio.run(fleet.journal.drained())
     busy, free = threading.Event(), threading.Event()
-    fleet.journal._writing = fleet.journal._thread.submit(lambda: (busy.set(), free.wait(30)))  # type: ignore[assignment]
+    fleet.journal._writing = fleet.journal._thread.submit(lambda: (busy.set(), free.wait(60)))  # type: ignore[assignment]
     try:
-        assert busy.wait(30)
+        assert busy.wait(60)
         for step in range(5, 5 + entries):
             fleet.seal(step)
             fleet.journal.flush()
@@ -243,7 +243,7 @@ def test_the_command_tells_the_incident_and_that_nothing_differs(fleet: Journale
     _incident(fleet)
     fleet.journal.close()
     command = [sys.executable, "-m", "everstep.cli.main", "replay", str(tmp_path / "journal"), "--node", "n2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "verdict n2-1 (evict)" in done.stdout
     assert "each decided as it was then" in done.stdout

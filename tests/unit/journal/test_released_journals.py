@@ -71,7 +71,7 @@ def test_the_first_format_is_read_to_its_end_and_decided_again() -> None:
 
 def test_the_command_shows_what_an_older_release_recorded() -> None:
     command = [sys.executable, "-m", "everstep.cli.main", "replay", str(FIRST), "--node", "n2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode in (0, 1), done.stderr
     assert "written by everstep 0.1.0" in done.stdout
     assert "verdict n2-1 (evict)" in done.stdout
@@ -82,7 +82,7 @@ def test_a_newer_format_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(MalformedMessage, match=r"of format 73, and this release .* reads format 1: replay it with"):
         replay(newer)
     command = [sys.executable, "-m", "controller.main", "replay", str(newer)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
     assert "of format 73" in done.stderr
     assert "Traceback" not in done.stderr

@@ -75,7 +75,7 @@ def played(stage: Stage, act: Callable[[int], Awaitable[None]]) -> None:
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.perf_counter() + 30
+    deadline = time.perf_counter() + 60
     while not condition():
         assert time.perf_counter() < deadline, "never happened"
         await asyncio.sleep(0.01)
@@ -328,7 +328,7 @@ def test_a_service_of_the_launcher_before_that_does_not_end_is_killed_first(
         (left.run_dir / "controller.json").write_text(json.dumps({"pid": stubborn.pid}))
         (left.run_dir / "agent" / "agent.json").write_text(json.dumps({"pid": stranger.pid}))
         assert started_in(services) == left.run_dir
-        assert stubborn.wait(10) == -signal.SIGKILL
+        assert stubborn.wait(60) == -signal.SIGKILL
         assert stranger.poll() is None, "its number is one that a service had once"
     finally:
         for process in (stubborn, stranger):

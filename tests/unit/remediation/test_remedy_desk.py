@@ -105,7 +105,7 @@ def test_what_waited_for_a_thread_is_not_asked_for_once_another_may_lead() -> No
             book.loop.call_soon_threadsafe(stopped)  # after the last one has been handed to the threads
         elif mine > THREADS:
             asked_as_leader.append(leads[0])
-        assert go.wait(10)
+        assert go.wait(60)
         ask(remedy)
 
     def check_leading() -> None:
@@ -208,7 +208,7 @@ def test_a_cordon_whose_pods_are_held_gives_way_to_the_way_back_and_to_a_repair_
         desk = RemedyDesk(
             remediator, submit=book.submit, now=lambda: book.now, uniform=lambda: 0.0, backoff=Backoff(0.01, 0.02)
         )
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             desk.requested([wanted(1)])
             while evictions(guarded) < 3:
                 await asyncio.sleep(0.01)
@@ -240,7 +240,7 @@ def test_a_cordon_that_was_taken_and_not_answered_is_read_back_before_it_gives_w
 
         machine.apply = asked  # type: ignore[method-assign]
         desk.requested([wanted(1)])
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while desk.open():
                 await asyncio.sleep(0)
         await desk.stop()

@@ -25,7 +25,7 @@ from everstep.wire.v1.agent import Heartbeat
 from tests.support.controllers import ControllerProcess, controller_process
 from tests.support.forked import ForkPool
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture(scope="module")

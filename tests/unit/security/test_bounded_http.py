@@ -16,7 +16,7 @@ from controller.api import asgi
 from controller.api.problems import Problem
 from controller.http_protocol import LEAST_READ_BYTES, MOST_HEAD_BYTES, MOST_MESSAGE_BYTES, MOST_PIPELINED, BoundedHttp
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 LARGE = 16 << 20
 """More than sockets hold unread."""

@@ -170,7 +170,7 @@ def ask(
     process: ControllerProcess, tls: ssl.SSLContext, method: str, path: str, body: Any = None, **headers: str
 ) -> tuple[int, Any]:
     host, _, port = process.listen.rpartition(":")
-    connection = http.client.HTTPSConnection(host, int(port), timeout=30, context=tls)
+    connection = http.client.HTTPSConnection(host, int(port), timeout=120, context=tls)
     try:
         connection.request(method, path, None if body is None else msgspec.json.encode(body), headers)
         response = connection.getresponse()

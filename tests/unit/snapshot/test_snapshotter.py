@@ -245,13 +245,13 @@ def test_a_generation_that_ends_unfinished_leaves_the_copy_unsealed(
 
     def slow_copy(*arguments: object, **more: object) -> object:
         entered.set()
-        go_on.wait(10)
+        go_on.wait(60)
         return copy(*arguments, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(module.Sources, "copy", slow_copy)
     snapshots = rank.snapshotter(1, choices=Choices(overlap=True))
     rank.step(snapshots, 1)
-    assert entered.wait(10)
+    assert entered.wait(60)
     closing = threading.Thread(target=snapshots.close, args=(False,))
     closing.start()
     until(lambda: snapshots._last.copied.is_set(), "the wait is over")  # type: ignore[union-attr]
@@ -312,7 +312,7 @@ def test_what_one_rank_alone_holds_is_copied_before_the_next_step_begins_unless_
     copy = module.Sources.copy
 
     def slow_copy(self: module.Sources, *arguments: object, **more: object) -> object:
-        go_on.wait(10)
+        go_on.wait(60)
         return copy(self, *arguments, **more)  # type: ignore[arg-type]
 
     spec = generation(1, ranks=[("n1", 0), ("n1", 1)], spec=JobSpec(job=JOB, nproc_per_node=2))
@@ -378,7 +378,7 @@ def test_a_store_that_was_cut_as_the_generation_ended_is_not_told_of(
         snapshots = Snapshotter(rank.client, state, spec, spec.roster[0], store, lambda _: None, is_over=lambda: over)
         rank.step(snapshots, 1)
         snapshots.begin(2)  # returns once the first one has been tried
-        assert tried.wait(10)
+        assert tried.wait(60)
         told = "cannot snapshot step 1, training goes on without: Broken pipe" in caplog.text
         snapshots.close(finish=True)
     assert told is not over

@@ -47,7 +47,7 @@ class CopyingKeeper(IdleKeeper):
 
         def late_copy(*arguments: object, **more: object) -> object:
             self.begun.set()
-            assert self.go_on.wait(10), "nobody waits for the copy"
+            assert self.go_on.wait(60), "nobody waits for the copy"
             return copy(*arguments, **more)  # type: ignore[arg-type]
 
         monkeypatch.setattr(module.Sources, "copy", late_copy)
@@ -73,7 +73,7 @@ class CopyingKeeper(IdleKeeper):
 
     def ended(self) -> None:
         assert self.snapshots._last is not None
-        assert self.snapshots._last.over.wait(10)
+        assert self.snapshots._last.over.wait(60)
 
 
 def large() -> nn.Linear:
@@ -127,7 +127,7 @@ def test_a_copy_that_an_update_overtook_is_dropped_and_training_waits_for_later_
     run = Run(Place(), keeper)
     run.track(model=model, optimizer=torch.optim.SGD(model.parameters()))
     run.step_finished()
-    assert keeper.begun.wait(10)
+    assert keeper.begun.wait(60)
     with torch.no_grad():
         model.weight.add_(1)  # as a momentum encoder in a forward pass
     keeper.go_on.set()
@@ -211,7 +211,7 @@ def test_what_another_rank_died_over_is_not_stored_for_it_from_state_that_has_ch
         call(second)
     second.begin(2)
     assert second._last is not None
-    assert second._last.copied.wait(10)
+    assert second._last.copied.wait(60)
     if changed:
         with torch.no_grad():
             models[1].weight.add_(1)

@@ -51,7 +51,7 @@ def test_a_writer_that_is_killed_at_any_write_leaves_no_trace_in_the_result(tmp_
     written_to(order, tmp_path / "whole")
     (tmp_path / "order").write_bytes(msgspec.msgpack.encode(order))
     command = [sys.executable, "-m", "tests.support.killed_spill", str(tmp_path / "order"), str(tmp_path / "out")]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert said.returncode == 0, said.stderr
     deaths, *seen = said.stdout.split()
     assert int(deaths) > 25
@@ -219,7 +219,7 @@ def test_the_one_before_stays_until_its_successor_is_counted(tmp_path: Path) -> 
 
 def spill(order: bytes) -> subprocess.CompletedProcess[bytes]:
     command = [sys.executable, "-m", "agent.spill"]
-    return subprocess.run(command, input=order, cwd=ROOT, capture_output=True, timeout=60)
+    return subprocess.run(command, input=order, cwd=ROOT, capture_output=True, timeout=120)
 
 
 def test_the_command_says_what_came_of_an_order(tmp_path: Path) -> None:

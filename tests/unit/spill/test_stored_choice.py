@@ -98,7 +98,7 @@ def _load(
             return error
 
     with ThreadPoolExecutor(WORLD) as pool:
-        return list(ranks), list(pool.map(one, range(WORLD), timeout=60))
+        return list(ranks), list(pool.map(one, range(WORLD), timeout=120))
 
 
 def test_a_checkpoint_that_appears_while_ranks_look_is_taken_by_none_or_all(tmp_path: Path) -> None:
