@@ -241,7 +241,7 @@ class Snapshotter:
         if self._thread.is_alive():
             log.warning("the last copy did not end in %.0f s and is left behind", FINISH_S, extra=self._where)
         elif finish and self._still is not None and not self._still.moved():
-            self._attempt(partial(self._cover, self._still), f"cover step {self._still.version.step}")
+            self._attempt(partial(self._cover, self._still), f"cover step {self._still.version.step}", at_end=True)
 
     def _look_again(self, step: int) -> Look:
         """Finds the tensors anew."""
@@ -287,13 +287,14 @@ class Snapshotter:
             with self._changed:
                 self._end(job)
 
-    def _attempt(self, work: Callable[[], object], what: str) -> None:
-        """Runs ``work``. What fails in it is told and forgotten: a snapshot less must not stop the training."""
+    def _attempt(self, work: Callable[[], object], what: str, at_end: bool = False) -> None:
+        """Runs ``work``. What fails in it is told and forgotten: a snapshot less must not stop the training. What fails
+        because the generation ends is not even told, but where ``work`` is for that ``at_end``."""
         try:
             work()
         except (EverstepError, RuntimeError, OSError, ValueError) as error:
             now = self._clock.monotonic()
-            if not self._closing and not self._is_over() and now >= self._warn_at:
+            if at_end or (not self._closing and not self._is_over() and now >= self._warn_at):
                 self._warn_at = now + RETRY_S
                 log.warning("cannot %s, training goes on without: %s", what, error, extra=self._where)
 

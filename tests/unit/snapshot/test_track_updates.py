@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
 from everstep.slots import SegmentView
 from everstep.wire.v1.training import JobSpec, RestoreRule
@@ -194,30 +195,48 @@ def test_without_an_optimizer_training_waits_for_each_copy_unless_it_asks_before
     assert torch.equal(again.weight, stood)
 
 
+def of_two(rank: LoneRank) -> tuple[list[Snapshotter], list[nn.Linear]]:
+    """Two ranks of one node with a copy of a model each; what they store of step 2 is stored by the second alone."""
+    spec = generation(1, ranks=[("n1", 0), ("n1", 1)], spec=JobSpec(job=JOB, nproc_per_node=2))
+    store, models = dist.HashStore(), [nn.Linear(8, 8) for _ in spec.roster]
+    both = [
+        Snapshotter(rank.client, TrackedState({"model": model}), spec, member, store, lambda _: None)
+        for model, member in zip(models, spec.roster, strict=True)
+    ]
+    for call in (Snapshotter.wait, lambda snapshots: snapshots.begin(1), Snapshotter.wait):
+        for snapshots in both:
+            call(snapshots)
+    both[1].begin(2)
+    assert both[1]._last is not None
+    assert both[1]._last.copied.wait(60)
+    return both, models
+
+
 @pytest.mark.parametrize("changed", [False, True])
 def test_what_another_rank_died_over_is_not_stored_for_it_from_state_that_has_changed(
     rank: LoneRank, monkeypatch: pytest.MonkeyPatch, changed: bool
 ) -> None:
     covered: list[object] = []
     monkeypatch.setattr(module, "store_with_covers", lambda *_: covered.append(True))
-    spec = generation(1, ranks=[("n1", 0), ("n1", 1)], spec=JobSpec(job=JOB, nproc_per_node=2))
-    store, models = dist.HashStore(), [nn.Linear(8, 8) for _ in spec.roster]
-    first, second = (
-        Snapshotter(rank.client, TrackedState({"model": model}), spec, member, store, lambda _: None)
-        for model, member in zip(models, spec.roster, strict=True)
-    )
-    for call in (Snapshotter.wait, lambda snapshots: snapshots.begin(1), Snapshotter.wait):
-        call(first)
-        call(second)
-    second.begin(2)
-    assert second._last is not None
-    assert second._last.copied.wait(60)
+    both, models = of_two(rank)
     if changed:
         with torch.no_grad():
             models[1].weight.add_(1)
-    for snapshots in (first, second):
+    for snapshots in both:
         snapshots.close(finish=True)
     assert bool(covered) is not changed
+
+
+def test_a_step_that_another_rank_died_over_and_nobody_could_store_for_it_is_told(
+    rank: LoneRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise OutOfSlotMemory("no slot is free")
+
+    monkeypatch.setattr(module, "store_with_covers", fails)
+    for snapshots in of_two(rank)[0]:
+        snapshots.close(finish=True)
+    assert "cannot cover step 2, training goes on without: no slot is free" in caplog.text
 
 
 def test_what_optimizers_do_to_shards_and_whole_parameters_is_counted() -> None:
