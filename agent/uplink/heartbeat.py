@@ -24,8 +24,9 @@ from everstep.errors import (
     VersionMismatch,
 )
 from everstep.ids import Address, Incarnation, NodeId
-from everstep.vocabulary import Finding, Severity
+from everstep.vocabulary import Finding, FindingKind, Mode, Severity
 from everstep.wire.v1.agent import (
+    MOST_FINDINGS,
     NO_HOST,
     Domain,
     Gpu,
@@ -43,9 +44,6 @@ from everstep.wire.version import SPOKEN
 SHORTEST_INTERVAL_S = 0.05
 LONGEST_INTERVAL_S = 60.0
 """Bounds on what a controller may set as heartbeat interval: a mistaken 0 must not become a busy loop."""
-
-MOST_FINDINGS = 256
-"""Findings told at once, the worst first: some 100 KiB of the controller's 1 MiB."""
 
 REMEMBERED_DIRECTIVES = 4096
 
@@ -150,7 +148,7 @@ class Conversation:
         directives_through: int = 0,
     ) -> Register | Heartbeat:
         """A registration where one is due, else the next beat; findings ride along only when they are news."""
-        findings = worst_first(findings)
+        findings = within_bound(findings)
         if self._registered != facts:
             return Register(
                 protocols=SPOKEN,
@@ -206,12 +204,34 @@ class Conversation:
                 self._told, self._left_behind_at = None, self._seq
 
 
-def worst_first(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """At most MOST_FINDINGS, the critical ones before the others where some must be left out."""
+def within_bound(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """Return at most MOST_FINDINGS findings, which is what a message may carry.
+
+    Args:
+        findings: everything that stands on the node.
+
+    Returns:
+        ``findings`` where they fit. Otherwise the gravest of them, and one more that says how many are missing.
+    """
     if len(findings) <= MOST_FINDINGS:
         return findings
     order = (Severity.CRITICAL, Severity.WARNING, Severity.INFO)
-    return tuple(sorted(findings, key=lambda f: order.index(f.severity))[:MOST_FINDINGS])
+    kept = sorted(findings, key=lambda f: order.index(f.severity))[: MOST_FINDINGS - 1]
+    return (*kept, _left_out(len(findings) - len(kept), len(findings)))
+
+
+def _left_out(count: int, total: int) -> Finding:
+    return Finding(
+        kind=FindingKind.AGENT_OVERFLOW,
+        subject="findings",
+        severity=Severity.WARNING,
+        message=f"the agent left out the {count} mildest of {total} findings: a heartbeat carries at most "
+        f"{MOST_FINDINGS}. Resolve those that are shown; `everstep_agent_findings` of its /metrics counts all of them",
+        mode=Mode.OBSERVE,
+        rule="agent-findings-overflow",
+        source="the wire's bound on findings",
+        value=float(count),
+    )
 
 
 class Inbox:

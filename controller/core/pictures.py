@@ -17,9 +17,8 @@ from controller.core.turn import Turn
 from controller.core.undecided import look_later
 from controller.core.verdict import convict, count_report, judge, judge_by_rule, judge_settled, say_spared
 from everstep.vocabulary import Finding, Mode, NodeState, Severity
+from everstep.wire.v1.agent import MOST_FINDINGS
 
-MOST_FINDINGS = 256
-"""Findings of a node that are remembered, the gravest of them; an agent tells no more in a picture."""
 _GRAVITY = {severity: gravity for gravity, severity in enumerate(Severity)}
 
 
@@ -54,9 +53,12 @@ def take_finding(turn: Turn, node: str, finding: Finding) -> None:
 
 
 def _forget_the_mildest(record: NodeRecord) -> None:
-    """Of too many findings the oldest of the mildest go, and last of all those that keep the node out, or would."""
-    while len(record.findings) > MOST_FINDINGS:
-        key = min(record.findings, key=lambda key: _weight(record, key))
+    """Drop findings beyond MOST_FINDINGS: the mildest first, the oldest of equal ones first, and those that keep the
+    node out, or would, last of all."""
+    excess = len(record.findings) - MOST_FINDINGS
+    if excess <= 0:
+        return
+    for key in sorted(record.findings, key=lambda key: _weight(record, key))[:excess]:
         del record.findings[key]
         record.undecided.pop(key, None)
 

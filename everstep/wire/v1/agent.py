@@ -36,6 +36,12 @@ HardwareWord = Annotated[str, msgspec.Meta(max_length=MOST_WORD)]
 MAX_BODY_BYTES = 1 << 20
 """Largest request body the controller reads."""
 
+MOST_FINDINGS = 256
+"""Most findings that a message may carry, and most that the controller keeps of a node. They take about 100 KiB."""
+
+Findings = Annotated[tuple[Finding, ...], msgspec.Meta(max_length=MOST_FINDINGS)]
+"""All findings that stand on a node. An agent that has more sends the gravest, and a finding that counts the rest."""
+
 
 def _share(message: Message, *names: str) -> None:
     """Lets equal words of many nodes be one string: a controller holds a million GPUs of one model."""
@@ -113,7 +119,7 @@ class Register(Message, frozen=True, kw_only=True):
     labels: Labels = {}
     gpus: tuple[Gpu, ...] = ()
     host: Host = NO_HOST
-    findings: tuple[Finding, ...] = ()
+    findings: Findings = ()
     sent_at: float = 0.0
 
 
@@ -151,7 +157,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     incarnation: Incarnation
     seq: Number
     sent_at: float
-    findings: tuple[Finding, ...] | None = None
+    findings: Findings | None = None
     ranks: tuple[RankProgress, ...] = ()
     reports_through: Whole = 0
     directives_through: Whole = 0

@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from agent.uplink.heartbeat import (
-    MOST_FINDINGS,
     REMEMBERED_DIRECTIVES,
     Conversation,
     Inbox,
@@ -28,7 +27,16 @@ from everstep.errors import (
     VersionMismatch,
 )
 from everstep.vocabulary import Finding, FindingKind, Severity
-from everstep.wire.v1.agent import Gpu, Heartbeat, HeartbeatAnswer, Host, Numbered, Register, Registered
+from everstep.wire.v1.agent import (
+    MOST_FINDINGS,
+    Gpu,
+    Heartbeat,
+    HeartbeatAnswer,
+    Host,
+    Numbered,
+    Register,
+    Registered,
+)
 from everstep.wire.v1.directives import Directive, StopJob
 from everstep.wire.v1.training import FindingCleared, FindingRaised
 
@@ -180,12 +188,30 @@ def test_a_protocol_we_do_not_speak_is_refused() -> None:
     assert not talk.conversation.registered
 
 
-def test_of_too_many_findings_the_critical_ones_are_told() -> None:
+def test_beat_of_too_many_findings_keeps_the_gravest() -> None:
     mild = [a_finding(f"g{i}", Severity.INFO) for i in range(MOST_FINDINGS)]
     message = Talk().next(*mild, a_finding("last"))
     assert isinstance(message, Register)
     assert len(message.findings) == MOST_FINDINGS
     assert message.findings[0].subject == "last"
+
+
+def test_beat_of_too_many_findings_says_how_many_are_missing() -> None:
+    graves = [a_finding(f"g{i}") for i in range(MOST_FINDINGS + 10)]
+    message = Talk().next(*graves)
+    assert isinstance(message, Register)
+    *kept, overflow = message.findings
+    assert kept == graves[: MOST_FINDINGS - 1]
+    assert (overflow.kind, overflow.subject, overflow.value) == (FindingKind.AGENT_OVERFLOW, "findings", 11.0)
+    assert "11 mildest of 266 findings" in overflow.message
+    assert msgspec.json.decode(msgspec.json.encode(message), type=Register) == message
+
+
+def test_beat_of_as_many_findings_as_fit_is_sent_whole() -> None:
+    findings = tuple(a_finding(f"g{i}") for i in range(MOST_FINDINGS))
+    message = Talk().next(*findings)
+    assert isinstance(message, Register)
+    assert message.findings == findings
 
 
 @pytest.mark.parametrize(

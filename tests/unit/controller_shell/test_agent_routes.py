@@ -13,7 +13,7 @@ from controller.core.events import ReportArrived
 from everstep.tokens import TokenRole
 from everstep.vocabulary import Finding, FindingKind, NodeState, Severity
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1.agent import MAX_BODY_BYTES, Heartbeat, Register
+from everstep.wire.v1.agent import MAX_BODY_BYTES, MOST_FINDINGS, Heartbeat, Register
 from everstep.wire.v1.directives import NewGeneration
 from everstep.wire.v1.training import RankLost, RankProgress
 from tests.support.controllers import (
@@ -76,6 +76,25 @@ def test_a_finding_in_a_beat_is_durable_when_it_is_answered(served: InProcess, c
     detail = get(client, "/v1/nodes/n1", op.NodeDetail)
     assert [finding.kind for finding in detail.findings] == [FindingKind.HOST_DISK]
     assert detail.summary.findings == 1
+
+
+def test_beat_with_too_many_findings_is_refused(client: TestClient) -> None:
+    speaker = Speaker(client, "n1")
+    speaker.register()
+    speaker.beat(findings=(WARNING,))
+    many = tuple(msgspec.structs.replace(WARNING, subject=f"/mnt/{number}") for number in range(MOST_FINDINGS + 1))
+    with pytest.raises(Refused, match=f"length <= {MOST_FINDINGS}"):
+        speaker.beat(findings=many)
+    assert len(get(client, "/v1/nodes/n1", op.NodeDetail).findings) == 1
+    speaker.beat(findings=many[1:])
+    assert len(get(client, "/v1/nodes/n1", op.NodeDetail).findings) == MOST_FINDINGS
+
+
+def test_registration_with_too_many_findings_is_refused(client: TestClient) -> None:
+    many = tuple(msgspec.structs.replace(WARNING, subject=f"/mnt/{number}") for number in range(MOST_FINDINGS + 1))
+    with pytest.raises(Refused, match=f"length <= {MOST_FINDINGS}"):
+        Speaker(client, "n1").register(findings=many)
+    assert get(client, "/v1/nodes", op.NodeList).nodes == ()
 
 
 def test_after_the_controllers_restart_a_node_is_asked_for_its_picture_once(tmp_path: Path) -> None:
