@@ -19,7 +19,6 @@ from controller.api.descriptors import Descriptors
 from controller.api.one_by_one import Soon
 from controller.core import events as ev
 from controller.core import fleet
-from controller.core.membership import ENDED
 from controller.doubt import Doubt
 from controller.intake import Urgency
 from controller.loop import FleetLoop
@@ -125,8 +124,7 @@ class AgentDesk:
     def _is_wanted(self, node: str) -> bool:
         """Whether a job that is not over has a launcher on the node: it may be sent directives at any moment."""
         live = self._state.live_nodes.get(node)
-        jobs = self._state.jobs
-        return live is not None and any(jobs[name].state not in ENDED for name in live.jobs)
+        return live is not None and bool(live.open)
 
     # --- register ------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ it comes back through the diagnostics, as it would have had to (``agents``).
 
 from __future__ import annotations
 
-from controller.core import remedies
+from controller.core import job_index, remedies
 from controller.core.effects import NoteCleared
 from controller.core.eviction import release
 from controller.core.jobs import fail
@@ -108,6 +108,7 @@ def forget_node(turn: Turn, node: str, sentence: str) -> None:
         seen.pop(node, None)
     for waiting in state.outbreaks.values():
         waiting.pop(node, None)
+    job_index.node_forgotten(state, node)
     del state.nodes[node], state.live_nodes[node]
     turn.node_forgotten(node)
 
@@ -169,11 +170,6 @@ def _old_jobs(turn: Turn) -> int:
 
 
 def _forget_job(turn: Turn, name: str) -> None:
-    state, job = turn.state, turn.state.jobs[name]
+    job = turn.state.jobs[name]
     days = (turn.now - job.since) / 86400
-    turn.audit("job.forgotten", f"job {name} {job.state} {days:.1f} days ago and is forgotten", job=name)
-    for live in state.live_nodes.values():
-        live.jobs.pop(name, None)
-    state.short.pop(name, None)
-    del state.jobs[name], state.live_jobs[name]
-    turn.job_forgotten(name)
+    job_index.drop_job(turn, name, f"job {name} {job.state} {days:.1f} days ago and is forgotten")

@@ -9,8 +9,8 @@ import msgspec
 
 from controller.core import checkpoints
 from controller.core.effects import PutGeneration
+from controller.core.job_index import roster_changed
 from controller.core.membership import (
-    ENDED,
     describe_change,
     least_nodes,
     most_nodes,
@@ -112,10 +112,10 @@ def hand_on(turn: Turn, job: JobRecord) -> None:
     rivals: set[str] = set()
     for node in {*job.launchers, *job.former, *seats_of(job.generation)}:
         live = turn.state.live_nodes.get(node)
-        if live is not None and len(live.jobs) > 1:
-            rivals.update(live.jobs)
+        if live is not None:
+            rivals.update(live.open)
     for name in sorted(rivals):
-        if name != job.job and turn.state.jobs[name].state not in ENDED:
+        if name != job.job:
             turn.wake(turn.now, "job", name)
 
 
@@ -200,6 +200,7 @@ def _begin(turn: Turn, job: JobRecord, live: JobLive, spec: GenerationSpec) -> N
     job.opened_at, job.resumed_at, job.finished = turn.now, None, []
     if job.state is not JobState.RUNNING:
         job.state, job.since = JobState.RUNNING, turn.now
+    roster_changed(turn.state, job)
     job.sentence, job.trace = spec.sentence, spec.trace
     if job.spilling is not None or job.protecting is not None:  # they are repeated in this generation's name
         live.spill_due = live.protect_due = turn.now
@@ -242,6 +243,7 @@ def _pause(turn: Turn, job: JobRecord, cause: Cause, seats: list[str]) -> None:
         "and is paused until one comes back"
     )
     job.state, job.since, job.sentence, job.trace = JobState.PAUSED, turn.now, sentence, cause.trace
+    roster_changed(turn.state, job)
     turn.job_changed(job.job)
     turn.audit("job.paused", sentence, job=job.job, generation=job.last_number, trace=cause.trace)
     hand_on(turn, job)
@@ -296,6 +298,7 @@ def boundary_crossed(turn: Turn, job: JobRecord) -> None:
     if job.leaving is None:
         return
     job.leaving = None
+    roster_changed(turn.state, job)
     forget_running(live)
     live.witnesses, live.stalls, live.pending = set(), {}, None
     turn.job_changed(job.job)

@@ -9,7 +9,7 @@ from controller.core.blocks import least_seats, most_seats
 from controller.core.budget import FLEET
 from controller.core.correlation import names
 from controller.core.degraded import STORE
-from controller.core.membership import least_nodes, next_seats, seats_of
+from controller.core.membership import ENDED, least_nodes, next_seats, seats_of
 from controller.core.records import JobRecord, NodeRecord
 from controller.core.state import FleetState, Tally
 from everstep.vocabulary import JobState, NodeState
@@ -31,6 +31,7 @@ def check(state: FleetState) -> None:
     for job in state.jobs.values():
         _check_job(state, job)
     _check_owners(state)
+    _check_index(state)
     _check_forgotten(state)
 
 
@@ -129,6 +130,24 @@ def _check_owners(state: FleetState) -> None:
         for node in {*seats_of(job.generation), *seats_of(job.leaving)} if job.state is JobState.RUNNING else ():
             assert node not in owners, f"{node} computes for {owners[node]} and for {job.job}"
             owners[node] = job.job
+    assert owners == state.owners, "the index of who computes where went astray"
+
+
+def _check_index(state: FleetState) -> None:
+    """The index of jobs by node is what the jobs' records say."""
+    for job in state.jobs.values():
+        ended = job.state in ENDED
+        for node in job.launchers:
+            assert ended or job.job in state.live_nodes[node].open, f"{job.job} is not among the jobs of {node}"
+        for node in state.live_jobs[job.job].nodes:
+            assert job.job in state.live_nodes[node].jobs, f"{job.job} was on {node}, which does not know it"
+    for node, live in state.live_nodes.items():
+        assert live.open.keys() <= live.jobs.keys(), f"{node} never had all of its jobs"
+        for name, job in ((name, state.jobs[name]) for name in live.open):
+            assert job.state not in ENDED, f"{name} is over, and still among the jobs of {node}"
+            assert not job.launchers or node in job.launchers, f"{name} goes on without {node}, which counts it"
+        for name in live.jobs:
+            assert node in state.live_jobs[name].nodes, f"{name} does not know that it was on {node}"
 
 
 def _check_running(state: FleetState, job: JobRecord) -> None:

@@ -9,6 +9,7 @@ from controller.core.generations import (
     hand_on,
     regroup,
 )
+from controller.core.job_index import job_ended
 from controller.core.joining import consider_forming
 from controller.core.membership import ENDED, most_nodes, seats_of
 from controller.core.priorities import consider_taking
@@ -71,6 +72,7 @@ def _end(turn: Turn, job: JobRecord, state: JobState, sentence: str) -> None:
     send_stop(turn, job)
     let_go(turn, job)
     job.leaving = None
+    job_ended(turn.state, job)
     turn.job_changed(job.job)
     hand_on(turn, job)
 

@@ -10,6 +10,7 @@ from controller.core.generations import (
     own_numbers,
     regroup,
 )
+from controller.core.job_index import drop_job, launcher_came
 from controller.core.membership import ENDED, is_seated, least_nodes, most_nodes, next_seats
 from controller.core.priorities import consider_taking
 from controller.core.records import JobRecord, LauncherRecord
@@ -40,13 +41,20 @@ def launcher_joined(turn: Turn, node: str, report: LauncherJoined) -> None:
             turn, node, report, f"ranks on {node} say that they are in generation {report.generation}: there is none"
         )
         return
-    if job is None:
-        job = _create(turn, report)
-    elif job.state in ENDED:
+    if job is not None and job.state in ENDED:
         ended_unheard = turn.state.store_away and job.since >= turn.state.store_away_at  # its launchers wait to be told
         if ended_unheard or report.launcher <= int(job.since * 1000):
             turn.send(node, stop_of(job, report.launcher))
             return
+    if not _has_room(turn, node, report.job):
+        most = turn.policy.jobs_per_node
+        reason = f"{node} has {most} unfinished jobs and may have no more: `everstep jobs` lists them; end some with "
+        reason += f"`everstep job stop NAME`, or raise jobs_per_node ({most}) in the controller's [policy]"
+        _refuse(turn, node, report, reason)
+        return
+    if job is None:
+        job = _create(turn, report)
+    elif job.state in ENDED:
         _start_over(turn, job, report)
     if report.spec != job.spec and not _take_spec(turn, job, node, report):
         return
@@ -61,6 +69,21 @@ def _is_stale(job: JobRecord, node: str, report: LauncherJoined) -> bool:
     """Whether a later launcher of the node has joined: to answer this one would stop, or change, the other's job."""
     before = job.launchers.get(node)
     return before is not None and report.launcher < before.incarnation
+
+
+def _has_room(turn: Turn, node: str, name: str) -> bool:
+    """Whether the node may offer itself to the job as well. Makes room where that takes nothing from anybody: jobs that
+    never formed, and whose launchers have all left, keep nothing."""
+    state, most = turn.state, turn.policy.jobs_per_node
+    live = state.live_nodes[node]
+    if name in live.open or len(live.open) < most:
+        return True
+    jobs = [state.jobs[other] for other in live.open]
+    void = [] if state.store_away else [job for job in jobs if not job.launchers and not job.last_number]
+    for job in sorted(void, key=lambda job: job.deserted_at)[: len(live.open) + 1 - most]:
+        sentence = f"job {job.job} never formed, its launchers have left, and {node} has {most} unfinished jobs: "
+        drop_job(turn, job.job, f"{sentence}it is forgotten")
+    return len(live.open) < most
 
 
 def _new_secret(turn: Turn) -> str:
@@ -91,7 +114,7 @@ def _start_over(turn: Turn, job: JobRecord, report: LauncherJoined) -> None:
     job.ceiling, job.retries, job.raised, job.finished = NOTHING, 0, {}, []
     job.losses, job.excluded, job.former, job.slow, job.homes = {}, {}, [], {}, None
     job.ties, job.size, job.gave_at = [], None, 0.0
-    turn.state.live_jobs[job.job] = JobLive()
+    turn.state.live_jobs[job.job] = JobLive(nodes=turn.state.live_jobs[job.job].nodes)
     turn.audit("job.created", f"job {job.job} is run once more", job=job.job)
     turn.job_changed(job.job)
 
@@ -132,7 +155,7 @@ def _note_launcher(turn: Turn, job: JobRecord, node: str, report: LauncherJoined
         job.losses.pop(node, None)
         job.slow.pop(node, None)
         turn.audit("launcher.joined", f"the launcher on {node} offers it to {job.job}", node=node, job=job.job)
-    turn.state.live_nodes[node].jobs[job.job] = None
+    launcher_came(turn.state, job, node)
     turn.job_changed(job.job)
 
 
@@ -169,7 +192,7 @@ def offer_to_jobs(turn: Turn, node: str) -> None:
     Each job is looked at with the next Tick, once for all nodes: a roster takes as long to work out as a job has nodes,
     and a whole job's may come back in the same moment.
     """
-    for name in turn.state.live_nodes[node].jobs:
+    for name in turn.state.live_nodes[node].open:
         live = turn.state.live_jobs[name]
         if live.offered_at is None:
             live.offered_at = turn.now

@@ -12,7 +12,7 @@ import msgspec
 from controller.core import correlation, flapping, suspicion
 from controller.core.joining import offer_to_jobs
 from controller.core.losses import lose_doubtful, remove_launcher, running_spec
-from controller.core.membership import ENDED, jobs_seated_on, most_nodes, seats_of
+from controller.core.membership import jobs_seated_on, most_nodes, seats_of
 from controller.core.quarantine import begin_probation, check_probation, check_quarantine, set_state
 from controller.core.records import JobRecord
 from controller.core.suspicion import Answer
@@ -87,7 +87,7 @@ def _met(turn: Turn, node: str) -> None:
     state.unmet.discard(node)
     if turn.now < state.reunion_at:  # others are on their way as well
         state.reunion_at = max(state.reunion_at, min(turn.now + turn.policy.reunion_pause_s, state.reunion_by))
-    for name in state.live_nodes[node].jobs:
+    for name in state.live_nodes[node].open:
         job, pending = state.jobs[name], state.live_jobs[name].pending
         if (
             pending is not None
@@ -322,10 +322,10 @@ def expect_launchers(turn: Turn, node: str) -> None:
     over, nobody is expected any more."""
     live = turn.state.live_nodes[node]
     unconfirmed = False
-    for name in live.jobs:
+    for name in live.open:
         job = turn.state.jobs[name]
         launcher = job.launchers.get(node)
-        if launcher is not None and job.state not in ENDED:
+        if launcher is not None:
             launcher.confirmed, unconfirmed = False, True
             turn.job_changed(name)
     if unconfirmed:

@@ -6,6 +6,7 @@ import msgspec
 
 from controller.core import jobs
 from controller.core.generations import Cause, consider_growth, heard_beyond_boundary, regroup
+from controller.core.job_index import launcher_went
 from controller.core.membership import is_seated, jobs_seated_on, least_nodes, seats_of
 from controller.core.own_findings import raise_own
 from controller.core.records import JobRecord
@@ -279,6 +280,7 @@ def remove_launcher(turn: Turn, job: JobRecord, node: str, sentence: str) -> Non
     turn.job_changed(job.job)
     if not job.launchers:
         job.deserted_at = turn.now
+    launcher_went(turn.state, job, node)
     turn.audit("launcher.left", sentence, node=node, job=job.job, generation=job.last_number)
     if job.state is JobState.RUNNING and is_seated(job, node):
         stored = job.generation is not None and job.generation.store_node == node

@@ -124,13 +124,8 @@ def unfit(state: FleetState, job: JobRecord, node: str, staying: Collection[str]
 
 def owner_of(state: FleetState, job: JobRecord, node: str) -> JobRecord | None:
     """Another running job whose roster the node is in."""
-    names = state.live_nodes[node].jobs
-    if len(names) > 1:
-        for name in names:
-            other = state.jobs[name]
-            if name != job.job and other.state is JobState.RUNNING and is_seated(other, node):
-                return other
-    return None
+    name = state.owners.get(node)
+    return state.jobs[name] if name is not None and name != job.job else None
 
 
 def promised(state: FleetState, job: JobRecord, worked_out: Rosters | None = None) -> dict[str, JobRecord]:
@@ -139,12 +134,12 @@ def promised(state: FleetState, job: JobRecord, worked_out: Rosters | None = Non
     rivals: dict[str, None] = {}
     for node in job.launchers:
         live = state.live_nodes.get(node)
-        if live is not None and len(live.jobs) > 1:
-            rivals.update(live.jobs)
+        if live is not None and len(live.open) > 1:
+            rivals.update(live.open)
     found: dict[str, JobRecord] = {}
     for name in rivals:
         rival = state.jobs[name]
-        if rival.spec.priority <= job.spec.priority or rival.state in ENDED:
+        if rival.spec.priority <= job.spec.priority:
             continue
         if name not in worked_out:
             worked_out[name] = next_seats(state, rival, worked_out=worked_out)

@@ -127,6 +127,11 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     passed_over_s: float = 600.0
     """Seconds for which such a node is given no copies of that job, unless there is nobody else."""
 
+    jobs_per_node: int = 32
+    """Unfinished jobs that one node may offer itself to; a launcher that brings one more is refused. Jobs that never
+    formed, and whose launchers have all left, give way first. Looking at all jobs of a node that want it at once takes
+    this number cubed where each has another priority: 10 ms for 32."""
+
     # eviction
     eviction_count: int = 4
     """Evictions the fleet may suffer inside ``eviction_window_s``. One more latches a breaker: nobody is evicted until
@@ -320,6 +325,7 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             "restarts_per_node",
             "restarts_per_fleet",
             "order_failures",
+            "jobs_per_node",
         )
         small = [name for name in counts if getattr(self, name) < 1]
         shares = [name for name in self.__struct_fields__ if name.endswith("_share")]

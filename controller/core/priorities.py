@@ -73,7 +73,7 @@ def rivals_below(state: FleetState, job: JobRecord) -> list[JobRecord]:
 
 def _jobs_on(state: FleetState, node: str) -> Iterable[str]:
     live = state.live_nodes.get(node)
-    return live.jobs if live is not None else ()
+    return live.open if live is not None else ()
 
 
 def _may_give(turn: Turn, job: JobRecord) -> bool:

@@ -11,8 +11,8 @@ from controller.core.events import ControllerStarted
 from controller.core.eviction import look_again, rehold
 from controller.core.forgetting import look_later
 from controller.core.holds import look_ahead
+from controller.core.job_index import job_restored
 from controller.core.liveness import watch
-from controller.core.membership import seats_of
 from controller.core.outbreaks import recall
 from controller.core.policy import CorePolicy
 from controller.core.quarantine import PROBE_PASSED, PROBE_SKIPPED, begin_probation
@@ -54,9 +54,7 @@ def restore(
     for job in jobs:
         state.jobs[job.job] = job
         state.live_jobs[job.job] = JobLive()
-        for node in (*job.launchers, *seats_of(job.generation), *seats_of(job.leaving)):
-            if node in state.live_nodes:
-                state.live_nodes[node].jobs[job.job] = None
+        job_restored(state, job)
     for version in versions:
         _restore_version(state, version)
     return state

@@ -48,7 +48,8 @@ class NodeLive(msgspec.Struct):
 
     ``picture``: it has told its findings in full since we began. ``gone_at``: its connection closed then and nothing
     was heard since. ``watched``: its silence deadline is queued. ``rejoin_due``: until when its launchers may join
-    again. ``jobs``: those that ever had a launcher on it. ``accusers``: nodes whose vaults lost its vault, and when;
+    again. ``jobs``: those that ever had a launcher on it; ``open``: those of them that are not over, without those that
+    go on with other launchers. ``accusers``: nodes whose vaults lost its vault, and when;
     void once it is heard after that. ``bursts``: by kind and severity of findings.
     """
 
@@ -58,6 +59,7 @@ class NodeLive(msgspec.Struct):
     watched: bool = False
     rejoin_due: float | None = None
     jobs: dict[JobId, None] = {}
+    open: dict[JobId, None] = {}
     accusers: dict[NodeId, float] = {}
     bursts: dict[str, Burst] = {}
 
@@ -126,7 +128,8 @@ class JobLive(msgspec.Struct):
     for parity, and ``protect_made`` by home, and there by group, as what the members were sealed of which P or Q was
     made. ``replaced``: by node and local rank, when another process took the place. ``missed``:
     homes of copies, and how many versions in a row could not be committed because one did not arrive there;
-    ``passed_over``: those that get none until then.
+    ``passed_over``: those that get none until then. ``nodes``: those whose ``NodeLive.jobs`` has the job. ``owns``:
+    the nodes that ``FleetState.owners`` gives to the job.
     """
 
     pace: Pace = msgspec.field(default_factory=Pace)
@@ -161,6 +164,8 @@ class JobLive(msgspec.Struct):
     first_steps: dict[Rank, tuple[int, ...]] = {}
     blind: list[float] = []
     replaced: dict[NodeId, dict[int, float]] = {}
+    nodes: dict[NodeId, None] = {}
+    owns: frozenset[NodeId] = frozenset()
 
 
 class Probe(msgspec.Struct):
@@ -234,6 +239,7 @@ class FleetState(msgspec.Struct, kw_only=True):
     list under its name.)
     ``epoch``: which life of a controller over its database this is. ``store_away``: why the database cannot be written
     now, empty while it can; ``store_away_at``: since when.
+    ``owners``: the running job whose roster, or the one it is leaving, has the node.
     ``ignored`` counts what was dropped by rule (stale reports and the like), by reason.
     """
 
@@ -269,4 +275,5 @@ class FleetState(msgspec.Struct, kw_only=True):
     epoch: int = 0
     store_away: str = ""
     store_away_at: float = 0.0
+    owners: dict[NodeId, JobId] = {}
     ignored: dict[str, int] = {}
