@@ -91,6 +91,10 @@ def load(options: argparse.Namespace) -> list[Row]:
         trials.begin(fleet, options.interval)
         console.log(f"{options.seconds:g} s of beats")
         rows = trials.steady(fleet, options.seconds, options.interval)
+        if options.nodes <= GIANT_NODES:
+            console.log(f"{options.forming_seconds:g} s in which jobs form")
+            quiet_us = next(row.value for row in rows if row.name == trials.CPU_PER_BEAT)
+            rows += trials.forming(fleet, options.forming_seconds, quiet_us or 0.0)
         console.log("ranks are lost")
         rows += trials.one_failure(fleet, options.rounds)
         if options.nodes > GIANT_NODES:
@@ -147,6 +151,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = parser_of("fleet_load", __doc__)
     parser.add_argument("--nodes", type=int, default=12_500)
     parser.add_argument("--seconds", type=float, default=30.0, help="of undisturbed beats (default 30)")
+    parser.add_argument("--forming-seconds", type=float, default=20.0, help="of beats while jobs form (default 20)")
     parser.add_argument("--interval", type=float, default=1.0, help="seconds between a node's beats")
     parser.add_argument(
         "--database",
@@ -171,6 +176,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if options.quick:
         options.nodes, options.fail = min(options.nodes, FAILING_NODES), options.fail or FAILING
         options.seconds, options.rounds = min(options.seconds, 5.0), 5
+        options.forming_seconds = 5.0
         options.storm_seconds, options.chaos_seconds = 5.0, 10.0
     return options
 

@@ -287,12 +287,16 @@ class Crowd:
             agent.seq, agent.beat_sent_at, agent.shown = 0, 0.0, False
         self.do_open(len(self.agents))
 
-    def do_join(self, nodes_of_a_job: int) -> int:
-        """Launchers of all nodes that have a job offer them. Returns how many."""
-        joining = [agent for agent in self.agents if agent.job]
+    def do_join(self, nodes_of_a_job: int, launcher: int = messages.INCARNATION, job: str = "") -> int:
+        """Offer the nodes of all jobs, or of one, by launchers that started at ``launcher``. Returns how many."""
+        joining = [agent for agent in self.agents if agent.job and job in ("", agent.job)]
         for agent in joining:
-            self._report(agent, messages.launcher_joined(agent.job, nodes_of_a_job, 29500))
+            self._report(agent, messages.launcher_joined(agent.job, nodes_of_a_job, 29500, launcher))
         return len(joining)
+
+    def do_generation(self, job: str) -> int:
+        """Return the newest generation of the job that an agent here was told; 0 for none."""
+        return max((agent.generation for agent in self.agents if agent.job == job), default=0)
 
     def do_beat(self, interval_s: float, loss: float = 0.0, jitter_s: float = 0.0) -> None:
         """Begins to beat, each agent at its own time; or, with 0, ends it."""

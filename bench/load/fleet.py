@@ -63,6 +63,14 @@ class Controller:
         with urllib.request.urlopen(request, timeout=30) as answer:
             return json.load(answer)
 
+    def post(self, path: str, **body: Any) -> None:
+        """Give an operator's order."""
+        data = json.dumps(body).encode()
+        headers = {**self.headers, "Content-Type": "application/json"}
+        request = urllib.request.Request(f"http://{self.operators_address}{path}", data, headers, method="POST")
+        with urllib.request.urlopen(request, timeout=30):
+            pass
+
     def metric(self, name: str) -> float:
         """The sum of a metric's series."""
         request = urllib.request.Request(f"http://{self.address}/metrics", headers=self.headers)
@@ -223,6 +231,31 @@ class Fleet:
         deadline_s = 60 + joining / 100
         self.until("forming", lambda status: status["in_generation"] >= joining, deadline_s)
         self.until("resuming", lambda status: status["unreported"] == 0, deadline_s)
+
+    def form_again(self, job: str) -> float:
+        """End a job, and have its nodes' launchers offer them to it once more.
+
+        Returns:
+            Seconds from the offers until every node was told of the new generation, and every rank stepped in it.
+        """
+        generation = max(self.all("generation", job=job))
+        self.controller.post(f"/v1/jobs/{job}/stop", reason="the bench forms it again")
+        began = time.perf_counter()
+        self.all("join", nodes_of_a_job=self.nodes_of_a_job, launcher=int(time.time() * 1000) + 1000, job=job)
+        self.until_entered(job, generation + 1)
+        self.until(f"{job} resuming", lambda status: status["unreported"] == 0, 60)
+        return time.perf_counter() - began
+
+    def until_entered(self, job: str, generation: int) -> float:
+        """Wait until all nodes of the job were told of the generation. Returns when the last one was, wall seconds."""
+        end = time.perf_counter() + 60
+        heard: list[dict[str, float]] = []
+        while sum(one["count"] for one in heard) < self.nodes_of_a_job:
+            if time.perf_counter() > end:
+                raise SystemExit(f"{job} never heard of generation {generation}: {heard}\n{self.controller.log()}")
+            time.sleep(POLL_S)
+            heard = self.all("entered", job=job, generation=generation)
+        return max(one["last"] for one in heard)
 
     def sample(self) -> dict[str, Distribution]:
         """What the crowds measured since the last sample."""

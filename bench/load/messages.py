@@ -115,10 +115,10 @@ def reports(first: int, bodies: list[AnyReport]) -> bytes:
     return encode_frame(Frame.REPORTS, msgspec.json.encode(Reports(incarnation=INCARNATION, reports=numbered)))
 
 
-def launcher_joined(job: str, nodes: int, store_port: int) -> LauncherJoined:
-    """A launcher offers its node; the job runs with a third of them too."""
+def launcher_joined(job: str, nodes: int, store_port: int, launcher: int) -> LauncherJoined:
+    """A launcher, which began at ``launcher``, offers its node; the job runs with a third of them too."""
     spec = JobSpec(job=job, min_nodes=max(1, nodes // 3), max_nodes=nodes, nproc_per_node=RANKS, join_wait_s=600.0)
-    return LauncherJoined(job=job, at=time.time(), spec=spec, launcher=INCARNATION, store=f"127.0.0.1:{store_port}")
+    return LauncherJoined(job=job, at=time.time(), spec=spec, launcher=launcher, store=f"127.0.0.1:{store_port}")
 
 
 def resumed(job: str, generation: int, first_rank: int) -> list[AnyReport]:

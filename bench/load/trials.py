@@ -20,6 +20,7 @@ VISIT_FLOOR_MS = 100.0
 VISITORS_START_S = 1.0
 LOSSES_OF_A_NODE = 3
 """Of ranks, within minutes: one that loses more is left out by its job."""
+CPU_PER_BEAT = "controller CPU per heartbeat"
 FULL_NODES, FULL_INTERVAL_S = 12_500, 1.0
 """100,000 GPUs at the rate for which the fleet's figures are set."""
 
@@ -38,11 +39,9 @@ def steady(fleet: Fleet, seconds: float, interval_s: float) -> list[Row]:
     """Everybody beats, nothing happens."""
     controller = fleet.controller
     writes = controller.metric("everstep_controller_commit_seconds_count")
-    beats, cpu_s, started = fleet.status()["sent"], controller.cpu_s(), time.perf_counter()
+    window = _Window(fleet)
     time.sleep(seconds)
-    took_s = time.perf_counter() - started
-    cpu_s, beats = controller.cpu_s() - cpu_s, fleet.status()["sent"] - beats
-    sample = fleet.sample()
+    took_s, cpu_s, beats, sample = window.end()
     writes = controller.metric("everstep_controller_commit_seconds_count") - writes
     judged = (fleet.nodes, interval_s) == (FULL_NODES, FULL_INTERVAL_S)
     large = interval_s <= 1.0 and fleet.nodes >= 5000  # what a controller does beside beats counts little from here on
@@ -50,13 +49,54 @@ def steady(fleet: Fleet, seconds: float, interval_s: float) -> list[Row]:
     late = f"the agents' own lateness: {_ms(sample['lateness'], 0.99):.1f} ms at the 99th percentile"
     return [
         Row(f"controller CPU, {each}", cpu_s / took_s, "cores", *_marks(judged, 0.6, 0.3)),
-        Row("controller CPU per heartbeat", cpu_s / max(1, beats) * 1e6, "us", *_marks(large, 48.0, 24.0)),
+        Row(CPU_PER_BEAT, cpu_s / max(1, beats) * 1e6, "us", *_marks(large, 48.0, 24.0)),
         Row("ingest latency, median", _ms(sample["beats"], 0.5), "ms"),
         Row("ingest latency, 99th percentile", _ms(sample["beats"], 0.99), "ms", *_marks(judged, 50.0, 20.0), late),
         Row("ingest latency, largest", sample["beats"].largest * 1e3, "ms"),
         Row("resident memory", controller.resident_bytes() / MIB, "MiB", *_marks(judged, 600.0, 300.0)),
         Row("transactions meanwhile", writes, "", against="beats that change nothing cost none"),
     ]
+
+
+def forming(fleet: Fleet, seconds: float, quiet_us: float) -> list[Row]:
+    """Everybody beats, and one job after the other ends and forms again, so that always one of them forms.
+
+    Args:
+        quiet_us: the controller's CPU per heartbeat while nothing happens, to tell forming from beats.
+    """
+    fleet.sample()
+    window, took = _Window(fleet), list[float]()
+    while not took or time.perf_counter() < window.started + seconds:
+        took.append(fleet.form_again(f"job-{len(took) % fleet.jobs:03d}"))
+    took_s, cpu_s, beats, sample = window.end()
+    each_ms = (cpu_s - beats * quiet_us / 1e6) / (len(took) * fleet.nodes_of_a_job) * 1e3
+    formed = f"{len(took)} jobs of {fleet.nodes_of_a_job} nodes in {took_s:.0f} s, one after the other"
+    late = f"the agents' own lateness: {_ms(sample['lateness'], 0.99):.1f} ms at the 99th percentile"
+    when = "while jobs form"
+    return [
+        Row(f"controller CPU {when}", cpu_s / took_s, "cores", against=formed),
+        Row(f"controller CPU per heartbeat {when}", cpu_s / max(1, beats) * 1e6, "us"),
+        Row(f"ingest latency {when}, median", _ms(sample["beats"], 0.5), "ms"),
+        Row(f"ingest latency {when}, 99th percentile", _ms(sample["beats"], 0.99), "ms", against=late),
+        Row(f"ingest latency {when}, largest", sample["beats"].largest * 1e3, "ms"),
+        Row("controller CPU per node that forms, beside its beats", each_ms, "ms"),
+        Row("offers of a job, to the step of its last rank, median", statistics.median(took), "s"),
+    ]
+
+
+class _Window:
+    """What a controller and its fleet did since this was made."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._beats, self._cpu_s = fleet.status()["sent"], fleet.controller.cpu_s()
+        self.started = time.perf_counter()
+
+    def end(self) -> tuple[float, float, int, dict[str, Distribution]]:
+        """Seconds that passed, processor seconds of the controller, beats that were sent, and what agents measured."""
+        took_s = time.perf_counter() - self.started
+        cpu_s, beats = self._fleet.controller.cpu_s() - self._cpu_s, self._fleet.status()["sent"] - self._beats
+        return took_s, cpu_s, beats, self._fleet.sample()
 
 
 def _marks(judged: bool, floor: float, aim: float) -> tuple[float | None, float | None]:
@@ -88,7 +128,7 @@ def one_failure(fleet: Fleet, rounds: int) -> list[Row]:
 def _lose_a_rank(fleet: Fleet, job: str) -> float:
     """Seconds from the report to the last push."""
     told = _lost_rank(fleet, job)
-    last = _all_entered(fleet, job, int(told["generation"]) + 1)
+    last = fleet.until_entered(job, int(told["generation"]) + 1)
     fleet.until("resuming", lambda status: status["unreported"] == 0, 60)
     time.sleep(0.5)  # whatever the failure brought with it has passed before the next
     return last - float(told["at"])
@@ -100,25 +140,13 @@ def _lost_rank(fleet: Fleet, job: str) -> dict[str, Any]:
     return told
 
 
-def _all_entered(fleet: Fleet, job: str, generation: int) -> float:
-    """When the last node of the job heard of the generation, wall seconds."""
-    end = time.perf_counter() + 60
-    heard: list[dict[str, float]] = []
-    while sum(one["count"] for one in heard) < fleet.nodes_of_a_job:
-        if time.perf_counter() > end:
-            raise SystemExit(f"{job} never heard of generation {generation}: {heard}\n{fleet.controller.log()}")
-        time.sleep(POLL_S)
-        heard = fleet.all("entered", job=job, generation=generation)
-    return max(one["last"] for one in heard)
-
-
 def failover(fleet: Fleet, standby: Controller) -> list[Row]:
     """The leader is killed, and in the same moment a job loses a rank: until everybody is at home with the next one."""
     killed_at = fleet.controller.kill()
     lost = _lost_rank(fleet, "job-000")
     fleet.controller = standby
     answered = _home(fleet)
-    pushed = _all_entered(fleet, "job-000", int(lost["generation"]) + 1)
+    pushed = fleet.until_entered("job-000", int(lost["generation"]) + 1)
     fleet.until("resuming", lambda status: status["unreported"] == 0, 60)
     wrong = [
         event
