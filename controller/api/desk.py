@@ -28,7 +28,7 @@ from controller.transaction import Transaction, new_trace
 from everstep.clock import Clock
 from everstep.errors import EverstepError, MalformedMessage, NotFound, StaleGeneration, Unavailable
 from everstep.wire.v1.agent import Heartbeat, Register, Registered, Reports
-from everstep.wire.v1.training import AnyReport
+from everstep.wire.v1.training import AnyReport, LauncherJoined
 from everstep.wire.version import SPOKEN, negotiate
 
 log = logging.getLogger(__name__)
@@ -273,7 +273,7 @@ class AgentDesk:
             incarnation=incarnation,
             number=number,
             body=body,
-            entropy=secrets.token_hex(32),
+            entropy=secrets.token_hex(32) if isinstance(body, LauncherJoined) else "",
             trace=new_trace(),
         )
         try:

@@ -59,7 +59,8 @@ class HeartbeatChanged(EventBase, frozen=True, kw_only=True, tag=True):
 class ReportArrived(EventBase, frozen=True, kw_only=True, tag=True):
     """One report of a node. The shell has dropped numbers it had taken before.
 
-    ``entropy``: 64 hex digits from the shell's random source; becomes a job's secret when the report creates one.
+    ``entropy``: 64 hex digits from the shell's random source, of a launcher that joins; becomes a job's secret when the
+    report creates one.
     """
 
     node: NodeId

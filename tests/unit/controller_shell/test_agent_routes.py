@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from everstep.vocabulary import Finding, FindingKind, NodeState, Severity
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.agent import MAX_BODY_BYTES, MOST_FINDINGS, Heartbeat, Register
 from everstep.wire.v1.directives import NewGeneration
-from everstep.wire.v1.training import RankLost, RankProgress
+from everstep.wire.v1.training import FindingRaised, RankLost, RankProgress
 from tests.support.controllers import (
     OPERATOR,
     VIEWER,
@@ -76,6 +77,24 @@ def test_a_finding_in_a_beat_is_durable_when_it_is_answered(served: InProcess, c
     detail = get(client, "/v1/nodes/n1", op.NodeDetail)
     assert [finding.kind for finding in detail.findings] == [FindingKind.HOST_DISK]
     assert detail.summary.findings == 1
+
+
+def test_reports_draw_random_bytes_only_for_a_new_job(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing gives the interpreter's lock away, so that a report would wait for whatever thread takes it."""
+    speaker = Speaker(client, "n1")
+    speaker.register()
+    drawn: list[int | None] = []
+    token_hex = secrets.token_hex
+
+    def counted(count: int | None = None) -> str:
+        drawn.append(count)
+        return token_hex(count)
+
+    monkeypatch.setattr(secrets, "token_hex", counted)
+    speaker.report(*(FindingRaised(finding=WARNING) for _ in range(50)))
+    assert drawn == []
+    speaker.report(joined("j", 1.0, nodes=2), first=51)
+    assert drawn == [32]
 
 
 def test_beat_with_too_many_findings_is_refused(client: TestClient) -> None:
