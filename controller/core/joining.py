@@ -219,7 +219,7 @@ def consider_forming(turn: Turn, job: JobRecord) -> None:
     if turn.now < due and len(job.launchers) < most:
         turn.wake(due, "job", job.job)
         return
-    seats = len(next_seats(turn.state, job))
+    seats = len(next_seats(turn.state, job)) if len(job.launchers) >= least else 0
     if seats >= most or (seats >= least and turn.now >= due):
         sentence = f"{seats} of {nodes(most)} asked for have joined"
         regroup(turn, job, Cause(reason=GenerationReason.FORMED, sentence=sentence, trace=turn.trace))

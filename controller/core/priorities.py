@@ -92,6 +92,8 @@ def choose_takings(state: FleetState, job: JobRecord, givers: Sequence[JobRecord
     every order is tried: seldom is there a way that is not found.
     """
     least = least_nodes(job)
+    if len(job.launchers) < least:
+        return Plan()
     offered = [*able_nodes(state, job), *(node for node in job.launchers if _is_coming(state, job, node))]
     seats = seats_among(state, job, offered, least)
     if len(seats) >= least:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import msgspec
 import pytest
 
+from controller.core import membership, priorities
 from controller.core.effects import DropJob, Send
 from controller.core.events import OperatorAction
 from controller.core.membership import owner_of
 from controller.core.policy import CorePolicy
 from controller.core.records import JobRecord
+from controller.core.state import FleetState
 from everstep.errors import ConfigurationError
 from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.directives import StopJob
@@ -219,3 +221,25 @@ def test_owner_of_a_node_follows_the_jobs() -> None:
     assert fleet.state.owners == {"n1": "a"}
     fleet.order(OperatorAction.STOP_JOB, job="a")
     assert fleet.state.owners == {}
+
+
+@pytest.mark.parametrize("waited_s", [0.0, HOUR])
+def test_job_below_its_minimum_forms_in_linear_time(waited_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody works out a roster, or what others could spare, before there are enough launchers."""
+    judged: list[str] = []
+    judge = membership.unfit
+
+    def counted(state: FleetState, job: JobRecord, node: str, staying: Collection[str] = ()) -> str:
+        judged.append(node)
+        return judge(state, job, node, staying)
+
+    names = [f"n{number}" for number in range(60)]
+    fleet = fleet_of(*names)
+    monkeypatch.setattr(membership, "unfit", counted)
+    monkeypatch.setattr(priorities, "unfit", counted)
+    fleet.join(names[0], job="a", min_nodes=60, max_nodes=60, join_wait_s=0.0)
+    fleet.job("a").since -= waited_s
+    for name in names[1:]:
+        fleet.join(name, job="a")
+    assert fleet.job_state("a") is JobState.RUNNING
+    assert len(judged) <= 4 * len(names)
