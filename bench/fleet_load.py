@@ -1,10 +1,12 @@
 """A fleet's load on one controller process, over real sockets: what it costs, who is made to wait, what gets lost.
 
     python -m bench.fleet_load --nodes 12500 --seconds 30 [--interval 1] [--database URL] [--rounds N] [--fail K]
-        [--storm] [--visits] [--failover] [--loss P --jitter S --pause S] [--curve FILE.png] [--quick] [--json FILE]
+        [--forming-seconds 20] [--storm] [--visits] [--failover] [--loss P --jitter S --pause S] [--curve FILE.png]
+        [--quick] [--json FILE]
 
 Every agent is a session of its own with real messages: a registration with eight GPUs, a picture, heartbeats with the
 progress of eight ranks; every 1,250 nodes run a job of 10,000 ranks, whose launchers joined and whose ranks stepped.
+Beats are measured in two windows: while nothing happens, and while one job after the other ends and forms again.
 The agents live in processes of their own, and say how late they were themselves; a latency ends where the kernel has
 the answer, as on a machine of the agent's own.
 """
