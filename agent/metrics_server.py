@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import http.client
 import http.server
 import logging
 import socket
@@ -11,6 +12,7 @@ import socketserver
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
+from io import BufferedIOBase
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -21,6 +23,9 @@ log = logging.getLogger(__name__)
 
 PATIENCE_S = 2.0
 """For a scraper's next byte."""
+MOST_HEAD_BYTES = 16 << 10
+"""Of a scrape's request line and headers. The standard library has bounds for each line and for their number, which
+come to 6.5 MB."""
 ASKED_WITHIN_S = 4.0
 """For a scraper to say its request and take its answer; another waits meanwhile."""
 
@@ -86,11 +91,42 @@ def _hang_up(request: socket.socket) -> None:
         request.shutdown(socket.SHUT_RDWR)
 
 
+class _Head:
+    """Reads a request's head from ``inner``, MOST_HEAD_BYTES at most: a longer one is refused as a line too long is."""
+
+    def __init__(self, inner: BufferedIOBase) -> None:
+        self._inner = inner
+        self._left = MOST_HEAD_BYTES
+
+    def readline(self, size: int) -> bytes:
+        """As a file's. Raises LineTooLong where the head goes on beyond its bound."""
+        if self._left < 0:
+            raise http.client.LineTooLong("head")
+        line = self._inner.readline(min(size, self._left + 1))
+        self._left -= len(line)
+        return line
+
+    def close(self) -> None:
+        self._inner.close()
+
+
 def _handler(
     registry: CollectorRegistry, token: Callable[[], str], count_refused: Callable[[], None]
 ) -> type[http.server.BaseHTTPRequestHandler]:
     class Handler(http.server.BaseHTTPRequestHandler):
         timeout = PATIENCE_S
+        raw_requestline: bytes
+
+        def setup(self) -> None:
+            super().setup()
+            self.rfile = _Head(self.rfile)  # type: ignore[assignment]
+
+        def parse_request(self) -> bool:
+            if len(self.raw_requestline) <= MOST_HEAD_BYTES:
+                return super().parse_request()
+            self.command, self.request_version, self.requestline = "GET", self.protocol_version, ""
+            self.send_error(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+            return False
 
         def do_GET(self) -> None:
             if self.path.partition("?")[0] != "/metrics":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from enum import Enum, auto
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -11,11 +12,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from controller.api import problems
 
 MOST_HEAD_BYTES = 16 << 10
-"""Of a request's line and headers: ours have under one KiB. Neither uvicorn nor its parser has a bound of its own."""
+"""Of a request's line, headers and trailers together: ours have under one KiB. Neither uvicorn nor its parser has a
+bound of its own."""
+MOST_HEADER_LINES = 100
+"""Of headers and trailers together. Each costs about 150 bytes of memory beside its own."""
 MOST_MESSAGE_BYTES = 16 << 20
-"""Of a whole request as it crosses the wire. Bodies end at 1 MiB; the rest leaves room for chunks of a few bytes.
-Trailers after a chunked body are held as headers are."""
-MOST_PIPELINED = 32
+"""Of a whole request as it crosses the wire. Bodies end at 1 MiB; the rest leaves room for chunks of a few bytes."""
+MOST_PIPELINED = 8
 """Requests of a connection that wait for the answer to the one before. None of ours sends a second one; uvicorn queues
 all that came in one piece, and reads another piece after each answer."""
 HEAD_DEADLINE_S = 30.0
@@ -27,35 +30,59 @@ LEAST_READ_BYTES = 16 << 10
 """Of an answer in so many seconds: who takes less holds what was answered, and the connection, for nothing."""
 
 
+_TOO_LARGE = "This request is larger than any that is understood here."
+_AROUND_HEADER = len(": \r\n")
+
 _log = logging.getLogger("controller.http")
 _log.setLevel(logging.ERROR)
 """What a stranger sends is answered, not logged: uvicorn has a line, or two, for each thing that is no request."""
 
 
+class _Stage(Enum):
+    """What the next bytes of a connection belong to."""
+
+    IDLE = auto()
+    HEAD = auto()
+    BODY = auto()
+    """The body, with what frames it, and the trailers."""
+
+
 class BoundedHttp(HttpToolsProtocol):
     """Answers 400 to a head or message that is too large and to too many at once, hangs up where a head or a body does
-    not come."""
+    not come. Trailers are counted as headers are, and dropped.
+
+    The parser hands headers over one by one, whole; these are counted exactly. What it holds back until then (a line
+    that does not end, the header of a chunk) is counted by the reads that bring nothing else, so that a connection
+    holds at most one read more than MOST_HEAD_BYTES.
+    """
 
     _deadline: asyncio.TimerHandle | None = None
     _reading: asyncio.TimerHandle | None = None
-    _head_begun = True
+    _stage = _Stage.HEAD
     _head_bytes = 0
+    _head_lines = 0
+    _held_bytes = 0
+    """Received since something was last handed over by the parser that is not a header."""
+    _handed_over = False
     _message_bytes = 0
+    _why = ""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self.logger = _log
 
     def send_400_response(self, msg: str) -> None:
-        """A problem detail, as every other refusal."""
-        body = problems.problem(400, "http", msg)
-        lines = (
-            b"HTTP/1.1 400 Bad Request",
-            b"content-type: " + problems.MEDIA_TYPE.encode(),
-            b"content-length: %d" % len(body),
-            b"connection: close",
-        )
-        self.transport.write(b"\r\n".join((*lines, b"", body)))
+        """A problem detail, as every other refusal; nothing where the request has its answer already."""
+        self._disarm()
+        if self._stage is not _Stage.BODY or not self.cycle.response_started:
+            body = problems.problem(400, "http", self._why or msg)
+            lines = (
+                b"HTTP/1.1 400 Bad Request",
+                b"content-type: " + problems.MEDIA_TYPE.encode(),
+                b"content-length: %d" % len(body),
+                b"connection: close",
+            )
+            self.transport.write(b"\r\n".join((*lines, b"", body)))
         self.transport.close()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -67,33 +94,75 @@ class BoundedHttp(HttpToolsProtocol):
         self._heed_reading()
         super().connection_lost(exc)
 
+    # --- what comes in -------------------------------------------------------------------------------------------
+
     def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return  # TLS hands over what it has decrypted all the same
+        self._handed_over = False
         self._message_bytes += len(data)
         super().data_received(data)
         if self.transport.is_closing():
             return
-        if self._head_begun:
-            self._head_bytes += len(data)
+        if not self._handed_over:
+            self._held_bytes += len(data)
+        if self._stage is _Stage.HEAD or (self._stage is _Stage.IDLE and not self._handed_over):
             self._arm(HEAD_DEADLINE_S)
-        if self._head_bytes > MOST_HEAD_BYTES or self._message_bytes > MOST_MESSAGE_BYTES:
-            self._disarm()
-            self.send_400_response("This request is larger than any that is understood here.")
+        if self._held_bytes > MOST_HEAD_BYTES or self._message_bytes > MOST_MESSAGE_BYTES:
+            self.send_400_response(_TOO_LARGE)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._head_begun, self._head_bytes, self._message_bytes = True, 0, 0
+        self._stage = _Stage.HEAD
+        self._head_bytes = self._head_lines = self._message_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + _AROUND_HEADER)
+        self._head_lines += 1
+        if self._head_lines > MOST_HEADER_LINES:
+            self._refuse(f"This request has more than {MOST_HEADER_LINES} header lines.")
+        if self._stage is _Stage.HEAD:  # nothing here reads trailers, and none may be taken for a header
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= MOST_PIPELINED:
-            raise OverflowError("more requests at once than are understood here")  # the parser ends with it
-        self._head_begun, self._head_bytes = False, 0
+            self._refuse("More requests at once than are understood here.")
+        super().on_headers_complete()
+        self._stage = _Stage.BODY
+        self._progress()
         self._disarm()
         self._arm(BODY_DEADLINE_S)
-        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._progress()
+        super().on_body(body)
+
+    def on_chunk_complete(self) -> None:
+        """Called by the parser after each chunk."""
+        self._progress()
 
     def on_message_complete(self) -> None:
+        self._stage = _Stage.IDLE
+        self._progress()
         self._disarm()
         super().on_message_complete()
+
+    def _progress(self) -> None:
+        self._handed_over, self._held_bytes = True, 0
+
+    def _count(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > MOST_HEAD_BYTES:
+            self._refuse(_TOO_LARGE)
+
+    def _refuse(self, why: str) -> None:
+        """Ends the parser, from inside one of its calls; the data received are then answered by 400."""
+        self._why = why
+        raise OverflowError(why)
 
     def _arm(self, seconds: float) -> None:
         if self._deadline is None:

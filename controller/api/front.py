@@ -111,9 +111,10 @@ class Front(asyncio.Protocol):
             self._to_http()
             return
         end = head.find(b"\r\n\r\n")
+        if end > MOST_HEAD_BYTES or (end < 0 and len(head) > MOST_HEAD_BYTES):
+            self._to_http()
+            return
         if end < 0:
-            if len(head) > MOST_HEAD_BYTES:
-                self._to_http()
             return
         lines = head[:end].split(b"\r\n")
         path, headers = _path(lines[0]), [_header(line) for line in lines[1:]]

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from agent import metrics_server
 from agent.metrics import AgentCollector, AgentNumbers, resident_bytes
-from agent.metrics_server import MetricsServer
+from agent.metrics_server import MOST_HEAD_BYTES, MetricsServer
 from agent.sensors.picture import GpuSample, Picture
 from everstep.vocabulary import Finding, FindingKind, Severity
 from everstep.wire.v1.agent import Gpu
@@ -206,6 +206,27 @@ def test_a_scrape_that_fails_does_not_close_the_door(caplog: pytest.LogCaptureFi
     try:
         for _ in range(2):
             assert ask(server, Authorization="Bearer secret")[0] == 503
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /metrics HTTP/1.1\r\n" + b"X-Long: " + b"y" * MOST_HEAD_BYTES + b"\r\n\r\n",
+        b"GET /metrics HTTP/1.1\r\n" + (b"X: " + b"y" * 4096 + b"\r\n") * (MOST_HEAD_BYTES // 4096) + b"\r\n",
+        b"GET /" + b"y" * MOST_HEAD_BYTES + b" HTTP/1.1\r\n\r\n",
+    ],
+    ids=["line", "lines", "path"],
+)
+def test_large_head_of_a_scrape_is_refused(head: bytes) -> None:
+    server = MetricsServer("127.0.0.1", 0, lambda: "secret", AgentCollector(numbers, dcgm_names=False))
+    host, _, port = server.address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), DEADLINE_S) as connection:
+            connection.sendall(head[: MOST_HEAD_BYTES + 1])  # no more than is read, so that the answer is not lost
+            assert connection.recv(64).split(b" ")[1] == b"431"
+        assert ask(server, Authorization="Bearer secret")[0] == 200
     finally:
         server.close()
 

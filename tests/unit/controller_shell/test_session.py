@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
 
 from controller.api import session as sessions
+from controller.api.descriptors import Descriptors
+from controller.api.front import MOST_HEAD_BYTES, Front
 from controller.core.state import NodeLive
 from everstep.tokens import TokenRole
 from everstep.vocabulary import NodeState
@@ -90,6 +94,28 @@ def test_the_upgrade_may_come_in_pieces_and_with_the_first_frame_behind_it(contr
     assert line.take(1)[0] == Frame.REFUSED
     assert msgspec.json.decode(line.take(length - 1), type=Refused).code == "malformed"
     line.close()
+
+
+def test_large_upgrade_head_opens_no_session(controller: Served) -> None:
+    """It comes in one read, whole, and with a token that is good: what is too large is uvicorn's to refuse."""
+    made: list[MagicMock] = []
+
+    def make_http() -> MagicMock:
+        made.append(MagicMock(spec=asyncio.Protocol))
+        return made[-1]
+
+    front = Front(controller, Descriptors(10), set(), make_http)
+    transport = MagicMock(spec=asyncio.Transport)
+    asked = upgrade("n1", {**bearer(TokenRole.AGENT, "n1"), "X-Long": "x" * MOST_HEAD_BYTES})
+
+    async def receive() -> None:
+        front.connection_made(transport)
+        front.data_received(asked)
+
+    controller.run(receive())
+    (http,) = made
+    http.data_received.assert_called_once_with(asked)
+    transport.write.assert_not_called()
 
 
 def test_a_connection_that_says_nothing_is_closed(controller: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -14,7 +14,14 @@ from uvicorn.server import ServerState
 from controller import http_protocol
 from controller.api import asgi
 from controller.api.problems import Problem
-from controller.http_protocol import LEAST_READ_BYTES, MOST_HEAD_BYTES, MOST_MESSAGE_BYTES, MOST_PIPELINED, BoundedHttp
+from controller.http_protocol import (
+    LEAST_READ_BYTES,
+    MOST_HEAD_BYTES,
+    MOST_HEADER_LINES,
+    MOST_MESSAGE_BYTES,
+    MOST_PIPELINED,
+    BoundedHttp,
+)
 
 DEADLINE_S = 60.0
 REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -29,9 +36,9 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[int]:
+async def served(app: Any = application) -> AsyncIterator[int]:
     """The port of an application behind the protocol."""
-    config = uvicorn.Config(application, log_config=None, access_log=False)
+    config = uvicorn.Config(app, log_config=None, access_log=False)
     config.load()
     state = ServerState()
     loop = asyncio.get_running_loop()
@@ -88,11 +95,13 @@ def test_more_requests_at_once_than_anybody_sends_are_hung_up_on() -> None:
 @pytest.mark.parametrize("piece", [b"X-Many: one\r\n", b"endless"])
 def test_a_head_without_end_is_answered_400_and_hung_up_on(piece: bytes) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"GET / HTTP/1.1\r\nX: ")
-        for _ in range(MOST_HEAD_BYTES // len(piece)):
+        begun = b"GET / HTTP/1.1\r\nX: "
+        pieces = MOST_HEADER_LINES if piece.endswith(b"\n") else (MOST_HEAD_BYTES - len(begun)) // len(piece)
+        writer.write(begun)
+        for _ in range(pieces):
             writer.write(piece)
         await writer.drain()
-        writer.write(piece)  # as soon as it is too much, before anything is in flight that nobody reads
+        writer.write(2 * piece)  # as soon as it is too much, before anything is in flight that nobody reads
         assert await status(reader) == 400
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
             await reader.readexactly(1)
@@ -124,6 +133,95 @@ def test_trailers_without_end_are_hung_up_on() -> None:
             await pour(writer, 4 * MOST_MESSAGE_BYTES)
 
     play(talk)
+
+
+async def ended(reader: asyncio.StreamReader) -> None:
+    """The other side hung up and said nothing more: the request had its answer already."""
+    with suppress(ConnectionResetError):  # it left some of what was sent unread
+        assert await reader.read() == b""
+
+
+CHUNKED = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+LAST_CHUNK = b"1\r\n{\r\n0\r\n"
+
+
+@pytest.mark.parametrize("trailer", [b"a:b\r\n", b"X-Long: " + b"y" * 1000 + b"\r\n"])
+def test_trailers_larger_than_a_head_are_refused(trailer: bytes) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(CHUNKED + LAST_CHUNK)
+        assert await status(reader) == 200
+        writer.write(trailer * (2 * MOST_HEAD_BYTES // len(trailer)))
+        await ended(reader)
+
+    play(talk)
+
+
+def test_trailers_are_not_kept() -> None:
+    async def scenario() -> list[tuple[bytes, bytes]]:
+        http = BoundedHttp(uvicorn.Config(application, log_config=None), ServerState(), {})
+        http.connection_made(MagicMock(is_closing=lambda: False))
+        http.data_received(CHUNKED + LAST_CHUNK + b"Authorization: Bearer x\r\n")
+        http.data_received(b"a:b\r\n\r\n")
+        await asyncio.gather(*http.tasks)
+        return list(http.headers)
+
+    names = [name for name, _ in asyncio.run(scenario())]
+    assert names == [b"host", b"transfer-encoding"]
+
+
+@pytest.mark.parametrize("extension", [b"1;" + b"x" * MOST_HEAD_BYTES, b"1" + b";a=b" * (MOST_HEAD_BYTES // 4)])
+def test_chunk_headers_without_end_are_refused(extension: bytes) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(CHUNKED)
+        assert await status(reader) == 200
+        writer.write(extension)
+        await ended(reader)
+
+    play(talk)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /" + b"x" * MOST_HEAD_BYTES + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: " + b"x" * MOST_HEAD_BYTES + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a:b\r\n" * MOST_HEADER_LINES + b"\r\n",
+    ],
+    ids=["url", "value", "lines"],
+)
+def test_large_head_in_one_read_is_refused(head: bytes) -> None:
+    """No answer but the refusal: the application is not asked."""
+    transport = MagicMock()
+    transport.is_closing.side_effect = lambda: transport.close.called
+
+    async def scenario() -> int:
+        http = BoundedHttp(uvicorn.Config(application, log_config=None), ServerState(), {})
+        http.connection_made(transport)
+        http.data_received(head)
+        return len(http.tasks)
+
+    assert asyncio.run(scenario()) == 0
+    (written,) = [call.args[0] for call in transport.write.call_args_list]
+    assert written.startswith(b"HTTP/1.1 400 ")
+
+
+def test_chunked_body_in_small_chunks_is_read() -> None:
+    """Its framing is several times its content, and larger than any head."""
+
+    async def read(scope: Any, receive: Any, send: Any) -> None:
+        body = await asgi.read_body(scope, receive, 1 << 20)
+        await asgi.answer(send, str(len(body)).encode())
+
+    async def scenario() -> bytes:
+        async with asyncio.timeout(DEADLINE_S), served(read) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(CHUNKED + b"1\r\nx\r\n" * (1 << 16) + b"0\r\nX-Sum: 1\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n")
+            size = await reader.read(64)
+            writer.close()
+            return size
+
+    assert asyncio.run(scenario()) == b"65536"
 
 
 async def pour(writer: asyncio.StreamWriter, size: int) -> None:
