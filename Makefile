@@ -48,6 +48,7 @@ bench: $(STAMP) ## every bench in its quick size
 	$(BIN)/python -m bench.failover --quick
 	$(BIN)/python -m bench.recovery --quick --no-peers
 	$(BIN)/python -m bench.fleet_load --quick
+	$(BIN)/python -m bench.hostile --quick
 	$(BIN)/python -m bench.goodput --quick
 	$(BIN)/python -m bench.exactness --quick
 	$(BIN)/python -m bench.checkpoint --quick --no-peers

@@ -15,6 +15,7 @@ from sqlalchemy import Engine
 
 from controller import views
 from controller.api import descriptors, endpoints, errors, openapi
+from controller.api.admission import Admission
 from controller.api.agents import AgentRoutes
 from controller.api.auth import Gate
 from controller.api.credentials import CredentialRoutes
@@ -90,6 +91,8 @@ class Controller:
         tenure: Tenure | None = None,
     ) -> None:
         self._tenure = tenure
+        self._settings = settings
+        self._clock = clock
         self.doubt = Doubt(tenure, keyring, clock, loaded.epoch) if tenure is not None else None
         self.metrics = Metrics()
         self.feed = AuditFeed(loaded.newest_audit)
@@ -164,7 +167,6 @@ class Controller:
         )
         self.task: asyncio.Task[None] | None = None
         self.retaining: asyncio.Task[None] | None = None
-        self._settings = settings
 
     @classmethod
     async def lead(
@@ -260,6 +262,15 @@ class Controller:
         )
         app.openapi = document  # type: ignore[method-assign]
         errors.install(app, self.metrics)
+        settings = self._settings
+        admission = Admission(
+            most=settings.requests_under_way,
+            most_bytes=settings.answer_bytes,
+            share=settings.answering_share,
+            monotonic=self._clock.monotonic,
+            refused=self.metrics.over_limit,
+        )
+        self.metrics.watch_requests(admission)
         readers = Readers()
         self.metrics.watch_streams(readers)
         past = HistoryRoutes(
@@ -267,23 +278,28 @@ class Controller:
             store=self.store,
             feed=self.feed,
             gate=gate,
+            admission=admission,
             readers=readers,
             cut=self.metrics.streams_cut.inc,
         )
         app.add_api_route(PLAIN["stream"].path, past.stream, methods=["GET"], include_in_schema=False)
-        endpoints.install(app, gate, OPERATOR, OperatorRoutes(desk=self.desk, loop=self.loop, store=self.store))
-        endpoints.install(app, gate, HISTORY, past)
-        endpoints.install(app, gate, POLICY, PolicyRoutes(self.desk, self._journal_dir, self._flush_journal))
-        endpoints.install(app, gate, CREDENTIALS, CredentialRoutes(loop=self.loop, credentials=self.credentials))
+        endpoints.install(
+            app, gate, admission, OPERATOR, OperatorRoutes(desk=self.desk, loop=self.loop, store=self.store)
+        )
+        endpoints.install(app, gate, admission, HISTORY, past)
+        endpoints.install(app, gate, admission, POLICY, PolicyRoutes(self.desk, self._journal_dir, self._flush_journal))
+        endpoints.install(
+            app, gate, admission, CREDENTIALS, CredentialRoutes(loop=self.loop, credentials=self.credentials)
+        )
         endpoints.install_elsewhere(app, AGENT)
-        self._open_routes(app, gate)
+        self._open_routes(app, gate, admission)
         return app
 
     async def _flush_journal(self) -> None:
         if self.journal is not None:
             await self.journal.drained()
 
-    def _open_routes(self, app: FastAPI, gate: Gate) -> None:
+    def _open_routes(self, app: FastAPI, gate: Gate, admission: Admission) -> None:
         async def health(_request: Request) -> Response:
             return Response(b'{"ok":true,"role":"controller"}', media_type="application/json")
 
@@ -297,9 +313,13 @@ class Controller:
             return Response(msgspec.json.encode(body), status_code=200 if ok else 503, media_type="application/json")
 
         async def metrics(request: Request) -> Response:
-            endpoints.admit(gate, PLAIN["metrics"].access, request)
-            await self._gauges.look()
-            return Response(self.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+            identity = endpoints.admit(gate, PLAIN["metrics"].access, request)
+
+            async def shown() -> Response:
+                await self._gauges.look(lambda: endpoints.turn(request))
+                return Response(self.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+            return await endpoints.placed(admission, identity, request, shown)
 
         paths: Iterable[tuple[str, Any]] = (("/healthz", health), ("/readyz", ready), ("/metrics", metrics))
         for path, endpoint in paths:

@@ -90,6 +90,16 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     whose tokens have expired tries about one tenth of its nodes a second. Right tokens pass whatever others do."""
     request_burst_s: float = 5.0
     """Seconds' worth of each of these limits that may come at once: a restart brings everybody at the same moment."""
+    requests_under_way: int = 16
+    """Requests of one operator, viewer or job's trainers that may wait, be worked on, or be sent at a time; more are
+    answered 429. A dashboard has one or two; displays that share a token share these."""
+    answer_bytes: int = 32 << 20
+    """Bytes of answers to one of them that may wait until it has taken them; an answer that comes on top is 429. A
+    thousand nodes are some 200 KB."""
+    answering_share: float = 0.5
+    """Of the event loop's time, what answers to all of them may take while agents' beats and reports wait for it too:
+    after each slice of an answer the loop is theirs for as long as that took. Larger answers people sooner while
+    somebody reads much, and agents later."""
     heartbeat_interval_s: float = 1.0
     """Seconds between an agent's beats. Shorter finds silence sooner; 12,500 nodes at 1 s cost well under a core."""
     group_commit: int = 256
@@ -227,6 +237,10 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
                 or self.request_burst_s * min(self.agent_requests_per_s, self.requests_per_s) < 1,
                 "agent_requests_per_s, agent_reports_per_s, requests_per_s and failed_authentications_per_s must be "
                 "positive, and request_burst_s long enough for one request",
+            ),
+            (
+                min(self.requests_under_way, self.answer_bytes) < 1 or not 0 < self.answering_share <= 1,
+                "requests_under_way and answer_bytes must be at least 1, and answering_share more than 0 and at most 1",
             ),
             (self.group_commit < 1 or self.queue_limit < 1, "group_commit and queue_limit must be at least 1"),
             (

@@ -10,6 +10,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from controller.api import problems
+from controller.api.one_by_one import Soon
 
 MOST_HEAD_BYTES = 16 << 10
 """Of a request's line, headers and trailers together: ours have under one KiB. Neither uvicorn nor its parser has a
@@ -25,6 +26,8 @@ HEAD_DEADLINE_S = 30.0
 """Seconds for a request's head once it has begun, and for the first byte of a connection."""
 BODY_DEADLINE_S = 60.0
 """Seconds for its body: 1 MiB over a line of 140 kbit/s."""
+LONGEST_REST_S = 5.0
+"""For which a connection is not read from. Whoever hangs up meanwhile is noticed only then."""
 UNREAD_S = 30.0
 LEAST_READ_BYTES = 16 << 10
 """Of an answer in so many seconds: who takes less holds what was answered, and the connection, for nothing."""
@@ -51,6 +54,10 @@ class BoundedHttp(HttpToolsProtocol):
     """Answers 400 to a head or message that is too large and to too many at once, hangs up where a head or a body does
     not come. Trailers are counted as headers are, and dropped.
 
+    Args:
+        soon: calls what it is given one by one, in turns of the event loop: connections that rested wake so, lest the
+            requests of all that were refused together come together again.
+
     The parser hands headers over one by one, whole; these are counted exactly. What it holds back until then (a line
     that does not end, the header of a chunk) is counted by the reads that bring nothing else, so that a connection
     holds at most one read more than MOST_HEAD_BYTES.
@@ -66,10 +73,13 @@ class BoundedHttp(HttpToolsProtocol):
     _handed_over = False
     _message_bytes = 0
     _why = ""
+    _rest_s = 0.0
+    _resting: asyncio.TimerHandle | None = None
 
-    def __init__(self, *args: Any, **named: Any) -> None:
+    def __init__(self, *args: Any, soon: Soon = lambda work: work(), **named: Any) -> None:
         super().__init__(*args, **named)
         self.logger = _log
+        self._soon = soon
 
     def send_400_response(self, msg: str) -> None:
         """A problem detail, as every other refusal; nothing where the request has its answer already."""
@@ -92,6 +102,8 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
         self._heed_reading()
+        if self._resting is not None:
+            self._resting.cancel()
         super().connection_lost(exc)
 
     # --- what comes in -------------------------------------------------------------------------------------------
@@ -150,6 +162,22 @@ class BoundedHttp(HttpToolsProtocol):
         self._progress()
         self._disarm()
         super().on_message_complete()
+
+    def rest(self, seconds: float) -> None:
+        """Reads no further request for so long, or LONGEST_REST_S, once the one being answered is: whoever is told to
+        come again later and does so at once costs nothing meanwhile."""
+        self._rest_s = min(seconds, LONGEST_REST_S)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._rest_s and not self.transport.is_closing():
+            self.flow.pause_reading()
+            self._resting = self.loop.call_later(self._rest_s, lambda: self._soon(self._wake))
+            self._rest_s = 0.0
+
+    def _wake(self) -> None:
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
 
     def _progress(self) -> None:
         self._handed_over, self._held_bytes = True, 0

@@ -22,6 +22,10 @@ everstep_controller_reports_total                        counter    reports take
 everstep_controller_reports_repeated_total               counter    reports dropped: their number was taken before
 everstep_controller_ignored_total{reason}                counter    reports the core dropped by rule
 everstep_controller_requests_refused_total{route,code}   counter    requests answered with an error
+everstep_controller_requests_over_limit_total{limit}     counter    refused since the bearer had too much "under_way",
+                                                                    or too many "bytes" unread
+everstep_controller_requests_under_way                   gauge      that are no agent's
+everstep_controller_answers_waiting_bytes                gauge      of them, what is being sent
 everstep_controller_journal_gaps_total                   counter    places where the journal lacks something
 everstep_controller_knocks                               gauge      nodes that insist on this one, which stands by
 everstep_controller_nodes_elsewhere                      gauge      nodes that insist on another one, which stands by
@@ -66,15 +70,15 @@ No series carries a node's name: a fleet has thousands. What a node says of itse
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter as Tally
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from controller import views
+from controller.api.admission import LIMITS, Admission
 from controller.api.readers import Readers
 from controller.core.state import FleetState
 from controller.intake import Urgency
@@ -113,6 +117,11 @@ class Metrics:
         self._reports = self._counter("reports", "Reports taken.")
         self._repeated = self._counter("reports_repeated", "Reports dropped: their number was taken before.")
         self._refused = self._counter("requests_refused", "Requests answered with an error.", "route", "code")
+        self._over = self._counter("requests_over_limit", "Refused since the bearer had too much at once.", "limit")
+        for limit in LIMITS:  # none yet is a number too
+            self._over.labels(limit)
+        self._under_way = self._plain_gauge("requests_under_way", "Requests under way that are no agent's.")
+        self._answer_bytes = self._plain_gauge("answers_waiting_bytes", "Of answers that are being sent.")
         self._verdicts = self._counter("verdicts", "Verdicts given.", "decision")
         self._recoveries = self._counter("recoveries", "Generations that came to step.", "job", "reason")
         self._recovery = Histogram(
@@ -128,6 +137,15 @@ class Metrics:
         self._streams_bytes = self._plain_gauge("streams_waiting_bytes", "What their readers have not taken yet.")
         self.remediation_failures = self._counter("remediation_failures", "Calls to the outside that were given up.")
         Gauge(_PREFIX + "info", "The program.", ["version"], registry=self.registry).labels(__version__).set(1)
+
+    def watch_requests(self, admission: Admission) -> None:
+        """Shows what is under way."""
+        self._under_way.set_function(lambda: len(admission))
+        self._answer_bytes.set_function(lambda: admission.held_bytes)
+
+    def over_limit(self, limit: str) -> None:
+        """A request was refused for one of LIMITS."""
+        self._over.labels(limit).inc()
 
     def watch_streams(self, readers: Readers) -> None:
         """Shows who reads the event stream."""
@@ -199,13 +217,13 @@ class FleetCollector(Collector):
         self._desk = desk
         self._jobs_seen: list[JobSummary] = []
 
-    async def look(self) -> None:
-        """Before ``collect``: reads the jobs, one in each turn of the event loop, since they have all the ranks."""
+    async def look(self, turn: Callable[[], Awaitable[None]]) -> None:
+        """Before ``collect``: reads the jobs, one in each ``turn``, since they have all the ranks."""
         jobs, seen = self._desk.state.jobs, []
         for name in list(jobs):
             if name in jobs:
                 seen.append(views.job_summary(self._desk.state, jobs[name]))
-            await asyncio.sleep(0)
+            await turn()
         self._jobs_seen = seen
 
     def collect(self) -> Iterator[Metric]:

@@ -21,7 +21,8 @@ from uvicorn.server import ServerState
 
 from controller.api import descriptors
 from controller.api.front import Front
-from controller.api.peers import HANG_UP_KEY, NOBODY, SCOPE_KEY, Peer
+from controller.api.one_by_one import OneByOne
+from controller.api.peers import HANG_UP_KEY, NOBODY, REST_KEY, SCOPE_KEY, Peer
 from controller.config import ControllerSettings
 from controller.http_protocol import BoundedHttp
 from controller.member import Member
@@ -133,6 +134,7 @@ class Http(BoundedHttp):
         super().on_message_begin()
         self.scope[SCOPE_KEY] = self._peer  # type: ignore[literal-required]
         self.scope[HANG_UP_KEY] = self.transport.abort  # type: ignore[literal-required]
+        self.scope[REST_KEY] = self.rest  # type: ignore[literal-required]
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -143,8 +145,10 @@ def _front(member: Member) -> Any:
     """What uvicorn takes for its protocol: makes the front of each connection. None outlives the leadership it was
     made in (``Server.hang_up``)."""
 
+    soon = OneByOne()
+
     def make(server_state: ServerState, **named: Any) -> Front:
-        http = functools.partial(Http, server_state=server_state, **named)
+        http = functools.partial(Http, server_state=server_state, soon=soon, **named)
         return Front(member, descriptors.of_this_process(), server_state.connections, http)
 
     return make

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter as Tally
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 
 import msgspec
@@ -127,23 +127,28 @@ def node_summary(desk: Desk, record: NodeRecord, job: str | None) -> op.NodeSumm
     )
 
 
-def node_page(desk: Desk, wanted: NodeFilter, cursor: str, limit: int) -> op.NodeList:
-    """Nodes in the order of their names, from after ``cursor`` on."""
+def nodes_found(desk: Desk, wanted: NodeFilter) -> list[str]:
+    """The names of the nodes that are asked for, in order."""
     state = desk.state
     if wanted.job:
         job = state.jobs.get(wanted.job)
         names = seats_of(job.generation) if job is not None and job.state not in OVER else []
     else:
         names = list(state.nodes)
-    found = sorted(name for name in names if name in state.nodes and wanted.lets(state.nodes[name]))
+    return sorted(name for name in names if name in state.nodes and wanted.lets(state.nodes[name]))
+
+
+def page_of(found: Sequence[str], cursor: str, limit: int) -> tuple[Sequence[str], str]:
+    """The names from after ``cursor`` on, and what is the next page's cursor; empty where there is none."""
     begin = bisect_right(found, cursor) if cursor else 0
     page = found[begin : begin + limit]
-    more = begin + limit < len(found)
-    return op.NodeList(
-        nodes=tuple(node_summary(desk, state.nodes[name], _job_of(state, name)) for name in page),
-        total=len(found),
-        next=page[-1] if more else "",
-    )
+    return page, page[-1] if begin + limit < len(found) else ""
+
+
+def node_summaries(desk: Desk, names: Iterable[str]) -> list[op.NodeSummary]:
+    """Of the nodes that there are still."""
+    state = desk.state
+    return [node_summary(desk, state.nodes[name], _job_of(state, name)) for name in names if name in state.nodes]
 
 
 def node_detail(desk: Desk, node: str) -> op.NodeDetail:
@@ -224,17 +229,9 @@ def _loss(progress: Mapping[Rank, RankProgress], spec: GenerationSpec | None) ->
     return None
 
 
-def job_page(desk: Desk, job_state: str, cursor: str, limit: int) -> op.JobList:
-    """Jobs in the order of their names, from after ``cursor`` on."""
-    jobs = desk.state.jobs
-    found = sorted(name for name, job in jobs.items() if not job_state or job.state == job_state)
-    begin = bisect_right(found, cursor) if cursor else 0
-    page = found[begin : begin + limit]
-    return op.JobList(
-        jobs=tuple(job_summary(desk.state, jobs[name]) for name in page),
-        total=len(found),
-        next=page[-1] if begin + limit < len(found) else "",
-    )
+def jobs_found(desk: Desk, job_state: str) -> list[str]:
+    """The names of the jobs in this state, or of all where it is empty, in order."""
+    return sorted(name for name, job in desk.state.jobs.items() if not job_state or job.state == job_state)
 
 
 def job_detail(desk: Desk, job: str) -> op.JobDetail:
@@ -256,7 +253,8 @@ def job_detail(desk: Desk, job: str) -> op.JobDetail:
     )
 
 
-def fleet_status(desk: Desk) -> op.FleetStatus:
+def fleet_status(desk: Desk, jobs: Iterable[op.JobSummary]) -> op.FleetStatus:
+    """``jobs``: those that are not over."""
     state = desk.state
     return op.FleetStatus(
         version=__version__,
@@ -264,7 +262,7 @@ def fleet_status(desk: Desk) -> op.FleetStatus:
         now=desk.now(),
         started_at=desk.started_at,
         nodes=dict(Tally(str(node.state) for node in state.nodes.values())),
-        jobs=tuple(job_summary(state, job) for job in state.jobs.values() if job.state not in OVER),
+        jobs=tuple(jobs),
         connected=desk.outbox.connected(),
         budget_left=desk.budget_left(),
         breaker=state.fleet.breaker,

@@ -269,6 +269,14 @@ CONTROLLER = (
         "Per minute, by route and reason.",
         ((f"sum by (route, code) (rate({C}requests_refused_total[5m])) * 60", "{{route}} {{code}}"),),
     ),
+    Panel(
+        "Requests over a limit",
+        "Per minute, refused since their bearer had too much at once; and how many are under way.",
+        (
+            (f"sum by (limit) (rate({C}requests_over_limit_total[5m])) * 60", "{{limit}}"),
+            (f"max({C}requests_under_way)", "under way now"),
+        ),
+    ),
 )
 
 AGENTS = (

@@ -8,14 +8,20 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request, Response
+from starlette.types import Receive, Scope, Send
 
 from controller.api import asgi
+from controller.api.admission import Admission, Place
 from controller.api.auth import Gate
 from controller.api.peers import SCOPE_KEY
 from controller.api.routes import PATH, QUERY, WORDS, Access, Route
 from everstep.errors import MalformedMessage, NotFound, Outdated
 from everstep.tokens import Identity
 from everstep.wire.v1.agent import MAX_BODY_BYTES
+
+PIECE_BYTES = 64 << 10
+"""Of an answer, written at a time: as much as a transport holds before it asks its writer to wait."""
+_PLACE_KEY = "everstep.place"
 
 
 class Tagged(msgspec.Struct, frozen=True):
@@ -55,12 +61,12 @@ def _ordered(tag: str) -> str:
 Answer = Callable[[Request, Identity], Awaitable[Any]]
 
 
-def install(app: FastAPI, gate: Gate, routes: Mapping[str, Route], handlers: object) -> None:
+def install(app: FastAPI, gate: Gate, admission: Admission, routes: Mapping[str, Route], handlers: object) -> None:
     """Adds every route of the table; the method of ``handlers`` that has its name answers it."""
     for name, route in routes.items():
         app.add_api_route(
             route.path,
-            _endpoint(gate, route, getattr(handlers, name)),
+            _endpoint(gate, admission, route, getattr(handlers, name)),
             methods=methods(route.method),
             name=name,
             include_in_schema=False,
@@ -136,13 +142,68 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
-def _endpoint(gate: Gate, route: Route, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(
+    gate: Gate, admission: Admission, route: Route, answer: Answer
+) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         identity = admit(gate, route.access, request)
         check_parameters(route, request)
-        return _response(request, await answer(request, identity))
+
+        async def respond() -> Response:
+            found = await answer(request, identity)
+            await turn(request)
+            return _response(request, found)
+
+        return await placed(admission, identity, request, respond)
 
     return endpoint
+
+
+async def placed(
+    admission: Admission, identity: Identity, request: Request, respond: Callable[[], Awaitable[Response]]
+) -> Response:
+    """The response of ``respond``, which runs in a place and a turn of the identity's (``controller.api.admission``).
+    The place is left once the response is sent. Raises RateLimited where there is none.
+    """
+    place = request.scope[_PLACE_KEY] = admission.enter(identity)
+    try:
+        await place.turn()
+        response = await respond()
+        place.hold(len(response.body))
+    except BaseException:
+        place.leave()
+        raise
+    return _Sent(response, place)
+
+
+async def turn(request: Request) -> None:
+    """Ends the slice that the request's handler is in; when this returns, the next one may run.
+
+    To be called every few milliseconds of work.
+    """
+    place: Place = request.scope[_PLACE_KEY]
+    await place.turn()
+
+
+class _Sent(Response):
+    """Sends a response in pieces, the next once the client has taken most of those before, and leaves its place."""
+
+    def __init__(self, response: Response, place: Place) -> None:
+        self.status_code, self.body, self.background = response.status_code, response.body, None
+        self.raw_headers = response.raw_headers
+        self._place = place
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            for start in range(0, len(self.body), PIECE_BYTES):
+                more = start + PIECE_BYTES < len(self.body)
+                piece = self.body[start : start + PIECE_BYTES]
+                await send({"type": "http.response.body", "body": piece, "more_body": more})
+            if not self.body:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._place.leave()
 
 
 def _response(request: Request, answer: Any) -> Response:

@@ -10,8 +10,9 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from controller.api import asgi, endpoints, problems
+from controller.api.peers import REST_KEY
 from controller.metrics import Metrics
-from everstep.errors import EverstepError
+from everstep.errors import EverstepError, RateLimited
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ def install(app: FastAPI, metrics: Metrics) -> None:
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, EverstepError)
         metrics.refused(_route(request), error.code)
+        if isinstance(error, RateLimited):
+            request.scope.get(REST_KEY, lambda seconds: None)(error.retry_after_s)
         headers = {name.decode(): value.decode() for name, value in asgi.error_headers(error)}
         return _answer(error.status, error.code, str(error), headers)
 

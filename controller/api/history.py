@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request, Response
 
 from controller import views
 from controller.api import asgi, endpoints
+from controller.api.admission import Admission, who_of
 from controller.api.auth import Gate
 from controller.api.readers import Readers
 from controller.api.routes import PLAIN
 from controller.api.stream import FRAME_ROWS, AuditFeed, EventStream, event_of, server_sent
 from controller.core.evidence import evidence_of
 from controller.store import history
-from controller.store.reader import Reader
+from controller.store.reader import Following, Reader
 from controller.store.threads import Store
 from everstep.errors import MalformedMessage, NotFound
 from everstep.ids import Version
@@ -26,6 +27,8 @@ from everstep.wire.v1 import history as past
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.evidence import Evidence
 from everstep.wire.v1.training import GenerationSpec
+
+T = TypeVar("T")
 
 ORDERED = ("operator.", "credential.")
 """How the kinds of events begin that tell what people ordered."""
@@ -58,10 +61,12 @@ class HistoryRoutes:
         store: Store,
         feed: AuditFeed,
         gate: Gate,
+        admission: Admission,
         readers: Readers,
         cut: Callable[[], None],
     ) -> None:
         self._desk = desk
+        self._admission = admission
         self._readers = readers
         self._cut = cut
         self._store = store
@@ -103,41 +108,34 @@ class HistoryRoutes:
         after = asgi.integer(asked, "after", self._feed.newest)
         if "last-event-id" in request.headers:
             after = _last_seen(request.headers["last-event-id"])
-        frames = server_sent(
-            self._feed,
-            after,
-            lambda seen: self._store.read(lambda reader: reader.following(seen, FRAME_ROWS)),
-        )
+
+        async def read(seen: int) -> Following:
+            found = await self._store.read(lambda reader: reader.following(seen, FRAME_ROWS))
+            await self._admission.turn(who_of(who))  # a reader of the whole past is not to keep agents waiting either
+            return found
+
+        frames = server_sent(self._feed, after, read)
         return EventStream(frames, self._readers.take_place(who), self._cut, lambda: self._gate.holds(who))
 
     # --- pages -----------------------------------------------------------------------------------------------------
 
     async def findings(self, request: Request, _who: Identity) -> past.FindingList:
         asked = asgi.query(request.scope)
-        rows, more = await self._page(
+        found, more = await self._page(
             history.findings,
+            _finding,
             asked,
             node=asked.get("node", ""),
             kind=asked.get("kind", ""),
             standing=flag(asked, "standing"),
-        )
-        found = tuple(
-            past.SeenFinding(
-                id=row["id"],
-                node=row["node"],
-                finding=msgspec.json.decode(row["doc"], type=Finding),
-                at=row["at"],
-                cleared_at=row["cleared_at"],
-            )
-            for row in rows
         )
         return past.FindingList(findings=found, next=more)
 
     async def verdicts(self, request: Request, _who: Identity) -> past.VerdictList:
         asked = asgi.query(request.scope)
         wanted = {"node": asked.get("node", ""), "decision": asked.get("decision", "")}
-        rows, more = await self._page(history.verdicts, asked, **wanted)
-        return past.VerdictList(verdicts=tuple(_verdict(row["doc"]) for row in rows), next=more)
+        found, more = await self._page(history.verdicts, lambda row: _verdict(row["doc"]), asked, **wanted)
+        return past.VerdictList(verdicts=found, next=more)
 
     async def verdict(self, request: Request, _who: Identity) -> Verdict:
         verdict = request.path_params["verdict"]
@@ -148,45 +146,44 @@ class HistoryRoutes:
 
     async def checkpoints(self, request: Request, _who: Identity) -> past.CheckpointList:
         asked = asgi.query(request.scope)
-        rows, more = await self._page(
-            history.checkpoints, asked, job=asked.get("job", ""), verified=flag(asked, "verified")
-        )
-        found = tuple(
-            past.Checkpoint(
-                job=row["job"],
-                version=Version(row["generation"], row["step"]),
-                committed_at=row["committed_at"],
-                verified_at=row["verified_at"],
-                bytes=row["bytes"],
-                ranks=row["ranks"],
-            )
-            for row in rows
+        found, more = await self._page(
+            history.checkpoints, _checkpoint, asked, job=asked.get("job", ""), verified=flag(asked, "verified")
         )
         return past.CheckpointList(checkpoints=found, next=more)
 
     async def remedies(self, request: Request, _who: Identity) -> past.RemedyList:
         asked = asgi.query(request.scope)
         wanted = {"node": asked.get("node", ""), "state": asked.get("remedy_state", "")}
-        rows, more = await self._page(history.remedies, asked, **wanted)
-        return past.RemedyList(remedies=tuple(_remedy(row) for row in rows), next=more)
+        found, more = await self._page(history.remedies, _remedy, asked, **wanted)
+        return past.RemedyList(remedies=found, next=more)
 
     async def generations(self, request: Request, _who: Identity) -> op.GenerationList:
         asked = asgi.query(request.scope)
-        rows, more = await self._page(history.generations, asked, job=asked.get("job", ""))
-        return op.GenerationList(generations=tuple(_generation(row["doc"]) for row in rows[::-1]), next=more)
+        job = asked.get("job", "")
+        found, more = await self._page(history.generations, lambda row: _generation(row["doc"]), asked, job=job)
+        return op.GenerationList(generations=found[::-1], next=more)
 
-    async def _page(self, query: Any, asked: dict[str, str], **wanted: Any) -> history.Page:
+    async def _page(
+        self, query: Any, shown: Callable[[dict[str, Any]], T], asked: dict[str, str], **wanted: Any
+    ) -> tuple[tuple[T, ...], str]:
+        """Rows as they are ``shown``, made so in the thread that reads them, and the cursor of the next page."""
         limit, cursor = page_size(asked), asked.get("cursor", "")
-        page: history.Page = await self._store.read(
-            lambda reader: reader.page(lambda connection: query(connection, cursor=cursor, limit=limit, **wanted))
-        )
-        return page
+
+        def read(reader: Reader) -> tuple[tuple[T, ...], str]:
+            page: history.Page = reader.page(lambda connection: query(connection, cursor=cursor, limit=limit, **wanted))
+            rows, more = page
+            return tuple(map(shown, rows)), more
+
+        return await self._store.read(read)
 
     async def evidence(self, request: Request, _who: Identity) -> Evidence:
         node = request.path_params["node"]
         self._desk.node(node)
-        docs = await self._store.read(lambda reader: reader.verdicts(node, limit=VERDICTS_IN_EVIDENCE))
-        return evidence_of(self._desk.state, node, self._desk.now(), [_verdict(doc) for doc in docs])
+        verdicts = await self._store.read(
+            lambda reader: [_verdict(doc) for doc in reader.verdicts(node, limit=VERDICTS_IN_EVIDENCE)]
+        )
+        await endpoints.turn(request)
+        return evidence_of(self._desk.state, node, self._desk.now(), verdicts)
 
 
 def _last_seen(header: str) -> int:
@@ -194,6 +191,27 @@ def _last_seen(header: str) -> int:
         return asgi.integer({"after": header}, "after")
     except MalformedMessage:
         raise MalformedMessage(f"Last-Event-ID is the number of an event, not {header[:100]!r}") from None
+
+
+def _finding(row: dict[str, Any]) -> past.SeenFinding:
+    return past.SeenFinding(
+        id=row["id"],
+        node=row["node"],
+        finding=msgspec.json.decode(row["doc"], type=Finding),
+        at=row["at"],
+        cleared_at=row["cleared_at"],
+    )
+
+
+def _checkpoint(row: dict[str, Any]) -> past.Checkpoint:
+    return past.Checkpoint(
+        job=row["job"],
+        version=Version(row["generation"], row["step"]),
+        committed_at=row["committed_at"],
+        verified_at=row["verified_at"],
+        bytes=row["bytes"],
+        ranks=row["ranks"],
+    )
 
 
 def _verdict(doc: str) -> Verdict:

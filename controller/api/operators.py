@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -25,6 +26,8 @@ from everstep.wire.v1 import operator as op
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.kept import JobCheckpoints
 
+NODES_IN_A_SLICE = 100
+"""About a millisecond's work."""
 RECOVERIES_SHOWN = 200
 VERDICTS_SHOWN = 20
 LONGEST_WINDOW_S = 366 * 86400.0
@@ -41,14 +44,26 @@ class OperatorRoutes:
 
     # --- reading -------------------------------------------------------------------------------------------------
 
-    async def status(self, _request: Request, _who: Identity) -> op.FleetStatus:
-        return views.fleet_status(self._desk)
+    async def status(self, request: Request, _who: Identity) -> op.FleetStatus:
+        jobs = self._desk.state.jobs
+        running = [name for name, job in jobs.items() if job.state not in views.OVER]
+        return views.fleet_status(self._desk, await self._summaries(request, running))
 
     async def nodes(self, request: Request, _who: Identity) -> endpoints.Tagged:
         asked = asgi.query(request.scope)
         wanted = views.NodeFilter(**{name: asked[name] for name in views.NodeFilter.__struct_fields__ if name in asked})
-        page = views.node_page(self._desk, wanted, asked.get("cursor", ""), page_size(asked, views.LONGEST_PAGE))
-        return endpoints.Tagged(page, tags.of_nodes(self._desk, page))
+        found = views.nodes_found(self._desk, wanted)
+        page, following = views.page_of(found, asked.get("cursor", ""), page_size(asked, views.LONGEST_PAGE))
+        shown: list[op.NodeSummary] = []
+        lines: list[Any] = []
+        for begin in range(0, len(page), NODES_IN_A_SLICE):
+            await endpoints.turn(request)
+            summaries = views.node_summaries(self._desk, page[begin : begin + NODES_IN_A_SLICE])
+            shown += summaries
+            lines += tags.node_lines(self._desk, summaries)
+        await endpoints.turn(request)
+        answer = op.NodeList(nodes=tuple(shown), total=len(found), next=following)
+        return endpoints.Tagged(answer, tags.of_nodes(lines, len(found), following))
 
     async def node(self, request: Request, _who: Identity) -> endpoints.Tagged:
         node = request.path_params["node"]
@@ -56,21 +71,37 @@ class OperatorRoutes:
         tag = tags.of_node(
             self._desk, self._desk.node(node)
         )  # of what is shown, not of what comes while the store is read
-        docs = await self._store.read(lambda reader: reader.verdicts(node, limit=VERDICTS_SHOWN))
-        verdicts = tuple(msgspec.json.decode(doc, type=Verdict) for doc in docs)
-        return endpoints.Tagged(msgspec.structs.replace(detail, verdicts=verdicts), tag)
+        verdicts = await self._store.read(
+            lambda reader: [
+                msgspec.json.decode(doc, type=Verdict) for doc in reader.verdicts(node, limit=VERDICTS_SHOWN)
+            ]
+        )
+        return endpoints.Tagged(msgspec.structs.replace(detail, verdicts=tuple(verdicts)), tag)
 
     async def jobs(self, request: Request, _who: Identity) -> op.JobList:
         asked = asgi.query(request.scope)
-        return views.job_page(
-            self._desk, asked.get("job_state", ""), asked.get("cursor", ""), page_size(asked, views.LONGEST_PAGE)
-        )
+        found = views.jobs_found(self._desk, asked.get("job_state", ""))
+        page, following = views.page_of(found, asked.get("cursor", ""), page_size(asked, views.LONGEST_PAGE))
+        summaries = await self._summaries(request, page)
+        return op.JobList(jobs=tuple(summaries), total=len(found), next=following)
+
+    async def _summaries(self, request: Request, names: Iterable[str]) -> list[op.JobSummary]:
+        """Of the jobs that there are still, one in a slice: each is linear in its ranks."""
+        state, found = self._desk.state, []
+        for name in names:
+            await endpoints.turn(request)
+            if name in state.jobs:
+                found.append(views.job_summary(state, state.jobs[name]))
+        return found
 
     async def job(self, request: Request, _who: Identity) -> endpoints.Tagged:
         job = request.path_params["job"]
         detail, tag = views.job_detail(self._desk, job), tags.of_job(self._desk.job(job))
-        docs = await self._store.read(lambda reader: reader.recoveries(job, limit=RECOVERIES_SHOWN))
-        recoveries = [msgspec.json.decode(doc, type=op.Recovery) for doc in docs]
+        recoveries = await self._store.read(
+            lambda reader: [
+                msgspec.json.decode(doc, type=op.Recovery) for doc in reader.recoveries(job, limit=RECOVERIES_SHOWN)
+            ]
+        )
         current = self._loop.boards.recoveries.current(self._desk.job(job))
         if current is not None and current.seconds is None:
             recoveries.append(current)

@@ -14,6 +14,8 @@ SCOPE_KEY = "everstep.peer"
 """Where the server's protocol puts the connection's ``Peer`` into each request's ASGI scope."""
 HANG_UP_KEY = "everstep.hang_up"
 """Where it puts what ends the connection at once, with all that was not taken: a function without arguments."""
+REST_KEY = "everstep.rest"
+"""Where it puts what keeps it from reading further requests for so many seconds: a function of these."""
 SCHEME = "everstep"
 BY_CERTIFICATE = "certificate"
 _ROLES = (TokenRole.AGENT, TokenRole.OPERATOR, TokenRole.VIEWER)

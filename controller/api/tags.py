@@ -41,10 +41,11 @@ def of_shown(job: op.JobDetail) -> str:
     return tag_of((summary.committed, summary.verified, summary.spares, job.recoveries, job.unable))
 
 
-def of_nodes(desk: views.Desk, page: op.NodeList) -> str:
-    """Of a page of nodes. It costs little beside the page: findings count by their keys, GPUs not at all."""
+def node_lines(desk: views.Desk, summaries: Iterable[op.NodeSummary]) -> list[Any]:
+    """What the tag of a page of nodes is made of: findings count by their keys, GPUs not at all. To be read in the same
+    slice as the summaries."""
     nodes = desk.state.nodes
-    lines = [
+    return [
         (
             one.node,
             one.state,
@@ -62,14 +63,20 @@ def of_nodes(desk: views.Desk, page: op.NodeList) -> str:
             nodes[one.node].maintenance_until,
             planned_for(desk.state, nodes[one.node]),
         )
-        for one in page.nodes
+        for one in summaries
     ]
-    return tag_of((lines, page.total, page.next))
+
+
+def of_nodes(lines: list[Any], total: int, following: str) -> str:
+    """Of a page of nodes, with the cursor of the ``following`` one."""
+    return tag_of((lines, total, following))
 
 
 def of_rack(desk: views.Desk, rack: str) -> str:
     """That of ``GET /v1/nodes?rack=``."""
-    return of_nodes(desk, views.node_page(desk, views.NodeFilter(rack=rack), "", views.LONGEST_PAGE))
+    found = views.nodes_found(desk, views.NodeFilter(rack=rack))
+    page, following = views.page_of(found, "", views.LONGEST_PAGE)
+    return of_nodes(node_lines(desk, views.node_summaries(desk, page)), len(found), following)
 
 
 def of_budget(desk: views.Desk) -> str:

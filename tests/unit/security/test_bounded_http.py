@@ -16,6 +16,7 @@ from controller.api import asgi
 from controller.api.problems import Problem
 from controller.http_protocol import (
     LEAST_READ_BYTES,
+    LONGEST_REST_S,
     MOST_HEAD_BYTES,
     MOST_HEADER_LINES,
     MOST_MESSAGE_BYTES,
@@ -280,3 +281,26 @@ def test_an_answer_that_is_read_slowly_is_read_to_its_end(monkeypatch: pytest.Mo
         assert transport.abort.called
 
     asyncio.run(scenario())
+
+
+def test_resting_connection_is_not_read_until_it_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[tuple[float, Callable[[], None]]] = []
+    waiting: list[Callable[[], None]] = []
+    transport = MagicMock(is_closing=lambda: False)
+
+    async def scenario() -> None:
+        config = uvicorn.Config(application, log_config=None, timeout_keep_alive=75)
+        http = BoundedHttp(config, ServerState(), {}, soon=waiting.append)
+        monkeypatch.setattr(http.loop, "call_later", lambda *timer: (timers.append(timer), MagicMock())[1])
+        http.connection_made(transport)
+        http.rest(60.0)
+        http.data_received(REQUEST)
+        await asyncio.gather(*http.tasks)
+
+    asyncio.run(scenario())
+    (wake,) = [call for seconds, call in timers if seconds == LONGEST_REST_S]
+    wake()
+    assert (transport.pause_reading.call_count, transport.resume_reading.call_count) == (1, 0)
+    (resume,) = waiting
+    resume()
+    assert transport.resume_reading.call_count == 1

@@ -1,0 +1,237 @@
+"""What strangers and a stolen viewer's token cost a controller, over real sockets.
+
+    python -m bench.hostile [--nodes 2000] [--connections 200] [--seconds 15] [--quick] [--json FILE]
+
+Three attacks on one controller process whose fleet beats once a second:
+
+* trailers: ten connections without a token each send a chunked POST and then 15 MiB of five-byte trailers; then ten
+  more each send heads of 60 KB in one piece. The figure is what the controller's resident memory grew by.
+* flood: a viewer's token reads ``/v1/nodes?limit=1000`` over many connections, each of which asks again as soon as it
+  is answered. The figures are how long agents' beats wait for their answers, before and during the flood, and how long
+  a rank's loss takes to reach all nodes of its job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from bench.load import messages, trials
+from bench.load.fleet import Controller, Fleet
+from bench.table import Row, finish, parser_of
+from everstep.tokens import TokenRole, mint
+
+MIB = 1 << 20
+STRANGERS = 10
+TRAILERS_BYTES = 15 * MIB
+HEAD_BYTES = 60_000
+PATH = "/v1/nodes?limit=1000"
+POLL_S = 0.02
+SETTLE_S = 2.0
+"""After the trailers: what the controller holds then, it holds until a deadline."""
+
+
+# --- strangers ---------------------------------------------------------------------------------------------------
+
+
+def _connected(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), 20)
+
+
+def trailers(controller: Controller) -> list[Row]:
+    """The growth of the controller's memory under trailers, then under long heads, that nobody asked for."""
+    before = controller.resident_bytes()
+    head = b"POST /v1/maintenance HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n"
+    sent, largest = _pour(controller, head, b"a:b\r\n" * (64 * 1024 // 5), TRAILERS_BYTES)
+    rows = [
+        Row("memory before", before / MIB, "MiB"),
+        Row(f"memory gained under trailers of {STRANGERS} strangers", (largest - before) / MIB, "MiB", 64.0, 16.0),
+        Row("of 150 MiB of trailers were taken", sent / MIB, "MiB"),
+    ]
+    before = controller.resident_bytes()
+    head = b"GET /healthz HTTP/1.1\r\nHost: x\r\n" + b"X-Long: y\r\n" * (HEAD_BYTES // 11) + b"\r\n"
+    answers = Counter(_status(controller, head) for _ in range(STRANGERS))
+    grown = (controller.resident_bytes() - before) / MIB
+    return [*rows, Row("memory gained under heads of 60 KB", grown, "MiB", 64.0, 16.0, f"answers: {dict(answers)}")]
+
+
+def _pour(controller: Controller, head: bytes, piece: bytes, most: int) -> tuple[int, int]:
+    """Bytes sent over all connections, and the controller's largest memory meanwhile."""
+    sent, largest = 0, 0
+    with contextlib.ExitStack() as stack:
+        for _ in range(STRANGERS):
+            line = stack.enter_context(contextlib.closing(_connected(controller.address)))
+            with contextlib.suppress(OSError):  # it is refused
+                line.sendall(head)
+                for _ in range(most // len(piece)):
+                    line.sendall(piece)
+                    sent += len(piece)
+            largest = max(largest, controller.resident_bytes())
+        end = time.perf_counter() + SETTLE_S
+        while time.perf_counter() < end:
+            largest = max(largest, controller.resident_bytes())
+            time.sleep(POLL_S)
+    return sent, largest
+
+
+def _status(controller: Controller, request: bytes) -> str:
+    with contextlib.closing(_connected(controller.address)) as line:
+        try:
+            line.sendall(request)
+            return line.recv(64).split(b" ")[1].decode()
+        except (OSError, IndexError) as error:
+            return type(error).__name__
+
+
+# --- a viewer's token --------------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """A connection that asks, takes the whole answer, and asks again."""
+
+    def __init__(self, address: str, request: bytes, statuses: Counter[str]) -> None:
+        self.line = _connected(address)
+        self.line.setblocking(False)
+        self._request, self._statuses = request, statuses
+        self._left, self._head = 0, b""
+        self.bytes = 0
+        self.line.send(request)
+
+    def readable(self) -> None:
+        data = self.line.recv(1 << 18)
+        if not data:
+            raise ConnectionError("closed")
+        self.bytes += len(data)
+        if not self._left:
+            self._head += data
+            head, found, rest = self._head.partition(b"\r\n\r\n")
+            if not found:
+                return
+            lines = head.lower().split(b"\r\n")
+            self._statuses[head.split(b" ")[1].decode()] += 1
+            self._left = next(int(one[15:]) for one in lines if one.startswith(b"content-length:"))
+            self._head, data = b"", rest
+        self._left -= len(data)
+        if not self._left:
+            self.line.send(self._request)
+
+
+def flood_main(address: str, secret_file: str, connections: str) -> None:
+    """The process that floods: until its standard input ends; then tells statuses and bytes."""
+    token = mint(Path(secret_file).read_bytes().strip(), TokenRole.VIEWER, "stolen")
+    request = f"GET {PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
+    statuses: Counter[str] = Counter()
+    total = 0
+    with selectors.DefaultSelector() as selector:
+        for _ in range(int(connections)):
+            reader = _Reader(address, request, statuses)
+            selector.register(reader.line, selectors.EVENT_READ, reader)
+        selector.register(sys.stdin, selectors.EVENT_READ, None)
+        while True:
+            for key, _ in selector.select():
+                if key.data is None:
+                    print(json.dumps({"statuses": statuses, "bytes": total}), flush=True)
+                    return
+                reader = key.data
+                before = reader.bytes
+                try:
+                    reader.readable()
+                except BlockingIOError:
+                    continue
+                except OSError as error:
+                    statuses[type(error).__name__] += 1
+                    selector.unregister(reader.line)
+                    reader.line.close()
+                    reader = _Reader(address, request, statuses)
+                    selector.register(reader.line, selectors.EVENT_READ, reader)
+                else:
+                    total += reader.bytes - before
+
+
+@contextlib.contextmanager
+def flooded(controller: Controller, connections: int) -> Iterator[dict[str, object]]:
+    """While a viewer's token floods the controller; what it was answered is in the dictionary afterwards."""
+    told: dict[str, object] = {}
+    command = [sys.executable, "-m", "bench.hostile", "flood", controller.address, str(controller.secret_file)]
+    process = subprocess.Popen([*command, str(connections)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        yield told
+        assert process.stdout is not None
+        assert process.stdin is not None
+        process.stdin.close()
+        told |= json.loads(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+
+
+def flood(fleet: Fleet, connections: int, seconds: float, rounds: int) -> list[Row]:
+    """Agents' beats, and a rank's loss, without and beside the flood."""
+    controller = fleet.controller
+    trials.begin(fleet, 1.0)
+    rows = _measured(fleet, "in calm", seconds, rounds, None, None)
+    with flooded(controller, connections) as told:
+        time.sleep(2.0)
+        fleet.sample()
+        beside = _measured(fleet, f"beside {connections} connections", seconds, rounds, 100.0, 25.0)
+    answered = f"answers: {told['statuses']}, {int(str(told['bytes'])) / MIB:.0f} MiB"
+    grown = Row("memory beside the flood", controller.resident_bytes() / MIB, "MiB", against=answered)
+    return [*rows, *beside, grown]
+
+
+def _measured(
+    fleet: Fleet, when: str, seconds: float, rounds: int, floor: float | None, aim: float | None
+) -> list[Row]:
+    cpu_s, started = fleet.controller.cpu_s(), time.perf_counter()
+    time.sleep(seconds)
+    cpu = (fleet.controller.cpu_s() - cpu_s) / (time.perf_counter() - started)
+    beats = fleet.sample()["beats"]
+    lost = trials.one_failure(fleet, rounds) if rounds else []
+    fleet.sample()
+    return [
+        Row(f"beats {when}, 99th percentile of {beats.count}", beats.quantile(0.99) * 1e3, "ms", floor, aim),
+        Row(f"beats {when}, longest", beats.largest * 1e3, "ms"),
+        Row(f"controller {when}", cpu, "cores"),
+        *(Row(f"{row.name}, {when}", row.value, row.unit) for row in lost),
+    ]
+
+
+def main() -> int:
+    parser = parser_of("hostile", __doc__)
+    parser.add_argument("--nodes", type=int, default=2000)
+    parser.add_argument("--connections", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--settings", default="", help="lines of TOML for the controller")
+    options = parser.parse_args()
+    if options.quick:
+        options.nodes, options.seconds, options.rounds = 500, 4.0, 1
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="everstep-hostile-")))
+        controller = Controller(directory, "", options.settings)
+        stack.callback(controller.end)
+        fleet = Fleet(controller, options.nodes, jobs=max(1, options.nodes // messages.NODES_OF_A_JOB))
+        stack.callback(fleet.end)
+        fleet.all("beat", interval_s=1.0)
+        fleet.open()
+        fleet.join()
+        rows = flood(fleet, options.connections, options.seconds, options.rounds)
+        rows += trailers(controller)
+    return finish("Hostile clients", rows, options.json)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["flood"]:
+        flood_main(*sys.argv[2:])
+    else:
+        raise SystemExit(main())
