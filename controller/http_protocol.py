@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from enum import Enum, auto
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from controller.api import problems
 from controller.api.one_by_one import Soon
@@ -33,12 +35,24 @@ LEAST_READ_BYTES = 16 << 10
 """Of an answer in so many seconds: who takes less holds what was answered, and the connection, for nothing."""
 
 
+if TYPE_CHECKING:
+    from uvicorn._types import ASGI3Application
+
 _TOO_LARGE = "This request is larger than any that is understood here."
 _AROUND_HEADER = len(": \r\n")
 
 _log = logging.getLogger("controller.http")
 _log.setLevel(logging.ERROR)
 """What a stranger sends is answered, not logged: uvicorn has a line, or two, for each thing that is no request."""
+
+
+async def _answered(cycle: RequestResponseCycle, app: Any, scope: Scope, receive: Receive, send: Send) -> None:
+    """Runs a request. One that is cancelled, since the server stops, is no error for uvicorn to log."""
+    try:
+        await app(scope, receive, send)
+    except asyncio.CancelledError:
+        cycle.disconnected = True
+        cycle.transport.abort()
 
 
 class _Stage(Enum):
@@ -74,6 +88,7 @@ class BoundedHttp(HttpToolsProtocol):
     _message_bytes = 0
     _why = ""
     _rest_s = 0.0
+    _answering: tuple[RequestResponseCycle, ...] = ()
     _resting: asyncio.TimerHandle | None = None
 
     def __init__(self, *args: Any, soon: Soon = lambda work: work(), **named: Any) -> None:
@@ -105,6 +120,18 @@ class BoundedHttp(HttpToolsProtocol):
         if self._resting is not None:
             self._resting.cancel()
         super().connection_lost(exc)
+        for cycle in (*self._answering, *(waiting for waiting, _ in self.pipeline)):
+            cycle.disconnected = True  # uvicorn tells the newest one only; the one being answered would go on for ever
+            cycle.message_event.set()
+        self.pipeline.clear()
+
+    def abort(self) -> None:
+        """Ends the connection at once, with all that was not taken."""
+        self.transport.abort()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answering = (cycle,)
+        super()._start_asgi_task(cycle, cast("ASGI3Application", functools.partial(_answered, cycle, app)))
 
     # --- what comes in -------------------------------------------------------------------------------------------
 

@@ -86,7 +86,7 @@ async def _serve(settings: ControllerSettings) -> int:
     )
     running = asyncio.create_task(member.run(), name="member")
     await _begun(running, member, settings)
-    server = Server(server_config(settings, member), member.release)
+    server = Server(server_config(settings, member), member.release, settings.stop_grace_s)
     member.on_end = server.hang_up
     running.add_done_callback(lambda _task: server.end())
     announcing = asyncio.create_task(_announce(server, settings, address, *operators))

@@ -42,6 +42,9 @@ COLLECT_AFTER = (2_000, 5, 1_000)
 collection takes 0.2 us an object: the first two at most two milliseconds, and all is looked at only after ten million
 objects more."""
 SWITCH_S = 0.00005
+GONE_POLL_S = 0.01
+CUT_OFF_S = 1.0
+"""Seconds in which connections that were cut off are gone; a turn of the event loop, as a rule."""
 TRIM_EVERY_S = 10
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 4))
 """A node that lost its power closes nothing: after two minutes without a sign the kernel ends its connection."""
@@ -88,9 +91,10 @@ def _trimmer() -> Callable[[], object]:
 class Server(uvicorn.Server):
     """uvicorn, told how to end held requests, and whose signals do not kill the process after an orderly end."""
 
-    def __init__(self, config: uvicorn.Config, release: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, release: Callable[[], None], grace_s: float = 0.5) -> None:
         super().__init__(config)
         self._release = release
+        self._grace_s = grace_s
         self._give_back = _trimmer()
 
     def end(self) -> None:
@@ -109,6 +113,28 @@ class Server(uvicorn.Server):
         for connection in list(self.server_state.connections):
             connection.shutdown()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends in order what can be, and cuts off the rest: requests that take longer than stop_grace_s, and whoever
+        does not close its side of a TLS connection."""
+        for server in self.servers:
+            server.close()
+        for listener in sockets or []:
+            listener.close()
+        state = self.server_state
+        self.hang_up()
+        await _until_gone(state, self._grace_s)
+        if state.connections or state.tasks:
+            log.info(
+                "%d connections did not end within stop_grace_s and are cut off, %d of them with a request under way",
+                len(state.connections),
+                len(state.tasks),
+            )
+        for connection in list(state.connections):
+            connection.abort()  # type: ignore[union-attr]
+        for task in list(state.tasks):
+            task.cancel()
+        await _until_gone(state, CUT_OFF_S)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
@@ -119,6 +145,14 @@ class Server(uvicorn.Server):
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
+
+
+async def _until_gone(state: ServerState, seconds: float) -> None:
+    """Waits until nothing is open or under way, for so long at most."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while state.connections or state.tasks:
+                await asyncio.sleep(GONE_POLL_S)
 
 
 class Http(BoundedHttp):
@@ -167,7 +201,6 @@ def server_config(settings: ControllerSettings, member: Member) -> uvicorn.Confi
         server_header=False,
         backlog=BACKLOG,  # uvicorn listens once more, with its own otherwise
         timeout_keep_alive=75,  # longer than a beat, so that whoever beats by HTTP keeps its connection
-        timeout_graceful_shutdown=max(1, round(settings.stop_grace_s)),
         ssl_certfile=settings.tls_certificate or None,
         ssl_keyfile=settings.tls_key or None,
         ssl_ca_certs=settings.tls_client_ca or None,

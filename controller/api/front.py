@@ -105,6 +105,10 @@ class Front(asyncio.Protocol):
         """The server stops."""
         self._transport.close()
 
+    def abort(self) -> None:
+        """It has stopped, and waits no longer."""
+        self._transport.abort()
+
     def data_received(self, data: bytes) -> None:
         head = self._head = self._head + data
         if not head.startswith(_BEFORE_NODE) and not _BEFORE_NODE.startswith(head):

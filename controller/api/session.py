@@ -165,6 +165,10 @@ class Session(asyncio.Protocol):
         """The server stops: an orderly end, which says nothing about the node."""
         self.dismiss()
 
+    def abort(self) -> None:
+        """It has stopped, and waits no longer."""
+        self._transport.abort()
+
     def dismiss(self) -> None:
         """Ends the session: another one, or another life of the node, took its place."""
         if self._attached:
