@@ -9,6 +9,7 @@ import http.server
 import logging
 import socket
 import socketserver
+import sys
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
@@ -18,6 +19,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
+
+from everstep.clock import Clock
+from everstep.log_throttle import LogThrottle
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +41,11 @@ class MetricsServer:
     cannot listen. ``close`` ends its thread.
     """
 
-    def __init__(self, host: str, port: int, token: Callable[[], str], collector: Collector) -> None:
+    def __init__(self, host: str, port: int, token: Callable[[], str], collector: Collector, clock: Clock) -> None:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Undescribed(collector))
         self.refused = 0
-        self._server = _Server((host, port), _handler(registry, token, self._count_refused))
+        self._server = _Server((host, port), _handler(registry, token, self._count_refused), clock)
         bound = self._server.server_address
         self.address = f"{host}:{bound[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.5,), name="metrics", daemon=True)
@@ -73,6 +77,12 @@ class _Server(socketserver.TCPServer):
     allow_reuse_address = True
     request_queue_size = 16
 
+    def __init__(
+        self, address: tuple[str, int], handler: type[http.server.BaseHTTPRequestHandler], clock: Clock
+    ) -> None:
+        self._say = LogThrottle(log, clock.monotonic)
+        super().__init__(address, handler)
+
     def process_request(self, request: socket.socket, client_address: Any) -> None:  # type: ignore[override]
         late = threading.Timer(ASKED_WITHIN_S, _hang_up, (request,))
         late.daemon = True
@@ -83,7 +93,7 @@ class _Server(socketserver.TCPServer):
             late.cancel()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        log.info("a scrape from %s failed", client_address, exc_info=True)
+        self._say(logging.INFO, "a scrape from %s failed: %s", client_address, sys.exception() or "no reason")
 
 
 def _hang_up(request: socket.socket) -> None:

@@ -348,7 +348,7 @@ class Supervisor:
         collector = AgentCollector(self._numbers_from_thread, dcgm_names=self._settings.dcgm_names)
         host, port = listen_address(self._settings.metrics_listen)
         file = self._metrics_token_file()
-        self._metrics = MetricsServer(host, port, lambda: read_token(file, "metrics token"), collector)
+        self._metrics = MetricsServer(host, port, lambda: read_token(file, "metrics token"), collector, self._clock)
 
     def _numbers_from_thread(self) -> AgentNumbers:
         return asyncio.run_coroutine_threadsafe(self._numbers(), self._loop).result(1.5)

@@ -15,6 +15,7 @@ from agent.vault.settings import VaultSettings
 from agent.vault.statistics import Tally
 from agent.vault.witness import Witness
 from everstep.channel import Channel
+from everstep.clock import Clock
 from everstep.errors import (
     AuthenticationError,
     ConfigurationError,
@@ -23,6 +24,7 @@ from everstep.errors import (
     NotFound,
     Unavailable,
 )
+from everstep.log_throttle import LogThrottle
 from everstep.range_digests import RangeHasher
 from everstep.slots import CHUNK_BYTES
 from everstep.wire.v1.transfer import (
@@ -74,8 +76,11 @@ class TransferServer:
         receiver: Receiver,
         tally: Tally,
         witness: Witness,
+        clock: Clock,
     ) -> None:
         self._settings = settings
+        self._say = LogThrottle(log, clock.monotonic)  # whoever connects can cause these lines
+        self._context = {"node": settings.node}
         self._book = book
         self._tally = tally
         self._witness = witness
@@ -122,14 +127,14 @@ class TransferServer:
                 channel = Channel(sock, f"{address[0]}:{address[1]}", self._settings.io_timeout_s)
             except OSError as error:
                 if not self._stopping.wait(ACCEPT_AGAIN_S):
-                    log.warning("cannot take a connection: %s", error, extra={"node": self._settings.node})
+                    self._say(logging.WARNING, "cannot take a connection: %s", error, extra=self._context)
                 continue
             try:
                 self._begin(channel)
             except RuntimeError as error:  # no more threads; those that there are go on
                 self._forget(channel)
                 if not self._stopping.wait(ACCEPT_AGAIN_S):
-                    log.warning("cannot serve a connection: %s", error, extra={"node": self._settings.node})
+                    self._say(logging.WARNING, "cannot serve a connection: %s", error, extra=self._context)
 
     def _begin(self, channel: Channel) -> None:
         """Raises RuntimeError where no thread can be started."""
@@ -174,7 +179,7 @@ class TransferServer:
         except EverstepError as error:
             self._part_with(channel, error, conversation)
         except Exception as error:  # whoever asked should know, and not take this vault for one that is gone
-            log.exception("a request of %s failed", channel.peer, extra={"node": self._settings.node})
+            log.exception("a request of %s failed", channel.peer, extra=self._context)
             self._part_with(channel, EverstepError(f"{type(error).__name__}: {error}"), conversation)
         finally:
             if conversation is not None:
@@ -196,7 +201,7 @@ class TransferServer:
             self._witness.broke(proved.job, proved.node, str(error))
             return
         self._tally.refuse(error.code)
-        log.info("%s is refused: %s", channel.peer, error, extra={"node": self._settings.node})
+        self._say(logging.INFO, "%s is refused: %s", channel.peer, error, extra=self._context)
         try:
             channel.send(refusal(error))
         except Unavailable:

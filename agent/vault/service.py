@@ -107,7 +107,7 @@ class Vault:
         self._spiller = Spiller(settings.node, store, self._book, shards, self._tally, self._streams)
         self._receiver = Receiver(store, self._book, findings, self._tally)
         self.transfers = TransferServer(
-            settings, adoption, self._book, library, self._receiver, self._tally, self._witness
+            settings, adoption, self._book, library, self._receiver, self._tally, self._witness, clock
         )
         self._local = LocalServer(settings.socket_path, self.handle, self._tally.refuse)
         repairer = Repairer(settings, self._book, store, self._peers, self._decoder)

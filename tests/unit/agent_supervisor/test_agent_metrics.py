@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import socket
+import struct
 import threading
 import urllib.error
 import urllib.request
@@ -18,6 +20,8 @@ from agent import metrics_server
 from agent.metrics import AgentCollector, AgentNumbers, resident_bytes
 from agent.metrics_server import MOST_HEAD_BYTES, MetricsServer
 from agent.sensors.picture import GpuSample, Picture
+from everstep.clock import ManualClock
+from everstep.log_throttle import BURST
 from everstep.vocabulary import Finding, FindingKind, Severity
 from everstep.wire.v1.agent import Gpu
 from everstep.wire.v1.supervision import StatisticsAnswer
@@ -183,7 +187,7 @@ def ask(server: MetricsServer, path: str = "/metrics", **headers: str) -> tuple[
 
 def test_the_door_opens_for_the_token_alone() -> None:
     tokens = ["secret"]
-    server = MetricsServer("127.0.0.1", 0, lambda: tokens[0], AgentCollector(numbers, dcgm_names=True))
+    server = MetricsServer("127.0.0.1", 0, lambda: tokens[0], AgentCollector(numbers, dcgm_names=True), ManualClock())
     try:
         status, text = ask(server, Authorization="Bearer secret")
         assert status == 200
@@ -202,7 +206,7 @@ def test_a_scrape_that_fails_does_not_close_the_door(caplog: pytest.LogCaptureFi
     def fails() -> AgentNumbers:
         raise TimeoutError("the event loop is busy")
 
-    server = MetricsServer("127.0.0.1", 0, lambda: "secret", AgentCollector(fails, dcgm_names=False))
+    server = MetricsServer("127.0.0.1", 0, lambda: "secret", AgentCollector(fails, dcgm_names=False), ManualClock())
     try:
         for _ in range(2):
             assert ask(server, Authorization="Bearer secret")[0] == 503
@@ -220,7 +224,7 @@ def test_a_scrape_that_fails_does_not_close_the_door(caplog: pytest.LogCaptureFi
     ids=["line", "lines", "path"],
 )
 def test_large_head_of_a_scrape_is_refused(head: bytes) -> None:
-    server = MetricsServer("127.0.0.1", 0, lambda: "secret", AgentCollector(numbers, dcgm_names=False))
+    server = MetricsServer("127.0.0.1", 0, lambda: "secret", AgentCollector(numbers, dcgm_names=False), ManualClock())
     host, _, port = server.address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), DEADLINE_S) as connection:
@@ -231,9 +235,26 @@ def test_large_head_of_a_scrape_is_refused(head: bytes) -> None:
         server.close()
 
 
+def test_scrapers_that_hang_up_leave_few_lines_and_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    server = MetricsServer("127.0.0.1", 0, lambda: "secret", AgentCollector(numbers, dcgm_names=False), ManualClock())
+    host, _, port = server.address.rpartition(":")
+    try:
+        for _ in range(3 * BURST):
+            with socket.create_connection((host, int(port)), DEADLINE_S) as connection:
+                connection.sendall(b"GET /met")
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed by a reset
+        assert ask(server, Authorization="Bearer secret")[0] == 200  # those before are over
+    finally:
+        server.close()
+    lines = [record for record in caplog.records if "a scrape from" in record.message]
+    assert len(lines) == BURST
+    assert not any(record.exc_info for record in caplog.records)
+
+
 def test_who_asks_a_letter_at_a_time_keeps_nobody_waiting_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_server, "ASKED_WITHIN_S", 0.2)
-    server = MetricsServer("127.0.0.1", 0, lambda: "secret", AgentCollector(numbers, dcgm_names=False))
+    server = MetricsServer("127.0.0.1", 0, lambda: "secret", AgentCollector(numbers, dcgm_names=False), ManualClock())
     ended = threading.Event()
 
     def drip(slow: socket.socket) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import socket
 from collections.abc import Iterator
@@ -22,11 +23,13 @@ from agent.vault.witness import Witness
 from everstep.channel import Channel
 from everstep.clock import ManualClock
 from everstep.errors import EverstepError
+from everstep.framing import encode_frame
 from everstep.ids import Version, split_address
+from everstep.log_throttle import BURST
 from everstep.vocabulary import FindingKind
 from everstep.wire.v1 import local, supervision
 from everstep.wire.v1.training import Holder
-from everstep.wire.v1.transfer import InventoryAsk, InventoryList, Ready
+from everstep.wire.v1.transfer import NONCE_BYTES, Greeting, InventoryAsk, InventoryList, Ready
 from tests.support.forked import ForkPool
 from tests.support.vaults import JOB, RankMemory, VaultClient, Vaults, two_vaults
 from tests.support.waiting import until
@@ -85,6 +88,23 @@ def test_a_connection_for_which_there_is_no_thread_is_not_the_last_one(
     assert len(server) <= 1
 
 
+def test_strangers_leave_few_and_short_lines_in_the_log(
+    server: TransferServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that offers thousands of protocol versions had them all written down."""
+    caplog.set_level(logging.INFO)
+    offered = tuple(range(1000, 2000))
+    greeting = Greeting(protocols=offered, job=JOB, node="n2", to="n1", nonce=bytes(NONCE_BYTES))
+    for _ in range(3 * BURST):
+        with socket.create_connection(split_address(server.address), 30.0) as stranger:
+            stranger.sendall(encode_frame(greeting))
+            while stranger.recv(4096):
+                pass
+    lines = [record.getMessage() for record in caplog.records if "is refused" in record.getMessage()]
+    assert len(lines) == BURST
+    assert max(map(len, lines)) < 300
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[TransferServer]:
     book, tally, clock = JobBook(), Tally(), ManualClock()
@@ -98,6 +118,7 @@ def server(tmp_path: Path) -> Iterator[TransferServer]:
         Receiver(store, book, findings, tally),
         tally,
         Witness("n1", book, clock, lambda _: None),
+        clock,
     )
     made.start()
     yield made

@@ -1,0 +1,63 @@
+"""Bound the log lines that whoever connects to a port can cause."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+BURST = 10
+EVERY_S = 10.0
+MOST_CHARACTERS = 500
+"""Of a line's message: what a stranger sent may be quoted in it."""
+
+
+class LogThrottle:
+    """Passes some lines of a kind in each period, and counts the others. Safe from any thread.
+
+    The first line after a period in which some were left out is preceded by their number.
+
+    Args:
+        log: where lines go.
+        monotonic: the clock, seconds.
+        burst: lines in a period.
+        every_s: seconds of a period, which begins with its first line.
+    """
+
+    def __init__(
+        self,
+        log: logging.Logger,
+        monotonic: Callable[[], float],
+        *,
+        burst: int = BURST,
+        every_s: float = EVERY_S,
+    ) -> None:
+        self._log = log
+        self._monotonic = monotonic
+        self._burst = burst
+        self._every_s = every_s
+        self._lock = threading.Lock()
+        self._ends_at = monotonic()
+        self._said = self._left_out = 0
+
+    def __call__(self, level: int, message: str, *args: object, extra: dict[str, Any] | None = None) -> None:
+        """Logs a line, shortened to MOST_CHARACTERS, or counts it."""
+        if not self._log.isEnabledFor(level):
+            return
+        with self._lock:
+            now, left_out = self._monotonic(), 0
+            if now >= self._ends_at:
+                self._ends_at = now + self._every_s
+                left_out, self._said, self._left_out = self._left_out, 0, 0
+            if self._said >= self._burst:
+                self._left_out += 1
+                return
+            self._said += 1
+        if left_out:
+            self._log.log(level, "%d lines like the next one were left out of the log", left_out, extra=extra)
+        self._log.log(level, "%s", _shortened(message % args), extra=extra)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}... ({len(text)} characters)"
