@@ -28,6 +28,7 @@ from controller.api.readers import Readers
 from controller.api.routes import AGENT, CREDENTIALS, HISTORY, OPERATOR, PLAIN, POLICY
 from controller.api.stream import AuditFeed
 from controller.boards import Boards
+from controller.clock_check import ClockWatch, set_back_s
 from controller.config import ControllerSettings
 from controller.core import fleet
 from controller.core.state import FleetState
@@ -47,8 +48,9 @@ from controller.restored import restored
 from controller.retention import retaining
 from controller.rulebook import with_rules
 from controller.secret_file import Keyring
+from controller.set_back import clamp_history, set_back
 from controller.steady_time import SteadyTime
-from controller.store import alerts
+from controller.store import alerts, clock_mark
 from controller.store.records import Loaded
 from controller.store.retention import Keep
 from controller.store.threads import Store
@@ -62,6 +64,14 @@ def _journal(settings: ControllerSettings) -> Journal | None:
         return None
     keep_s = settings.journal_days * 86400.0
     return Journal(Path(settings.journal_dir), most_bytes=settings.journal_bytes, keep_s=keep_s)
+
+
+async def _set_back(store: Store, loaded: Loaded, known: Known, wall: float) -> tuple[Loaded, Known]:
+    """Sets the times of the database back to the wall clock, in the database first."""
+    moved, batch = await asyncio.to_thread(set_back, loaded, known, wall)
+    await store.commit(batch)
+    await store.write(lambda connection: clamp_history(connection, wall))
+    return moved, NOTHING
 
 
 document = functools.cache(openapi.document)
@@ -101,11 +111,12 @@ class Controller:
         self._journal_dir = settings.journal_dir
         self.journal = _journal(settings)
         numbers = AuditNumbers(loaded.newest_audit)
+        self.steady = SteadyTime(clock, loaded.newest_at)
         self.loop = FleetLoop(
             state=state,
             outbox=self.outbox,
             commit=store.commit,
-            steady=SteadyTime(clock, loaded.newest_at),
+            steady=self.steady,
             metrics=self.metrics,
             numbers=numbers,
             boards=Boards(state.jobs.values()),
@@ -140,6 +151,7 @@ class Controller:
             remedies_open=self.outside.desk.open,
             journal_gaps=lambda: self.journal.gaps if self.journal is not None else 0,
             elsewhere=lambda: self.elsewhere.told,
+            clock_ahead_s=self.steady.ahead_s,
         )
         self.elsewhere = Elsewhere(settings, self.loop, clock)
         self._gauges = FleetCollector(self.desk)
@@ -166,7 +178,7 @@ class Controller:
             gate=gate,
         )
         self.task: asyncio.Task[None] | None = None
-        self.retaining: asyncio.Task[None] | None = None
+        self.background: list[asyncio.Task[None]] = []
 
     @classmethod
     async def lead(
@@ -187,6 +199,8 @@ class Controller:
         Raises what the database raises. When it returns, requests may be served.
         """
         rules = with_rules(settings.policy)
+        if set_back_s(clock.wall(), loaded.newest_at, trust_clock=settings.trust_clock):
+            loaded, known = await _set_back(store, loaded, known, clock.wall())
         state = await asyncio.to_thread(restored, rules, loaded, known)  # who comes meanwhile is heard
         controller = cls(settings, keyring, store, loaded, state, clock, make_remediator, tenure)
         task = controller.task = asyncio.create_task(controller.loop.run(), name="fleet loop")
@@ -199,7 +213,11 @@ class Controller:
             store.close()
             await task
         controller.outside.start()
-        controller.retaining = asyncio.create_task(retaining(store, controller.keep), name="retention")
+        watch = ClockWatch(controller.steady, lambda now: store.write(lambda held: clock_mark.mark(held, now)))
+        controller.background = [
+            asyncio.create_task(retaining(store, controller.keep), name="retention"),
+            asyncio.create_task(watch.run(), name="clock"),
+        ]
         return controller
 
     @classmethod
@@ -216,10 +234,10 @@ class Controller:
         return await cls.lead(settings, keyring, store, await store.take_over(), NOTHING, clock, make_remediator)
 
     def keep(self) -> Keep:
-        """What history stays, as of now."""
+        """What history stays, as of now. Of two clocks that differ, the one that deletes less counts."""
         settings = self._settings
         return Keep(
-            since=self.loop.now() - settings.retention_days * 86400,
+            since=min(self.loop.now(), self._clock.wall()) - settings.retention_days * 86400,
             events=settings.retention_events,
             rows=settings.retention_rows,
             generations=settings.retention_generations,
@@ -242,7 +260,7 @@ class Controller:
     async def stop(self) -> None:
         """Ends the loop and closes the database, once what is being written has been."""
         self.release()
-        tasks = {task for task in (self.task, self.retaining) if task is not None}
+        tasks = {task for task in (self.task, *self.background) if task is not None}
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)

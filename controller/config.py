@@ -112,6 +112,14 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     away_limit_bytes: int = 64 << 20
     """About how many bytes of decisions are kept in memory while the database is away; beyond it agents are told to
     come again, and their spools hold. A regroup of 1,000 ranks is some 100 KiB."""
+    clock_doubt_days: float = 7.0
+    """Days that the machine's clock may be ahead of the newest time in the database when the controller starts. Beyond
+    that the clock is taken for wrong, and the start is refused: a clock that is months ahead would end credentials and
+    delete history by age. A running controller notes the time every minute, so this is how long none may have run.
+    0: any clock is believed."""
+    trust_clock: bool = False
+    """Believe the machine's clock at this start, however far it is from the newest time in the database. Where the
+    database is ahead, because an earlier start had a clock that was, its times are set back. Meant for one start."""
     retention_days: float = 90.0
     """Days for which the audit log, verdicts, and findings and remedies that are over are kept. What a controller
     starts from is kept whatever its age, and so is each node's newest verdict."""
@@ -254,6 +262,7 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
                 "retention_days must be positive, retention_events and retention_rows at least 1000, "
                 "retention_generations at least 16",
             ),
+            (self.clock_doubt_days < 0, "clock_doubt_days must not be negative; 0 believes any clock"),
             (self.away_limit_bytes < 1 << 20, "away_limit_bytes must be at least 1048576"),
             (
                 not 0.2 <= self.lease_renew_s <= self.lease_s / 3,

@@ -236,7 +236,7 @@ class FleetLoop:
         self._armed = None
         if deadline is not None:
             due = max(deadline, self.now(), self._ticked_at + TICKS_APART_S)
-            handle = asyncio.get_running_loop().call_later(due - self.now(), self._work.set)
+            handle = asyncio.get_running_loop().call_later(self._steady.seconds_until(due), self._work.set)
             self._armed = _Timer(deadline, due, handle)
 
     async def _turn(self, taken: list[AnyWaiting]) -> None:

@@ -10,6 +10,7 @@ everstep_controller_handle_seconds                       histogram  the core's t
 everstep_controller_commit_seconds                       histogram  a transaction, until it is durable
 everstep_controller_commit_events                        histogram  events that shared a transaction
 everstep_controller_loop_lag_seconds                     gauge      worst lateness of the event loop, last second
+everstep_controller_clock_ahead_seconds                  gauge      its time minus the machine's clock
 everstep_controller_leader                               gauge      1 where this controller leads, 0 where it stands by
 everstep_controller_database_away                        gauge      1 while the database cannot be written
 everstep_controller_database_away_seconds                gauge      for how long, 0 while it can
@@ -230,6 +231,7 @@ class FleetCollector(Collector):
         desk = self._desk
         yield _gauge("epoch", "Lives of a controller over this database.", desk.epoch)
         yield _gauge("loop_lag_seconds", "Worst lateness of the event loop in the last second.", desk.lag_s())
+        yield _gauge("clock_ahead_seconds", "The controller's time minus the machine's clock.", desk.clock_ahead_s())
         yield _gauge("leader", "1 where this controller leads, 0 where it stands by.", 1)
         yield _gauge("queue_depth", "Stimuli that wait for their transaction.", desk.queued())
         gaps = "Places where the journal lacks something."

@@ -15,8 +15,10 @@ from pathlib import Path
 import msgspec
 import uvicorn
 import uvloop
+from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
+from controller.clock_check import check_start
 from controller.config import ControllerSettings, read_password
 from controller.lifecycle import write_atomically
 from controller.member import Member
@@ -33,6 +35,7 @@ from controller.serving import (
     settle_interpreter,
     warn_of_plain_text,
 )
+from controller.store import clock_mark
 from controller.store.database import open_database, parse_url
 from controller.store.diagnose import diagnose
 from controller.store.trouble import StoreAway
@@ -68,6 +71,7 @@ async def _serve(settings: ControllerSettings) -> int:
     keyring = Keyring.of_file(settings.secret_file)
     check_certificate(settings)
     engine = await asyncio.to_thread(open_database, _database(settings), migrate=settings.migrate)
+    await asyncio.to_thread(_check_clock, engine, settings)
     engine.dispose()  # it was for the schema: each leadership has connections of its own
     listeners = [listen(settings.address)]
     if (second := settings.operators_address) is not None:
@@ -114,6 +118,19 @@ async def _begun(running: asyncio.Task[None], member: Member, settings: Controll
         raise ConfigurationError(
             f"what the database holds is not understood ({error}): it was written by another release; run that one"
         ) from error
+
+
+def _check_clock(engine: Engine, settings: ControllerSettings) -> None:
+    """Raises ConfigurationError where this machine's clock is far ahead of the database. The newest time of a restored
+    copy says nothing: it is as old as the backup."""
+    if settings.trust_clock:
+        return
+    try:
+        with engine.connect() as connection:
+            newest_at = 0.0 if clock_mark.is_copy(connection) else clock_mark.newest_at(connection)
+    except SQLAlchemyError as error:
+        raise ConfigurationError(diagnose(error, parse_url(settings.database))) from error
+    check_start(SYSTEM_CLOCK.wall(), newest_at, settings.clock_doubt_days)
 
 
 _ANYWHERE = ("0.0.0.0:", "[::]:")

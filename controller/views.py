@@ -52,6 +52,7 @@ class Desk(msgspec.Struct, frozen=True, kw_only=True):
     remedies_open: Callable[[], int] = lambda: 0
     journal_gaps: Callable[[], int] = lambda: 0
     elsewhere: Callable[[], Told] = Told
+    clock_ahead_s: Callable[[], float] = lambda: 0.0
 
     def budget_left(self) -> int:
         """How many nodes may be evicted now."""

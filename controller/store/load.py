@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlalchemy import Column, Connection, desc, select
 
-from controller.store import ahead, alerts, credentials, remedies, tables
+from controller.store import ahead, alerts, clock_mark, credentials, remedies, tables
 from controller.store.reader import newest_verified, newest_versions
 from controller.store.records import Loaded, OutboxRow, VersionRow
 
@@ -19,7 +19,7 @@ def load(connection: Connection, epoch: int, batch: int, known: ahead.Marks = ah
     """Everything that the next life starts from, as ``epoch`` finds it, but records of nodes that are ``known``."""
     same, nodes = _nodes(connection, known)
     marks, audit = tables.report_marks.c, tables.audit.c
-    newest = connection.execute(select(audit.id, audit.at).order_by(desc(audit.id)).limit(1)).first()
+    newest = connection.execute(select(audit.id).order_by(desc(audit.id)).limit(1)).scalar()
     pruned = select(tables.meta.c.value).where(tables.meta.c.key == "audit_pruned")
     jobs = _pairs(connection, tables.jobs.c.job, tables.jobs.c.doc)
     return Loaded(
@@ -42,8 +42,8 @@ def load(connection: Connection, epoch: int, batch: int, known: ahead.Marks = ah
         poisoned=frozenset(
             (row.node, row.incarnation, row.number) for row in connection.execute(select(tables.poisoned_reports))
         ),
-        newest_audit=newest.id if newest is not None else connection.execute(pruned).scalar() or 0,
-        newest_at=newest.at if newest is not None else 0.0,
+        newest_audit=newest if newest is not None else connection.execute(pruned).scalar() or 0,
+        newest_at=clock_mark.newest_at(connection),
     )
 
 

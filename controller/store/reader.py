@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 from sqlalchemy import ColumnElement, Connection, Engine, asc, desc, func, select, text, union_all
 
 from controller.store import tables
+from controller.store.clock_mark import SET_BACK
 from controller.store.cut import cut
 from controller.store.records import AuditRow, VersionRow
 
@@ -70,12 +71,16 @@ def _ids_of_kinds(
 
 def _first_at(connection: Connection, at: float) -> int:
     """A number that all events from ``at`` on have or exceed, and none before: their times rise as their numbers do
-    (``SteadyTime``), so it is found by halving, some twenty looks at the primary key."""
+    (``SteadyTime``), so it is found by halving, some twenty looks at the primary key. Where the time was set back they
+    rise before that event, and from it on."""
     audit = tables.audit.c
     low, newest = connection.execute(select(func.min(audit.id), func.max(audit.id))).one()
     if newest is None:
         return 0
     high = newest + 1
+    last_set_back = select(audit.id, audit.at).where(audit.kind == SET_BACK).order_by(desc(audit.id)).limit(1)
+    if (set_back := connection.execute(last_set_back).first()) is not None:
+        low, high = (set_back.id, high) if at >= set_back.at else (low, set_back.id)
     while low < high:
         middle = (low + high) // 2
         found = select(audit.id, audit.at).where(audit.id >= middle).order_by(audit.id).limit(1)

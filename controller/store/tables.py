@@ -143,7 +143,8 @@ meta = Table(
 )
 """``epoch``: how often a controller took this database over; every write checks it. ``batch``: number of the newest
 batch that was applied. ``audit_pruned``: newest id of the audit log that retention may delete. ``led``: the newest
-epoch in which a controller has written; a database whose epoch is far beyond it is a copy (``audit_ids``)."""
+epoch in which a controller has written; a database whose epoch is far beyond it is a copy (``audit_ids``). ``clock``:
+wall seconds when a controller was last known to run (``clock_mark``)."""
 
 lease = Table(
     "lease",
