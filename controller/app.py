@@ -35,6 +35,7 @@ from controller.core.state import FleetState
 from controller.credentials import Credentials
 from controller.doubt import Doubt
 from controller.elsewhere import Elsewhere
+from controller.event_quota import EventQuota, telling
 from controller.journal import Journal
 from controller.keeping import Absence
 from controller.lease import Tenure
@@ -112,6 +113,9 @@ class Controller:
         self.journal = _journal(settings)
         numbers = AuditNumbers(loaded.newest_audit)
         self.steady = SteadyTime(clock, loaded.newest_at)
+        self.quota = EventQuota(
+            settings.node_events_burst, settings.node_events_per_s, self.metrics.events_suppressed.inc
+        )
         self.loop = FleetLoop(
             state=state,
             outbox=self.outbox,
@@ -123,6 +127,7 @@ class Controller:
             on_audit=self.feed.publish,
             on_remedies=lambda rows: self.outside.desk.requested(rows),
             decide=self.journal.decide if self.journal else fleet.handle,
+            quota=self.quota,
             epoch=loaded.epoch,
             check_leading=tenure.check if tenure is not None else lambda: None,
             group=settings.group_commit,
@@ -217,6 +222,7 @@ class Controller:
         controller.background = [
             asyncio.create_task(retaining(store, controller.keep), name="retention"),
             asyncio.create_task(watch.run(), name="clock"),
+            asyncio.create_task(telling(controller.loop.submit, controller.quota), name="suppressed events"),
         ]
         return controller
 
@@ -239,6 +245,7 @@ class Controller:
         return Keep(
             since=min(self.loop.now(), self._clock.wall()) - settings.retention_days * 86400,
             events=settings.retention_events,
+            orders=settings.retention_orders,
             rows=settings.retention_rows,
             generations=settings.retention_generations,
         )

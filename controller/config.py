@@ -125,9 +125,18 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     starts from is kept whatever its age, and so is each node's newest verdict."""
     retention_events: int = 2_000_000
     """Most lines of the audit log, about half a KiB each; the oldest go first, however young."""
+    retention_orders: int = 200_000
+    """Most lines of the audit log that people wrote (orders, and changes of credentials), in addition. They are kept
+    whatever their age, and nothing that a node says pushes them out."""
     retention_rows: int = 200_000
     """Most verdicts, most findings and most remedies, a few KiB each; the oldest that may go at all go first, however
     young."""
+    node_events_burst: int = 500
+    """Lines of each kind that one node may put into the audit log at once. What is more is counted
+    (``events.suppressed``), and decided all the same. A node that is repaired and tried for weeks writes dozens."""
+    node_events_per_s: float = 0.1
+    """How many more of each kind it may write a second. At this rate one kind of one node takes seven months to fill
+    ``retention_events``; a whole storm is rather ``node_events_burst``."""
     retention_generations: int = 1000
     """Most rosters of each job that are kept, a few KiB each, up to some MiB in a fleet of 10,000 nodes."""
     lease_s: float = 5.0
@@ -257,12 +266,16 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             ),
             (
                 self.retention_days <= 0
-                or min(self.retention_events, self.retention_rows) < 1000
+                or min(self.retention_events, self.retention_orders, self.retention_rows) < 1000
                 or self.retention_generations < 16,
-                "retention_days must be positive, retention_events and retention_rows at least 1000, "
+                "retention_days must be positive, retention_events, retention_orders and retention_rows at least 1000, "
                 "retention_generations at least 16",
             ),
             (self.clock_doubt_days < 0, "clock_doubt_days must not be negative; 0 believes any clock"),
+            (
+                self.node_events_burst < 1 or self.node_events_per_s <= 0,
+                "node_events_burst must be at least 1 and node_events_per_s positive",
+            ),
             (self.away_limit_bytes < 1 << 20, "away_limit_bytes must be at least 1048576"),
             (
                 not 0.2 <= self.lease_renew_s <= self.lease_s / 3,

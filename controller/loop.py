@@ -26,6 +26,7 @@ from controller.boards import Boards
 from controller.core import events as ev
 from controller.core import fleet
 from controller.core.state import FleetState
+from controller.event_quota import EventQuota
 from controller.intake import Intake, Urgency, Waiting
 from controller.keeping import Absence, Commit, Keeper
 from controller.lag import LagMeter
@@ -97,6 +98,7 @@ class FleetLoop:
         away_limit_bytes: about how much may wait in memory for a database that is away.
         on_audit, on_remedies: told what was committed, after it was.
         decide: the core, or a journal around it.
+        quota: bounds what each node may put into the audit log.
         group: most stimuli that share a transaction: larger is more throughput, and a longer wait for the first.
         queue_limit: stimuli that may wait; beyond it new ones are refused with Unavailable.
     """
@@ -114,6 +116,7 @@ class FleetLoop:
         on_audit: Callable[[list[AuditRow]], None],
         on_remedies: Callable[[list[RemedyRow]], None],
         decide: Decide = fleet.handle,
+        quota: EventQuota | None = None,
         epoch: int = 1,
         check_leading: Callable[[], None] = lambda: None,
         group: int = 256,
@@ -137,6 +140,7 @@ class FleetLoop:
         self._on_audit = on_audit
         self._on_remedies = on_remedies
         self._decide = decide
+        self._quota = quota
         self._queue: Intake[Stimulus[Any]] = Intake(queue_limit, group, metrics.shed)
         self._in_flight: list[AnyWaiting] = []
         self._work = asyncio.Event()
@@ -244,7 +248,14 @@ class FleetLoop:
         started = time.perf_counter()
         self._in_flight = taken
         transaction = Transaction(
-            self.state, self.outbox, self._numbers, self._metrics, self.boards, self._standing, self._decide
+            self.state,
+            self.outbox,
+            self._numbers,
+            self._metrics,
+            self.boards,
+            self._standing,
+            self._decide,
+            self._quota,
         )
         try:
             self._tell_of_store(transaction)

@@ -21,6 +21,7 @@ everstep_controller_sessions_cut_total                   counter    sessions who
 everstep_controller_heartbeats_total                     counter    heartbeats answered
 everstep_controller_reports_total                        counter    reports taken
 everstep_controller_reports_repeated_total               counter    reports dropped: their number was taken before
+everstep_controller_events_suppressed_total              counter    lines a node caused beyond its allowance
 everstep_controller_ignored_total{reason}                counter    reports the core dropped by rule
 everstep_controller_requests_refused_total{route,code}   counter    requests answered with an error
 everstep_controller_requests_over_limit_total{limit}     counter    refused since the bearer had too much "under_way",
@@ -115,6 +116,7 @@ class Metrics:
         self.sessions_cut = self._counter("sessions_cut", "Sessions whose agent did not read its pushes.")
         self.beats = 0
         self.registry.register(_Beats(self))
+        self.events_suppressed = self._counter("events_suppressed", "Lines a node caused beyond its allowance.")
         self._reports = self._counter("reports", "Reports taken.")
         self._repeated = self._counter("reports_repeated", "Reports dropped: their number was taken before.")
         self._refused = self._counter("requests_refused", "Requests answered with an error.", "route", "code")

@@ -17,6 +17,7 @@ from controller.core import events as ev
 from controller.core import fleet
 from controller.core.records import JobRecord, VersionRecord
 from controller.core.state import FleetState
+from controller.event_quota import EventQuota, cause_of
 from controller.metrics import Metrics
 from controller.push import Body, Outbox, Outgoing, generation_topic
 from controller.standing import StandingFindings, without_findings
@@ -75,6 +76,7 @@ class Transaction:
     Documents are encoded by ``batch``, when the core has finished with them: nothing else changes them.
     ``forgettable``: set by a stimulus whose answer promises nothing that must survive this controller (whoever is
     answered says it again to the next one); it is answered while the database is away too.
+    ``quota``: bounds the lines of the audit log that each node causes; None: as many as it likes.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Transaction:
         boards: Boards,
         standing: StandingFindings,
         decide: Decide = fleet.handle,
+        quota: EventQuota | None = None,
     ) -> None:
         self.state = state
         self.handling: ev.Event | None = None
@@ -100,6 +103,8 @@ class Transaction:
         self._boards = boards
         self._standing = standing
         self._decide = decide
+        self._quota = quota
+        self._cause = ""
         self._documents: dict[tuple[str, str], Any] = {}
         self._batch = Batch()
         self._bodies: dict[int, tuple[Any, Body]] = {}
@@ -117,6 +122,7 @@ class Transaction:
         self._metrics.handled(kind, time.perf_counter() - started)
         if isinstance(event, ev.ReportArrived):
             self._boards.report(event.node, event.body)
+        self._cause = cause_of(event)
         for effect in effects:
             self._collect(effect, now)
         self.handling = None
@@ -224,6 +230,8 @@ class Transaction:
                 self.remedies.append(row_wanted)
                 self.remedy(row_wanted)
             case fx.Audit(entry=entry):
+                if self._cause and self._quota is not None and not self._quota.admits(self._cause, entry.kind, now):
+                    return
                 self.audit.append(_audit_row(self._numbers.take(), entry))
 
     def _job_changed(self, job: JobRecord) -> None:

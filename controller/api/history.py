@@ -17,6 +17,7 @@ from controller.api.routes import PLAIN
 from controller.api.stream import FRAME_ROWS, AuditFeed, EventStream, event_of, server_sent
 from controller.core.evidence import evidence_of
 from controller.store import history
+from controller.store.people import PREFIXES
 from controller.store.reader import Following, Reader
 from controller.store.threads import Store
 from everstep.errors import MalformedMessage, NotFound
@@ -30,8 +31,6 @@ from everstep.wire.v1.training import GenerationSpec
 
 T = TypeVar("T")
 
-ORDERED = ("operator.", "credential.")
-"""How the kinds of events begin that tell what people ordered."""
 PAGE = 100
 VERDICTS_IN_EVIDENCE = 100
 
@@ -78,7 +77,7 @@ class HistoryRoutes:
         return await self._events(asked, (asked["kind"],) if asked.get("kind") else ())
 
     async def audit(self, request: Request, _who: Identity) -> op.EventList:
-        return await self._events(asgi.query(request.scope), ORDERED)
+        return await self._events(asgi.query(request.scope), PREFIXES)
 
     async def _events(self, asked: dict[str, str], kinds: tuple[str, ...]) -> op.EventList:
         after, limit = asgi.integer(asked, "after", 0), page_size(asked)

@@ -151,11 +151,20 @@ def _frame(row: AuditRow) -> bytes:
     return b"id: %d\nevent: audit\ndata: %s\n\n" % (row.id, msgspec.json.encode(event_of(row)))
 
 
-def _bounded(rows: Iterable[AuditRow]) -> Iterator[bytes]:
+def with_gaps(after: int, found: Following) -> Iterator[bytes]:
+    """The rows' frames beyond ``after``, with a gap wherever retention has left one. What people wrote is kept for
+    longer than its neighbours, so there may be many."""
+    return _bounded(found.rows, after, found.pruned)
+
+
+def _bounded(rows: Iterable[AuditRow], after: int = 0, pruned: int = 0) -> Iterator[bytes]:
     """The rows' frames, joined up to FRAME_BYTES and FRAME_ROWS."""
     joined, count = bytearray(), 0
     for row in rows:
+        if after < row.id - 1 and after < pruned:
+            joined += _gap(deleted(after, row.id - 1))
         joined += _frame(row)
+        after = row.id
         count += 1
         if count == FRAME_ROWS or len(joined) >= FRAME_BYTES:
             yield bytes(joined)
@@ -200,13 +209,12 @@ async def _following(feed: AuditFeed, after: int, read: Read) -> AsyncIterator[b
             after = known.newest
     while not feed.closed:
         rows = feed.since(after)
+        frames_of = _bounded(rows or ())
         if rows is None:
             found = await read(after)
-            rows = found.rows
-            if rows and after < rows[0].id - 1 and after < found.pruned:
-                yield _gap(deleted(after, rows[0].id - 1))
+            rows, frames_of = found.rows, with_gaps(after, found)
         if rows:
-            for frames in _bounded(rows):
+            for frames in frames_of:
                 yield frames
             after = rows[-1].id
             continue

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Engine, asc, desc, func, select, text, union_all
+from sqlalchemy import ColumnElement, Connection, Engine, asc, desc, func, select, union_all
 
-from controller.store import tables
+from controller.store import people, tables
 from controller.store.clock_mark import SET_BACK
 from controller.store.cut import cut
 from controller.store.records import AuditRow, VersionRow
@@ -43,14 +43,6 @@ class Following(NamedTuple):
     newest: int
 
 
-_KINDS = text(
-    "WITH RECURSIVE seen(kind) AS (SELECT min(kind) FROM audit UNION ALL "
-    "SELECT (SELECT min(kind) FROM audit WHERE kind > seen.kind) FROM seen WHERE seen.kind IS NOT NULL) "
-    "SELECT kind FROM seen WHERE kind IS NOT NULL"
-)
-"""Every kind that there is: a few dozen, each by one step in the index."""
-
-
 def _ids_of_kinds(
     connection: Connection, kinds: Sequence[str], wanted: list[ColumnElement[bool]], *, newest: bool, limit: int
 ) -> list[int]:
@@ -59,7 +51,7 @@ def _ids_of_kinds(
     audit = tables.audit.c
     order = desc if newest else asc
     parts = []
-    for kind in connection.execute(_KINDS).scalars():
+    for kind in people.kinds(connection):
         if kind.startswith(tuple(kinds)):
             part = select(audit.id).where(audit.kind == kind, *wanted).order_by(order(audit.id)).limit(limit)
             parts.append(select(part.subquery().c.id))

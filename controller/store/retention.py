@@ -1,5 +1,7 @@
 """Deleting what is older than anybody wants to read.
 
+What people wrote in the audit log goes by number alone, never by age, and has a number of its own.
+
 What may go is looked for in the reading thread, however long that takes; the writing one deletes by primary keys, BITE
 rows in a transaction, of one table and one job. The audit log alone, whose ids are in order, is pruned in one go.
 """
@@ -10,23 +12,28 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Table, delete, func, or_, select, tuple_, update
+from sqlalchemy import ColumnElement, Connection, Table, delete, func, not_, or_, select, tuple_, update
 
-from controller.store import tables
+from controller.store import people, tables
 from controller.store.audit_ids import followed_by
+from controller.store.upsert import upsert
 
 BITE = 500
 """Rows at a time: a few milliseconds, in which no decision is written."""
+ORDERS_PRUNED = "orders_pruned"
+"""Key in ``meta``: the newest id of a line by people that retention may delete."""
 VERSIONS_KEPT = 1000
 """Versions of each job: it commits about two a second."""
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True):
     """What stays: everything younger than ``since`` (wall seconds), but at most the newest ``events`` of the audit log,
-    ``rows`` of verdicts, of findings and of remedies each, ``generations`` of each job."""
+    ``rows`` of verdicts, of findings and of remedies each, ``generations`` of each job. Of what people wrote in the
+    audit log the newest ``orders`` lines stay, whatever their age."""
 
     since: float
     events: int
+    orders: int
     rows: int
     generations: int
 
@@ -46,15 +53,27 @@ class Bite(msgspec.Struct, frozen=True):
         connection.execute(delete(self.table).where(wanted, *_given(self.may_go)))
 
 
+class OrdersBite(Bite, frozen=True):
+    """Lines of the audit log that people wrote, oldest first. The mark up to which the triggers let them go moves with
+    it."""
+
+    def take(self, connection: Connection) -> None:
+        """Deletes them."""
+        upsert(connection, tables.meta, [{"key": ORDERS_PRUNED, "value": self.keys[-1][0]}])
+        super().take(connection)
+
+
 Choose = Callable[[Connection], Bite | None]
 """Looks for the next rows to delete, in the reading thread; None where there are no more."""
 
 
 def prune_events(connection: Connection, keep: Keep) -> int:
-    """Deletes the oldest lines of the audit log, never the newest of all, which says how far time has come. Returns how
-    many: BITE where there may be more."""
+    """Deletes the oldest lines of the audit log that no person wrote, never the newest of all, which says how far time
+    has come. Returns how many ids it has gone through: BITE where there may be more."""
     audit, meta = tables.audit.c, tables.meta.c
-    oldest, newest = connection.execute(select(func.min(audit.id), func.max(audit.id))).one()
+    pruned = func.coalesce(select(meta.value).where(meta.key == "audit_pruned").scalar_subquery(), 0)
+    beyond = select(func.min(audit.id), func.max(audit.id)).where(audit.id > pruned)
+    oldest, newest = connection.execute(beyond).one()
     if oldest is None:
         return 0
     most = min(oldest + BITE - 1, newest - 1)
@@ -63,13 +82,16 @@ def prune_events(connection: Connection, keep: Keep) -> int:
     if through < oldest:
         return 0
     connection.execute(update(tables.meta).where(meta.key == "audit_pruned").values(value=through))
-    return connection.execute(delete(tables.audit).where(audit.id <= through)).rowcount
+    going = delete(tables.audit).where(audit.id.between(oldest, through), not_(people.wrote()))
+    connection.execute(going)
+    return int(through - oldest + 1)
 
 
 def chores(connection: Connection, keep: Keep) -> list[Choose]:
     """Where there may be rows to delete: for the reading thread, as is each of what it returns. Nothing that a
     controller starts from goes."""
     found: list[Choose] = [
+        lambda connection: _orders(connection, keep),
         lambda connection: _verdicts(connection, keep),
         lambda connection: _ended(connection, tables.findings, "cleared_at", "id", keep),
         lambda connection: _ended(connection, tables.remedies, "ended_at", "requested_at", keep),
@@ -81,6 +103,19 @@ def chores(connection: Connection, keep: Keep) -> list[Choose]:
     ):
         found += [_of_job(table, job, most) for job in _jobs_with_more(connection, table, most)]
     return found
+
+
+def _orders(connection: Connection, keep: Keep) -> Bite | None:
+    """The oldest lines that people wrote, beyond their own number."""
+    audit = tables.audit.c
+    theirs = audit.kind.in_(people.kinds_they_wrote(connection))
+    surplus = (
+        connection.execute(select(func.count()).select_from(tables.audit).where(theirs)).scalar_one() - keep.orders
+    )
+    if surplus <= 0:
+        return None
+    oldest = select(audit.id).where(theirs).order_by(audit.id).limit(min(surplus, BITE))
+    return OrdersBite(tables.audit, [tuple(row) for row in connection.execute(oldest)])
 
 
 def _verdicts(connection: Connection, keep: Keep) -> Bite | None:

@@ -105,7 +105,8 @@ audit = Table(
     Index("audit_by_job", "job", "id"),
     Index("audit_by_kind", "kind", "id"),
 )
-"""Append-only: triggers refuse UPDATE, and DELETE of what is newer than meta's ``audit_pruned``."""
+"""Append-only: triggers refuse UPDATE, and DELETE of what is newer than meta's ``audit_pruned``, or than
+``orders_pruned`` where people wrote it."""
 
 outbox = Table(
     "outbox",
@@ -142,7 +143,8 @@ meta = Table(
     Column("value", BigInteger, nullable=False),
 )
 """``epoch``: how often a controller took this database over; every write checks it. ``batch``: number of the newest
-batch that was applied. ``audit_pruned``: newest id of the audit log that retention may delete. ``led``: the newest
+batch that was applied. ``audit_pruned``: newest id of the audit log that retention may delete, ``orders_pruned`` of
+lines that people wrote. ``led``: the newest
 epoch in which a controller has written; a database whose epoch is far beyond it is a copy (``audit_ids``). ``clock``:
 wall seconds when a controller was last known to run (``clock_mark``)."""
 

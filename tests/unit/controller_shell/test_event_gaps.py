@@ -105,7 +105,8 @@ def test_the_client_names_the_gap_that_retention_has_left(program_forks: ForkPoo
         engine = open_database(process.database)
         writer = Writer(engine)
         newest = writer.take_over().newest_audit
-        writer.run(lambda connection: prune_events(connection, Keep(since=1e12, events=0, rows=9, generations=9)))
+        nothing = Keep(since=1e12, events=0, orders=9, rows=9, generations=9)
+        writer.run(lambda connection: prune_events(connection, nothing))
         writer.close()
         engine.dispose()
         process.start()

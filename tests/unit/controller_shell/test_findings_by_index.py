@@ -13,7 +13,7 @@ from sqlalchemy import Connection, event
 from controller.store import history, retention, tables
 from controller.store.database import open_database
 
-KEEP = retention.Keep(since=1.0, events=10, rows=10, generations=10)
+KEEP = retention.Keep(since=1.0, events=10, orders=10, rows=10, generations=10)
 
 
 def _page(kind: str) -> Callable[[Connection], Any]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import msgspec
 import pytest
@@ -8,6 +9,7 @@ from sqlalchemy import Connection, Engine, event, func, insert, select, text
 from sqlalchemy.exc import DBAPIError
 
 from controller import retention as retention_module
+from controller.api.stream import with_gaps
 from controller.store import retention, tables
 from controller.store.audit_ids import ROOM
 from controller.store.database import open_database
@@ -18,7 +20,7 @@ from controller.store.threads import Store
 from controller.store.trouble import StoreAway
 from controller.store.writer import Writer
 
-EVERYTHING = Keep(since=0.0, events=1_000_000, rows=1_000_000, generations=1_000_000)
+EVERYTHING = Keep(since=0.0, events=1_000_000, orders=1_000_000, rows=1_000_000, generations=1_000_000)
 
 
 def keep(**changed: float) -> Keep:
@@ -69,6 +71,68 @@ def test_lines_are_counted_not_the_ids_that_a_restore_left_out(writer: Writer, e
     for _ in range(2):  # a bite does not reach over what was left out
         pruned(writer, engine, keep(events=2))
     assert ids(engine) == [ROOM + 1, ROOM + 2]
+
+
+def flooded(orders: int, flood: int, *, kind: str = "operator.hold") -> list[AuditRow]:
+    """Lines of people, followed by those of an agent that has gone wild."""
+    return [
+        AuditRow(id=number, at=float(number), kind=kind if number <= orders else "finding", sentence="s")
+        for number in range(1, orders + flood + 1)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["operator.hold", "credential.revoked"])
+@pytest.mark.parametrize("what", [keep(since=1e12), keep(events=5)], ids=["by age", "by number"])
+def test_operators_lines_outlive_a_flood_of_others(writer: Writer, engine: Engine, what: Keep, kind: str) -> None:
+    writer.commit([Batch(number=1, audit=flooded(4, 40, kind=kind))])
+    while pruned(writer, engine, what):
+        pass
+    left = ids(engine)
+    assert left[:4] == [1, 2, 3, 4]
+    assert len(left) == (5 if what.since else 9)
+    writer.commit([Batch(number=2, audit=audit(45))])
+    assert pruned(writer, engine, what) == 1
+
+
+def test_operators_lines_have_a_quota_of_their_own(
+    writer: Writer, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "BITE", 10)
+    writer.commit([Batch(number=1, audit=flooded(30, 3))])
+    assert [pruned(writer, engine, keep(orders=5)) for _ in range(4)] == [10, 10, 5, 0]
+    assert ids(engine) == [*range(26, 34)]
+
+
+def test_operators_lines_cannot_be_deleted_by_the_others_mark(writer: Writer, engine: Engine) -> None:
+    writer.commit([Batch(number=1, audit=flooded(2, 4))])
+    pruned(writer, engine, keep(since=1e12))
+    assert ids(engine) == [1, 2, 6]
+    with engine.connect() as connection, pytest.raises(DBAPIError, match="append-only"), connection.begin():
+        connection.execute(text("DELETE FROM audit WHERE id = 1"))
+
+
+def test_enrolments_are_no_lines_of_people(writer: Writer, engine: Engine) -> None:
+    writer.commit([Batch(number=1, audit=flooded(4, 4, kind="credential.enrolled"))])
+    pruned(writer, engine, keep(events=2))
+    assert ids(engine) == [7, 8]
+
+
+def test_the_stream_names_every_gap_between_operators_lines(writer: Writer, engine: Engine) -> None:
+    kinds = ["x", "operator.hold", "x", "x", "operator.evict", "x", "x", "x"]
+    rows = [AuditRow(id=number, at=1.0, kind=kind, sentence="s") for number, kind in enumerate(kinds, start=1)]
+    writer.commit([Batch(number=1, audit=rows)])
+    pruned(writer, engine, keep(events=2))
+    found = Reader(engine).following(0, 10)
+    frames = b"".join(with_gaps(0, found))
+    assert re.findall(rb"id: (\d+)\nevent: (\w+)", frames) == [
+        (b"1", b"gap"),
+        (b"2", b"audit"),
+        (b"4", b"gap"),
+        (b"5", b"audit"),
+        (b"6", b"gap"),
+        (b"7", b"audit"),
+        (b"8", b"audit"),
+    ]
 
 
 def test_the_stream_hears_of_the_newest_id_that_was_deleted(writer: Writer, engine: Engine) -> None:
@@ -217,7 +281,7 @@ def test_each_transaction_deletes_of_one_job_and_looks_for_nothing(
         def note(connection: Connection, _cursor: object, statement: str, parameters: object, *_: object) -> None:
             if not connection.get_execution_options().get("everstep_write"):
                 return
-            if "FROM meta" in statement:  # the fence, which every transaction begins with
+            if "FROM meta" in statement and " IN " in statement:  # the fence, which every transaction begins with
                 written.append([])
             elif not statement.startswith("BEGIN"):
                 written[-1].append(f"{statement} {parameters}")

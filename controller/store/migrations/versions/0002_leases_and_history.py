@@ -14,7 +14,9 @@ _SQLITE_RETENTION = (
     "DROP TRIGGER audit_refuses_DELETE",
     """
 CREATE TRIGGER audit_refuses_DELETE BEFORE DELETE ON audit
-WHEN OLD.id > COALESCE((SELECT value FROM meta WHERE key = 'audit_pruned'), 0)
+WHEN OLD.id > COALESCE((SELECT value FROM meta WHERE key = CASE
+  WHEN (OLD.kind LIKE 'operator.%' OR OLD.kind LIKE 'credential.%') AND OLD.kind <> 'credential.enrolled'
+  THEN 'orders_pruned' ELSE 'audit_pruned' END), 0)
 BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END
 """,
 )
@@ -27,8 +29,11 @@ FOR EACH STATEMENT EXECUTE FUNCTION everstep_append_only()
     """
 CREATE FUNCTION everstep_keeps_what_is_retained() RETURNS trigger LANGUAGE plpgsql AS
 $$ DECLARE pruned bigint := COALESCE((SELECT value FROM meta WHERE key = 'audit_pruned'), 0);
+orders_pruned bigint := COALESCE((SELECT value FROM meta WHERE key = 'orders_pruned'), 0);
 BEGIN
-IF EXISTS (SELECT 1 FROM gone WHERE id > pruned) THEN RAISE EXCEPTION 'the audit log is append-only'; END IF;
+IF EXISTS (SELECT 1 FROM gone WHERE id > CASE
+  WHEN (kind LIKE 'operator.%' OR kind LIKE 'credential.%') AND kind <> 'credential.enrolled'
+  THEN orders_pruned ELSE pruned END) THEN RAISE EXCEPTION 'the audit log is append-only'; END IF;
 RETURN NULL;
 END $$
 """,
