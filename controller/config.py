@@ -65,6 +65,9 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     """Written when requests are served: JSON with ``pid`` and ``address``. Empty: none."""
     migrate: bool = True
     """Bring the database's schema up to date at start. Off: an old schema is refused, for sites that migrate apart."""
+    check_database: bool = True
+    """Read a SQLite file once at start and refuse a damaged one: some seconds a GiB. Off: damage shows when it is
+    met."""
     die_with_parent: bool = False
     """End when the process that started this one ends: for tests, demonstrations and private controllers."""
     name: str = ""

@@ -36,6 +36,9 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--ready-file", metavar="FILE", help="written when requests are served")
     serve.add_argument("--advertise", metavar="HOST:PORT", help="where others reach this controller; default as served")
     serve.add_argument("--migrate", action=argparse.BooleanOptionalAction, help="bring the schema up to date")
+    serve.add_argument(
+        "--check-database", action=argparse.BooleanOptionalAction, help="refuse a damaged SQLite file; default yes"
+    )
     serve.add_argument("--trust-clock", action="store_true", help="believe this machine's clock, for one start")
     serve.add_argument("--die-with-parent", action="store_true", help="end when the starting process ends")
     serve.add_argument("--tls-certificate", metavar="FILE")

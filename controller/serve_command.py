@@ -70,7 +70,9 @@ def _database(settings: ControllerSettings) -> str:
 async def _serve(settings: ControllerSettings) -> int:
     keyring = Keyring.of_file(settings.secret_file)
     check_certificate(settings)
-    engine = await asyncio.to_thread(open_database, _database(settings), migrate=settings.migrate)
+    engine = await asyncio.to_thread(
+        open_database, _database(settings), migrate=settings.migrate, check=settings.check_database
+    )
     await asyncio.to_thread(_check_clock, engine, settings)
     engine.dispose()  # it was for the schema: each leadership has connections of its own
     listeners = [listen(settings.address)]

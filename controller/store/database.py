@@ -15,6 +15,7 @@ from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, SQLAlchemyError
 
+from controller.store.check import check_file
 from controller.store.diagnose import diagnose, shown
 from controller.store.tables import HEAD
 from everstep.errors import ConfigurationError
@@ -178,17 +179,22 @@ def _check_schema(engine: Engine, url: URL) -> None:
         )
 
 
-def open_database(database: str, *, migrate: bool = True) -> Engine:
+def open_database(database: str, *, migrate: bool = True, check: bool = False) -> Engine:
     """An engine for ``database`` (a URL) whose schema is current.
 
     Args:
+        check: read a SQLite file once and refuse a damaged one, before anything is written to it. PostgreSQL checks
+            its pages itself, where it was set up with checksums.
         migrate: bring the schema up to date, in one transaction (on PostgreSQL under an advisory lock). Without it
             an old schema is refused.
 
     Raises:
-        ConfigurationError: wrong URL, nothing there, no permission, a newer schema; the message says how to mend it.
+        ConfigurationError: wrong URL, nothing there, no permission, a newer schema, damage; the message says
+            how to mend it.
     """
     url = parse_url(database)
+    if check and url.drivername == "sqlite" and url.database:
+        check_file(Path(url.database))
     engine = engine_of(url)
     try:
         if migrate:

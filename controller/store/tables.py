@@ -105,8 +105,9 @@ audit = Table(
     Index("audit_by_job", "job", "id"),
     Index("audit_by_kind", "kind", "id"),
 )
-"""Append-only: triggers refuse UPDATE, and DELETE of what is newer than meta's ``audit_pruned``, or than
-``orders_pruned`` where people wrote it."""
+"""Append-only: triggers refuse UPDATE, in SQLite INSERT under an id that is not the newest (which is how REPLACE would
+rewrite a line), and DELETE of what is newer than meta's ``audit_pruned``, or than ``orders_pruned`` where people wrote
+it."""
 
 outbox = Table(
     "outbox",

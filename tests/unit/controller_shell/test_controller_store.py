@@ -164,6 +164,41 @@ def test_the_audit_log_cannot_be_rewritten(writer: Writer, engine: Engine, chang
         connection.execute(text(change))
 
 
+FORGED = "SELECT id, at, 'forged', node, job, generation, trace, sentence, detail FROM audit WHERE id = 1"
+REPLACED = (
+    f"INSERT OR REPLACE INTO audit {FORGED}",
+    f"REPLACE INTO audit {FORGED}",
+    "UPDATE OR REPLACE audit SET id = 2 WHERE id = 1",
+)
+UPSERTED = f"INSERT INTO audit {FORGED} AND true ON CONFLICT (id) DO UPDATE SET kind = 'forged'"
+
+
+@pytest.mark.parametrize("recursive", [False, True], ids=["", "recursive triggers"])
+@pytest.mark.parametrize("change", [*REPLACED, UPSERTED])
+def test_audit_log_refuses_replacement_in_sqlite(tmp_path: Path, change: str, recursive: bool) -> None:
+    engine = open_database(f"sqlite:///{tmp_path / 'controller.db'}")
+    writer = Writer(engine)
+    writer.take_over()
+    commit(writer, Batch(audit=[audit(1), audit(2)]))
+    writer.close()
+    with engine.connect() as connection:
+        connection.execute(text(f"PRAGMA recursive_triggers = {int(recursive)}"))
+        connection.rollback()
+        with pytest.raises(DBAPIError, match="append-only"), connection.begin():
+            connection.execute(text(change))
+        assert set(connection.execute(text("SELECT kind FROM audit")).scalars()) == {audit(1).kind}
+    engine.dispose()
+
+
+def test_audit_log_refuses_upserts(writer: Writer, engine: Engine) -> None:
+    commit(writer, Batch(audit=[audit(1), audit(2)]))
+    change = UPSERTED
+    with engine.connect() as connection, pytest.raises(DBAPIError, match="append-only"), connection.begin():
+        connection.execute(text(change))
+    with engine.connect() as connection:
+        assert set(connection.execute(text("SELECT kind FROM audit")).scalars()) == {audit(1).kind}
+
+
 def test_a_controller_that_was_superseded_writes_nothing_more(writer: Writer, engine: Engine) -> None:
     second = Writer(engine)
     second.take_over()

@@ -14,6 +14,12 @@ _SQLITE_APPEND_ONLY = """
 CREATE TRIGGER audit_refuses_{verb} BEFORE {verb} ON audit
 BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END
 """
+# INSERT OR REPLACE deletes the old row without asking the triggers for DELETE, unless recursive_triggers is on.
+_SQLITE_ONLY_GROWS = """
+CREATE TRIGGER audit_refuses_INSERT BEFORE INSERT ON audit
+WHEN NEW.id <= (SELECT max(id) FROM audit)
+BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END
+"""
 _POSTGRESQL_APPEND_ONLY = (
     """
 CREATE FUNCTION everstep_append_only() RETURNS trigger LANGUAGE plpgsql AS
@@ -94,6 +100,7 @@ def _audit() -> None:
     if op.get_bind().dialect.name == "sqlite":
         for verb in ("UPDATE", "DELETE"):
             op.execute(_SQLITE_APPEND_ONLY.format(verb=verb))
+        op.execute(_SQLITE_ONLY_GROWS)
     else:
         for statement in _POSTGRESQL_APPEND_ONLY:
             op.execute(statement)
