@@ -33,7 +33,9 @@ everstep_controller_knocks                               gauge      nodes that i
 everstep_controller_nodes_elsewhere                      gauge      nodes that insist on another one, which stands by
 everstep_controller_resignations                         gauge      leaders in a row that gave up: see resign_after_s
 everstep_controller_connected_agents                     gauge      nodes with a session
-everstep_controller_nodes{state}                         gauge      nodes by state
+everstep_controller_nodes{state}                         gauge      nodes by state, or ``outbreak``
+everstep_controller_outbreaks                            gauge      findings on so many nodes that none is evicted
+everstep_controller_outbreak_nodes                       gauge      nodes that such a finding stands on
 everstep_controller_nodes_silent                         gauge      over their deadline, or cut off; not lost yet
 everstep_controller_correlated_silence                   gauge      1 while many are silent at once: none is lost for it
 everstep_controller_node_findings{severity}              gauge      findings raised and not cleared
@@ -82,6 +84,7 @@ from prometheus_client.registry import Collector
 from controller import views
 from controller.api.admission import LIMITS, Admission
 from controller.api.readers import Readers
+from controller.core.outbreaks import standing
 from controller.core.state import FleetState
 from controller.intake import Urgency
 from controller.push import Outbox
@@ -269,8 +272,12 @@ class FleetCollector(Collector):
         yield _gauge("outbox_depth", "Directives not acknowledged yet.", outbox.total())
         yield _gauge("nodes_silent", "Nodes over their deadline or cut off, not lost yet.", len(state.silent))
         yield _gauge("correlated_silence", "1 while many are silent at once, and none is lost for it.", together)
-        counts = Tally(node.state for node in state.nodes.values())
-        yield _gauge_by("nodes", "Nodes by state.", "state", {s.value: counts[s] for s in NodeState})
+        counts, names = views.node_counts(state), [*(s.value for s in NodeState), views.IN_OUTBREAK]
+        yield _gauge_by("nodes", "Nodes by state.", "state", {name: counts.get(name, 0) for name in names})
+        outbreaks = standing(state)
+        ill = len({node for one in outbreaks for node in one.nodes})
+        yield _gauge("outbreaks", "Findings that stand on so many nodes that none is evicted.", len(outbreaks))
+        yield _gauge("outbreak_nodes", "Nodes that such a finding stands on.", ill)
         found = Tally(finding.severity for node in state.nodes.values() for finding in node.known())
         text = "Findings raised and not cleared."
         yield _gauge_by("node_findings", text, "severity", {s.value: found[s] for s in Severity})

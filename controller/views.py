@@ -17,7 +17,9 @@ from controller.core.budget import budget, budget_left
 from controller.core.holds import planned_for
 from controller.core.membership import Rosters, able_nodes, jobs_seated_on, promised, seats_of, spares, why_not
 from controller.core.offenders import offender_score
+from controller.core.outbreaks import signature, spared_of, standing
 from controller.core.records import JobRecord, NodeRecord
+from controller.core.standing import IN_SERVICE
 from controller.core.state import FleetState, JobLive
 from controller.keeping import Absence
 from controller.push import Outbox
@@ -25,7 +27,7 @@ from controller.reach import Told
 from everstep import __version__
 from everstep.errors import NotFound
 from everstep.ids import Rank
-from everstep.vocabulary import JobState
+from everstep.vocabulary import Finding, JobState
 from everstep.wire.v1 import history as past
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.training import GenerationSpec, RankProgress
@@ -35,6 +37,10 @@ _STEP, _STEP_S = attrgetter("step"), attrgetter("step_s")
 OVER = (JobState.FINISHED, JobState.FAILED)
 LONGEST_PAGE = 1000
 """Entries in an answer, at most."""
+IN_OUTBREAK = "outbreak"
+"""How nodes are counted that serve although an outbreak's finding stands on them: they are not healthy."""
+OUTBREAK_NODES_NAMED = 32
+"""Nodes of an outbreak that are named in the fleet's status, at most."""
 
 
 class Desk(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +80,8 @@ class Desk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which nodes are asked for; an empty field asks for all. ``state``: one, or several with commas between.
+    """Which nodes are asked for; an empty field asks for all. ``state``: one, or several with commas between, as
+    ``standing_of`` names them.
     ``label``: NAME, or NAME=VALUE. ``model``: a part of the GPUs' name. ``gpu``: one's UUID or serial number."""
 
     state: str = ""
@@ -86,9 +93,9 @@ class NodeFilter(msgspec.Struct, frozen=True, kw_only=True):
     gpu: str = ""
     label: str = ""
 
-    def lets(self, record: NodeRecord) -> bool:
+    def lets(self, state: FleetState, record: NodeRecord) -> bool:
         """Whether the node is one of them, its job apart."""
-        if self.state and record.state not in self.state.split(","):
+        if self.state and standing_of(state, record) not in self.state.split(","):
             return False
         if (self.rack and record.domain.rack != self.rack) or (self.switch and record.domain.switch != self.switch):
             return False
@@ -102,6 +109,43 @@ class NodeFilter(msgspec.Struct, frozen=True, kw_only=True):
         return not name or (name in record.labels and (not value or record.labels[name] == value))
 
 
+def standing_of(state: FleetState, record: NodeRecord) -> str:
+    """The node's state, or IN_OUTBREAK for one that serves only because its finding is an outbreak's."""
+    if record.state in IN_SERVICE and spared_of(state, record):
+        return IN_OUTBREAK
+    return str(record.state)
+
+
+def node_counts(state: FleetState) -> dict[str, int]:
+    """How many nodes there are in each state, by ``standing_of``."""
+    return dict(Tally(standing_of(state, record) for record in state.nodes.values()))
+
+
+def outbreaks(state: FleetState) -> tuple[op.Outbreak, ...]:
+    """The outbreaks that stand, the oldest first."""
+    known = len(state.nodes)
+    return tuple(
+        op.Outbreak(
+            finding=one.name,
+            rule=one.rule,
+            count=len(one.nodes),
+            nodes=one.nodes[:OUTBREAK_NODES_NAMED],
+            since=one.since,
+            sentence=one.sentence(known),
+            advice=one.advice(),
+        )
+        for one in standing(state)
+    )
+
+
+def _reason(record: NodeRecord, spared: Sequence[Finding]) -> str:
+    """Why the node is in its state, and what stands on it that an outbreak keeps it from being evicted for."""
+    if not spared or record.state not in IN_SERVICE:
+        return record.sentence
+    found = "; ".join(f"{signature(finding)} stands on {record.node}: {finding.message}" for finding in spared[:3])
+    return f"{found}; not evicted, since it is part of an outbreak (see: everstep status); before: {record.sentence}"
+
+
 def _job_of(state: FleetState, node: str) -> str | None:
     """In whose running roster the node is."""
     seated = jobs_seated_on(state, node) if node in state.live_nodes else []
@@ -110,11 +154,12 @@ def _job_of(state: FleetState, node: str) -> str | None:
 
 def node_summary(desk: Desk, record: NodeRecord, job: str | None) -> op.NodeSummary:
     live = desk.state.live_nodes.get(record.node)
+    spared = spared_of(desk.state, record)
     return op.NodeSummary(
         node=record.node,
         state=record.state,
         since=record.since,
-        reason=record.sentence,
+        reason=_reason(record, spared),
         connected=desk.outbox.has_receiver(record.node),
         last_seen_at=live.pulse.heard_at if live is not None and live.pulse.heard_at > 0 else None,
         job=job,
@@ -125,6 +170,7 @@ def node_summary(desk: Desk, record: NodeRecord, job: str | None) -> op.NodeSumm
         labels=record.labels,
         hold=record.hold,
         driver=record.driver_version,
+        outbreaks=tuple(dict.fromkeys(signature(finding) for finding in spared)),
     )
 
 
@@ -136,7 +182,7 @@ def nodes_found(desk: Desk, wanted: NodeFilter) -> list[str]:
         names = seats_of(job.generation) if job is not None and job.state not in OVER else []
     else:
         names = list(state.nodes)
-    return sorted(name for name in names if name in state.nodes and wanted.lets(state.nodes[name]))
+    return sorted(name for name in names if name in state.nodes and wanted.lets(state, state.nodes[name]))
 
 
 def page_of(found: Sequence[str], cursor: str, limit: int) -> tuple[Sequence[str], str]:
@@ -262,7 +308,7 @@ def fleet_status(desk: Desk, jobs: Iterable[op.JobSummary]) -> op.FleetStatus:
         epoch=desk.epoch,
         now=desk.now(),
         started_at=desk.started_at,
-        nodes=dict(Tally(str(node.state) for node in state.nodes.values())),
+        nodes=node_counts(state),
         jobs=tuple(jobs),
         connected=desk.outbox.connected(),
         budget_left=desk.budget_left(),
@@ -270,6 +316,7 @@ def fleet_status(desk: Desk, jobs: Iterable[op.JobSummary]) -> op.FleetStatus:
         newest_event=desk.newest_event(),
         breaker_at=state.fleet.breaker_at if state.fleet.breaker else 0.0,
         store_away=state.store_away,
+        outbreaks=outbreaks(state),
     )
 
 

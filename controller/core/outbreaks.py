@@ -9,14 +9,18 @@ is spared only where as many show it then: a fault that stays on a few nodes kee
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
+
+import msgspec
 
 from controller.core.records import NodeRecord
 from controller.core.rules import CORRELATED_LEAST, CORRELATED_PAIR_SHARE, Rule, SecondPass
 from controller.core.standing import IN_SERVICE
 from controller.core.state import FleetState
 from controller.core.turn import Turn
+from controller.core.wording import named
+from everstep.ids import NodeId
 from everstep.vocabulary import Finding
 
 UNDECIDED = "correlated"
@@ -51,7 +55,7 @@ def correlated(turn: Turn, rule: Rule, node: str, finding: Finding, *, anew: boo
     if len(state.sightings) > MOST_KINDS:
         oldest = next(iter(state.sightings))
         del state.sightings[oldest]
-        state.outbreaks.pop(oldest, None)
+        _end(turn, oldest)
     if anew:
         seen.pop(node, None)
         seen[node] = turn.now
@@ -67,12 +71,12 @@ def correlated(turn: Turn, rule: Rule, node: str, finding: Finding, *, anew: boo
         return f"{name} stands on {why}, or more, since it was on so many at once", []
     waiting.pop(node, None)  # it is judged for itself
     if not _anybodys(state, rule, standing):
-        del state.outbreaks[name]
+        _end(turn, name)
         turn.audit("fleet.correlated_finding_over", f"{name} is on few nodes again: each is judged for itself")
     return "", []
 
 
-def _joined(turn: Turn, rule: Rule, name: str, seen: Collection[str], node: str, why: str) -> list[str]:
+def _joined(turn: Turn, rule: Rule, name: str, seen: Mapping[str, float], node: str, why: str) -> list[str]:
     """The outbreak begins, or goes on with more nodes. Beyond ``correlated_nodes`` all before have joined."""
     state, began = turn.state, name not in turn.state.outbreaks
     if began:
@@ -81,6 +85,8 @@ def _joined(turn: Turn, rule: Rule, name: str, seen: Collection[str], node: str,
             f"{name} on {why} within {rule.correlated_s:g} s: software, a driver or the network is suspected, "
             f"and no node is evicted for it under {rule.id} while that lasts",
         )
+        state.fleet.outbreaks[name] = next(iter(seen.values()), turn.now)
+        turn.fleet_changed()
     waiting = state.outbreaks.setdefault(name, {})
     if began:  # and who showed it long ago, and was judged for it a moment ago
         asked = [*seen, *(other for other in _out_for(state, name, turn.now) if other not in seen)]
@@ -91,6 +97,13 @@ def _joined(turn: Turn, rule: Rule, name: str, seen: Collection[str], node: str,
     new = [other for other in asked if other not in waiting and common_cause(state, rule, seen, other)]
     waiting.update(dict.fromkeys([*new, node], True))
     return new
+
+
+def _end(turn: Turn, name: str) -> None:
+    """Forget the outbreak, if there is one."""
+    turn.state.outbreaks.pop(name, None)
+    if turn.state.fleet.outbreaks.pop(name, None) is not None:
+        turn.fleet_changed()
 
 
 def wait_for_end(state: FleetState, node: str, finding: Finding) -> None:
@@ -169,6 +182,72 @@ def is_of_outbreak(state: FleetState, rule: Rule, node: str, finding: Finding, n
     return bool(common_cause(state, rule, seen, node))
 
 
+class Outbreak(msgspec.Struct, frozen=True, kw_only=True):
+    """A finding that stands on so many nodes that none of them is evicted for it.
+
+    Attributes:
+        name: the findings' signature: kind, and XID.
+        rule: id of the rule that would judge them.
+        nodes: the nodes on which it stands, in the order in which they joined.
+        since: when the first of them showed it, in wall seconds.
+        example: what the first of them says.
+        again_s: seconds after which each node is looked at again.
+    """
+
+    name: str
+    rule: str
+    nodes: tuple[NodeId, ...]
+    since: float
+    example: str
+    again_s: float
+
+    def sentence(self, known: int) -> str:
+        """What stands where, and what Everstep does about it. ``known``: how many nodes the fleet has."""
+        return (
+            f"{self.name} stands on {len(self.nodes)} of {known} nodes ({named(self.nodes)}: {self.example}): "
+            f"software, a driver or the network is suspected, so no node is evicted for it"
+        )
+
+    def advice(self) -> str:
+        """What happens next, and what a person can do."""
+        return (
+            f"Find what these nodes have in common and mend that. The finding is judged again every "
+            f"{self.again_s:g} s: once it stands on too few nodes to have a common cause, each is treated "
+            f"by rule {self.rule}. To take a node out now: everstep node evict NODE --reason WHY"
+        )
+
+
+def standing(state: FleetState) -> list[Outbreak]:
+    """Every outbreak that stands on at least one node, the oldest first. O(nodes that are in one)."""
+    found: list[Outbreak] = []
+    for name, waiting in state.outbreaks.items():
+        shows = {node: kept for node, waits in waiting.items() if waits and (kept := shown(state.nodes[node], name))}
+        if not shows:
+            continue
+        first = next(iter(shows.values()))[0]
+        rule = state.policy.rules.rule(first)
+        since = state.fleet.outbreaks.get(name, 0.0)
+        found.append(
+            Outbreak(
+                name=name,
+                rule=rule.id,
+                nodes=tuple(shows),
+                since=since,
+                example=first.message,
+                again_s=rule.correlated_s,
+            )
+        )
+    return sorted(found, key=lambda one: one.since)
+
+
+def spared_of(state: FleetState, record: NodeRecord) -> list[Finding]:
+    """The node's standing findings that are taken for an outbreak's, for which it is not evicted."""
+    waiting = state.outbreaks
+    if not waiting:
+        return []
+    return [finding for finding in record.known() if waiting.get(signature(finding), {}).get(record.node)]
+
+
 def shared(state: FleetState, node: str, finding: Finding, now: float) -> str:
     """Which other node shows the finding, or did within the time that would make an outbreak of it, in words; empty
     where nobody did."""
@@ -229,3 +308,5 @@ def recall(state: FleetState, now: float) -> None:
         lately = [node for node, at in state.sightings[name].items() if at >= now - rule.correlated_s]
         if not _anybodys(state, rule, _standing(state, rule, name, lately)):
             del state.outbreaks[name]
+    dated = {name: min(state.sightings[name].values(), default=now) for name in state.outbreaks}
+    state.fleet.outbreaks = {name: state.fleet.outbreaks.get(name, at) for name, at in dated.items()}

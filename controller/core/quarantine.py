@@ -8,7 +8,7 @@ from controller.core import ladder, offenders, second_pass
 from controller.core.joining import offer_to_jobs
 from controller.core.losses import forgive
 from controller.core.membership import computes
-from controller.core.outbreaks import signature
+from controller.core.outbreaks import signature, spared_of
 from controller.core.own_findings import raise_own
 from controller.core.probes import Outcome, partner_for, start_probe
 from controller.core.records import Course, NodeRecord
@@ -349,9 +349,17 @@ def check_probation(turn: Turn, node: str) -> None:
     if beats < turn.policy.probation_beats or not record.reachable or _unwell(turn, node):
         return
     probe = "passed its probe and" if record.probe == PROBE_PASSED else "had no partner to be probed with, but"
-    sentence = f"{node} {probe} sent {beats} clean beats: it is healthy"
+    sentence = f"{node} {probe} sent {beats} clean beats: {_fitness(turn, node)}"
     for name in _blamed_by(turn, node):
         forgive(turn, name, node)
     set_state(turn, node, NodeState.HEALTHY, sentence)
     turn.verdict(node, Decision.READMIT, sentence)
     offer_to_jobs(turn, node)
+
+
+def _fitness(turn: Turn, node: str) -> str:
+    """What the node's sentence says of it once it serves again: an outbreak's finding may stand on it all the same."""
+    spared = dict.fromkeys(signature(one) for one in spared_of(turn.state, turn.state.nodes[node]))
+    if not spared:
+        return "it is healthy"
+    return f"it serves, although it shows {', '.join(spared)}, which is part of an outbreak"

@@ -54,7 +54,8 @@ class FleetRecord(msgspec.Struct, kw_only=True):
     evictions inside the budget's window, oldest first. ``probes`` counts probes ever asked for, so that ids are new;
     ``remedies`` the same. ``remedied``: wall seconds of automatic resets and reboots inside their window,
     ``restarted`` of restarts of ranks. ``maintenance``: windows that are not over, planned ones too. ``unfit``: by name
-    what was forgotten of nodes that must not come back as if nothing had been, oldest first.
+    what was forgotten of nodes that must not come back as if nothing had been, oldest first. ``outbreaks``: since when
+    each outbreak (``outbreaks``) stands, in wall seconds.
     """
 
     breaker: str = ""
@@ -67,6 +68,7 @@ class FleetRecord(msgspec.Struct, kw_only=True):
     restarted: list[float] = []
     maintenance: list[Window] = []
     unfit: dict[NodeId, Unfit] = {}
+    outbreaks: dict[str, float] = {}
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

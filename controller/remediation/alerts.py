@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
+from controller.core.outbreaks import standing
 from controller.core.state import FleetState
 from controller.store.records import Loaded
 from everstep.vocabulary import JobState, NodeState
@@ -55,6 +56,9 @@ def _fleet(state: FleetState) -> Iterable[Alert]:
         yield store_away(state.store_away, state.store_away_at)
     if state.fleet.breaker:
         yield _alert("EverstepBreakerOpen", "critical", state.fleet.breaker, state.fleet.breaker_at)
+    for one in standing(state):
+        words = f"{one.sentence(len(state.nodes))}. {one.advice()}"
+        yield _alert("EverstepOutbreak", "critical", words, one.since, finding=one.name)
 
 
 def _jobs(state: FleetState, now: float) -> Iterable[Alert]:

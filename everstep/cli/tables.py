@@ -86,9 +86,19 @@ def status(fleet: op.FleetStatus) -> RenderableType:
             ("connected", str(fleet.connected)),
             ("budget", budget),
             *((("database", away),) if fleet.store_away else ()),
+            *(("outbreak", _outbreak(one, fleet.now)) for one in fleet.outbreaks),
         )
     )
     return Group(head, jobs(fleet.jobs)) if fleet.jobs else Group(head, Text("no job runs", style="dim"))
+
+
+def _outbreak(one: op.Outbreak, now: float) -> Text:
+    return Text.assemble((f"since {age(now - one.since)}: {one.sentence}", "bold red"), f"\n{one.advice}")
+
+
+def _standing(one: op.NodeSummary) -> Text:
+    """The node's state; one that is only spared as part of an outbreak is not shown as healthy."""
+    return Text.assemble(state(one.state), (" (outbreak)", "bold red")) if one.outbreaks else state(one.state)
 
 
 def nodes(found: Iterable[op.NodeSummary], now: float) -> RenderableType:
@@ -106,7 +116,7 @@ def nodes(found: Iterable[op.NodeSummary], now: float) -> RenderableType:
 
 def top(fleet: op.FleetStatus, found: Iterable[op.NodeSummary], now: float) -> RenderableType:
     """The fleet and its jobs, and below as many nodes as fit, those that are not healthy first."""
-    ordered = sorted(found, key=lambda one: (one.state is NodeState.HEALTHY, one.node))
+    ordered = sorted(found, key=lambda one: (one.state is NodeState.HEALTHY and not one.outbreaks, one.node))
     return Group(status(fleet), nodes(ordered, now))
 
 
@@ -114,7 +124,7 @@ def _node_row(one: op.NodeSummary, now: float) -> dict[str, RenderableType]:
     heard = "-" if one.last_seen_at is None else f"{age(now - one.last_seen_at)} ago"
     return {
         "node": Text(one.node, style="bold"),
-        "state": state(one.state),
+        "state": _standing(one),
         "for": age(now - one.since),
         "job": one.job or "-",
         "gpus": str(one.gpus),
@@ -133,7 +143,7 @@ def node(detail: op.NodeDetail, now: float) -> RenderableType:
     head = _pairs(
         (
             ("node", Text(one.node, style="bold")),
-            ("state", Text.assemble(state(one.state), f" for {age(now - one.since)}")),
+            ("state", Text.assemble(_standing(one), f" for {age(now - one.since)}")),
             ("why", one.reason or "-"),
             ("job", one.job or "-"),
             ("connected", "yes" if one.connected else Text("no", style="yellow")),

@@ -14,6 +14,7 @@ STYLES: dict[str, str] = {
     NodeState.PROBATION: "cyan",
     NodeState.HELD: "magenta",
     NodeState.REPAIR: "red",
+    "outbreak": "bold red",
     JobState.FORMING: "cyan",
     JobState.RUNNING: "green",
     JobState.PAUSED: "yellow",

@@ -39,7 +39,8 @@ class NodeSummary(Message, frozen=True, kw_only=True):
 
     ``connected``: it can be told something at once. ``findings`` counts what is raised and not cleared. ``model``: of
     its GPUs; ``labels``: the site's own words for it. ``hold``: a person's order that keeps it out, whatever its state.
-    ``driver``: its version.
+    ``driver``: its version. ``outbreaks``: kinds (and XIDs) of findings that stand on it and for which it is not
+    evicted, since they stand on many nodes at once. A node with any is not fit, whatever its state.
     """
 
     node: NodeId
@@ -56,6 +57,7 @@ class NodeSummary(Message, frozen=True, kw_only=True):
     labels: dict[str, str] = {}
     hold: str = ""
     driver: str = ""
+    outbreaks: tuple[str, ...] = ()
 
 
 class PlannedWindow(Message, frozen=True, kw_only=True):
@@ -287,8 +289,33 @@ class ProbeList(Message, frozen=True, kw_only=True):
     next: str = ""
 
 
+class Outbreak(Message, frozen=True, kw_only=True):
+    """A finding that stands on so many nodes at once that none of them is evicted for it.
+
+    Attributes:
+        finding: its kind, and XID: ``gpu.xid/79``.
+        rule: id of the rule that judges it.
+        count: how many nodes it stands on.
+        nodes: the first of these, at most 32.
+        since: when the first of them showed it, in wall seconds.
+        sentence: where it stands, and what is suspected.
+        advice: what happens next, and what a person can do.
+    """
+
+    finding: str
+    rule: str
+    count: int
+    nodes: tuple[NodeId, ...]
+    since: float
+    sentence: str
+    advice: str
+
+
 class FleetStatus(Message, frozen=True, kw_only=True):
     """The fleet on one screen. ``nodes`` counts by state; ``jobs`` are the ones not over.
+
+    Nodes that serve although a finding of one of the ``outbreaks`` stands on them are counted as ``outbreak``, whatever
+    their state.
 
     ``budget_left`` is how many nodes may be evicted now, ``breaker`` why automatic eviction is paused ("" when it is
     not), since ``breaker_at``. ``epoch`` counts the controller's lives over this database. ``store_away`` says why the
@@ -307,3 +334,4 @@ class FleetStatus(Message, frozen=True, kw_only=True):
     newest_event: int = 0
     breaker_at: float = 0.0
     store_away: str = ""
+    outbreaks: tuple[Outbreak, ...] = ()
