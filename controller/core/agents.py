@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from controller.core import offenders
 from controller.core.acquittals import spared
 from controller.core.correlation import count, expect, mind
 from controller.core.holds import enter_maintenance, window_of
@@ -136,6 +137,7 @@ def _note_repair(turn: Turn, record: NodeRecord) -> None:
         return
     if not _replaced(record, record.condemned):
         return
-    record.needs_operator, record.condemned, record.offences = False, [], 0.0
+    record.needs_operator, record.condemned = False, []
+    offenders.absolve(record)
     clear_own(turn, record.node)
     turn.audit("node.repaired", f"{record.node} has other GPUs than those that computed wrongly", node=record.node)

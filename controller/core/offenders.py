@@ -1,8 +1,14 @@
-"""Repeat offenders: a score that every offence raises and time halves.
+"""Repeat offenders: what each offence of a node weighs, how long it counts, and when the node belongs in repair.
 
 A few nodes cause most exclusions: of one fleet 1.2 % were lemons, of another three nodes of 63 caused half of all
-exclusions. Counting inside a window forgets an offence all at once; a score that decays tells a node with three
-evictions this week from one with three a quarter, and needs two numbers per node.
+exclusions. Two measures find them, and either suffices (H is ``offender_half_life_s``, R ``offender_repair_score``):
+
+* The score, the sum of ``weight * 0.5 ** (age / H)`` over all offences. It tells a node with three evictions this week
+  from one with three a quarter, orders spares and sets how long a node waits. Offences at a steady rate of r per
+  half-life bring it to about ``r / ln 2``.
+* The weight of the offences in the half-life that ends with the newest one. The score alone never reaches N with N
+  offences, since the first has faded when the last one comes. This makes R mean what it says: that many evictions
+  within one half-life.
 """
 
 from __future__ import annotations
@@ -17,6 +23,8 @@ RELAPSED = 1.0
 """It fell ill again on probation."""
 FAILED_PROBE = 0.5
 """Less than an eviction: partners and networks fail too."""
+REMEMBERED = 128
+"""Offences of a half-life that are remembered one by one; long before that many the node is in repair."""
 
 
 def offender_score(record: NodeRecord, now: float, half_life_s: float) -> float:
@@ -35,7 +43,14 @@ def offend(turn: Turn, node: str, weight: float) -> None:
     """Raises the node's score."""
     record = turn.state.nodes[node]
     record.offences, record.offended_at = score_now(turn, node) + weight, turn.now
+    since = turn.now - turn.policy.offender_half_life_s
+    record.offended = [*(one for one in record.offended if one[0] >= since), (turn.now, weight)][-REMEMBERED:]
     turn.node_changed(node)
+
+
+def absolve(record: NodeRecord) -> None:
+    """Forgets every offence of the node: it has been repaired."""
+    record.offences, record.offended = 0.0, []
 
 
 def forgive(turn: Turn, node: str, weight: float, at: float) -> None:
@@ -43,6 +58,8 @@ def forgive(turn: Turn, node: str, weight: float, at: float) -> None:
     record = turn.state.nodes[node]
     left = weight * math.pow(0.5, (turn.now - at) / turn.policy.offender_half_life_s)
     record.offences, record.offended_at = max(0.0, score_now(turn, node) - left), turn.now
+    if (at, weight) in record.offended:
+        record.offended.remove((at, weight))
     turn.node_changed(node)
 
 
@@ -55,11 +72,27 @@ def wait_s(turn: Turn, node: str) -> float:
     return min(policy.offender_wait_max_s, policy.offender_wait_s * math.pow(2.0, min(score - 2.0, 30.0)))
 
 
+def recent_weight(record: NodeRecord, now: float, half_life_s: float) -> float:
+    """What the offences weigh that lie in the half-life before the newest one. 0.0 where that one is older itself."""
+    if not record.offended or record.offended[-1][0] < now - half_life_s:
+        return 0.0
+    since = record.offended[-1][0] - half_life_s
+    return sum(weight for at, weight in record.offended if at >= since)
+
+
 def is_lemon(turn: Turn, node: str) -> bool:
-    """Whether the node belongs in repair, whatever its findings say now."""
-    return score_now(turn, node) >= turn.policy.offender_repair_score
+    """Whether the node belongs in repair, whatever its findings say now: by either measure."""
+    return max(score_now(turn, node), _recent_now(turn, node)) >= turn.policy.offender_repair_score
 
 
 def in_words(turn: Turn, node: str) -> str:
-    """The score in words."""
-    return f"its score of offences is {score_now(turn, node):.1f} of {turn.policy.offender_repair_score:g}"
+    """Why the node belongs in repair."""
+    score, limit = score_now(turn, node), turn.policy.offender_repair_score
+    if score >= limit:
+        return f"its score of offences is {score:.1f} of {limit:g}"
+    window_s = turn.policy.offender_half_life_s
+    return f"its offences of the last {window_s:g} s weigh {_recent_now(turn, node):g} of {limit:g}"
+
+
+def _recent_now(turn: Turn, node: str) -> float:
+    return recent_weight(turn.state.nodes[node], turn.now, turn.policy.offender_half_life_s)

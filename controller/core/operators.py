@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from controller.core import forgetting, holds, jobs
+from controller.core import forgetting, holds, jobs, offenders
 from controller.core.events import OperatorAction, OperatorCommand, ProbeRequested
 from controller.core.eviction import needed_by, release, reset_breaker
 from controller.core.generations import Cause
@@ -183,7 +183,7 @@ def _readmit(turn: Turn, node: str, sentence: str) -> None:
     clear_own(turn, node)
     record.hold, record.undecided, record.vouched = "", {}, list(record.findings)
     if record.state is NodeState.REPAIR:
-        record.offences = 0.0
+        offenders.absolve(record)
     holds.end_early(turn, node)
     release(turn, node)
     record.probe_failures = 0

@@ -217,8 +217,9 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Seconds in which a node's score of offences halves. 1.2 % of nodes are lemons, and three of 63 caused half of
     all exclusions (published fleets): longer finds more of them, and forgives slower."""
     offender_repair_score: float = 5.0
-    """Score at which a node goes to repair instead of back: an eviction or a relapse on probation counts 1, a failed
-    probe half of that."""
+    """A node goes to repair instead of back once its score, or the plain sum of its offences within one half-life, is
+    that high: an eviction or a relapse on probation counts 1, a failed probe half of that. So 5 means five evictions in
+    a week, or fewer a week for longer (four a week reach a score of 5 in the third)."""
 
     # what is forgotten
     forget_nodes_after_s: float = 30 * 86400.0

@@ -61,17 +61,82 @@ def test_each_further_offence_waits_about_twice_as_long() -> None:
     assert waits[2] > 1.9 * waits[1]
 
 
+DAY_S = 400.0
+HALF_LIFE_S = 7 * DAY_S
+"""A week of short days, in the proportions of the production policy."""
+
+
+def _repaired_at(times: list[float]) -> int | None:
+    """Which eviction at one of ``times``, counted from 1, sends the node to repair; None where none does."""
+    policy = msgspec.structs.replace(
+        CorePolicy.production(),
+        offender_half_life_s=HALF_LIFE_S,
+        eviction_count=50,
+        eviction_share=1.0,
+        probe_required=False,
+        probation_beats=1,
+        quarantine_min_s=0.0,
+    )
+    assert policy.offender_repair_score == 5.0
+    fleet = CoreFleet(policy)
+    names = [f"n{number}" for number in range(1, 9)]
+    fleet.register(*names)
+    begin = fleet.now
+    for count, at in enumerate(times, 1):
+        fleet.advance(begin + at - fleet.now, *names)
+        fleet.raise_finding("n2", xid())
+        fleet.clear_finding("n2", xid().key)
+        fleet.advance(130.0, *names)  # until nobody else can turn out to show the same
+        if fleet.node_state("n2") is NodeState.REPAIR:
+            return count
+        if fleet.node_state("n2") is NodeState.QUARANTINED:
+            fleet.order(OperatorAction.READMIT, node="n2")
+            fleet.advance(10.0, *names)
+        assert fleet.node_state("n2") is NodeState.HEALTHY
+    return None
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        pytest.param([number * DAY_S for number in range(6)], id="one a day"),
+        pytest.param([number * 150.0 for number in range(6)], id="in a row"),
+        pytest.param([number * HALF_LIFE_S / 4 for number in range(6)], id="over the half-life"),
+    ],
+)
+def test_the_fifth_offence_of_a_half_life_means_repair(times: list[float]) -> None:
+    assert _repaired_at(times) == 5
+
+
+def test_offences_two_days_apart_mean_repair_by_their_score() -> None:
+    """Four in each half-life: a score of 5.05 with the twelfth, and of 5 with the fourteenth when it is looked at again
+    two minutes later, which is much of these short days."""
+    assert _repaired_at([number * 2 * DAY_S for number in range(16)]) == 14
+
+
+def test_an_offence_every_half_life_never_means_repair() -> None:
+    assert _repaired_at([number * HALF_LIFE_S for number in range(6)]) is None
+
+
+def test_an_offence_taken_back_counts_towards_no_repair() -> None:
+    fleet = _fleet(offender_repair_score=2.0)
+    fleet.raise_finding("n2", xid())
+    for other in ("n1", "n3", "n4"):
+        fleet.raise_finding(other, xid())
+    record = fleet.state.nodes["n2"]
+    assert (record.offended, _score(fleet)) == ([], 0.0)
+
+
 def test_at_the_threshold_the_node_goes_to_repair_instead_of_back() -> None:
     fleet = _fleet()
-    for _ in range(4):
+    for _ in range(3):
         _evict_and_return(fleet)
-    assert _score(fleet) < 4.0
     fleet.raise_finding("n2", xid())
     fleet.advance(119.0, *EVERYONE)
     assert fleet.node_state("n2") is NodeState.QUARANTINED  # others may show the same
     fleet.advance(2.0, *EVERYONE)
     assert fleet.node_state("n2") is NodeState.REPAIR
-    assert "offends again and again: its score of offences is" in fleet.state.nodes["n2"].sentence
+    assert "offends again and again: its offences of the last 1000 s weigh 4 of 4" in fleet.state.nodes["n2"].sentence
 
 
 def test_a_node_that_comes_back_from_repair_begins_with_a_clean_score() -> None:
@@ -79,7 +144,7 @@ def test_a_node_that_comes_back_from_repair_begins_with_a_clean_score() -> None:
     fleet.raise_finding("n2", xid())
     fleet.order(OperatorAction.REPAIR, node="n2")
     fleet.order(OperatorAction.READMIT, node="n2")
-    assert _score(fleet) == 0.0
+    assert (_score(fleet), fleet.state.nodes["n2"].offended) == (0.0, [])
 
 
 def test_offences_long_past_are_forgiven() -> None:
