@@ -335,7 +335,7 @@ def budget_status(desk: Desk) -> past.BudgetStatus:
                 used=one.used,
                 left=0 if now.breaker else one.left,
                 nodes=one.of,
-                frees_at=one.frees_at,
+                frees_at=0.0 if now.breaker else one.frees_at,
             )
             for one in now.scopes
         ),

@@ -103,13 +103,15 @@ class StoreChanged(EventBase, frozen=True, kw_only=True, tag=True):
 class ActionReported(EventBase, frozen=True, kw_only=True, tag=True):
     """A remediation that ``effects.RequestRemedy`` asked for has come to its end.
 
-    ``ok``: it was carried out and read back; else ``detail`` says why it was given up.
+    ``ok``: it was carried out and read back; else ``detail`` says why it was given up. ``dry_run``: nothing was done,
+    and it counts as done.
     """
 
     id: str
     node: NodeId
     ok: bool
     detail: str = ""
+    dry_run: bool = False
 
 
 class NodeObserved(EventBase, frozen=True, kw_only=True, tag=True):

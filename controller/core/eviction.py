@@ -138,7 +138,7 @@ def _latch(turn: Turn, node: str, finding: Finding) -> str:
     fleet.breaker = (
         f"the fleet's budget of {_evictions(scope.limit)} in {policy.eviction_window_s:g} s is used up "
         f"(at most {policy.eviction_count}, and {policy.eviction_share:.0%} of {scope.of} nodes); "
-        "no node is evicted until an operator resets the breaker"
+        "no node is evicted until an operator resets the breaker: everstep reset-breaker --reason WHY"
     )
     fleet.breaker_at, fleet.latched_by = turn.now, (node, finding.key)
     turn.fleet_changed()

@@ -40,7 +40,7 @@ def evidence_of(state: FleetState, node: str, now: float, verdicts: Iterable[Ver
         findings=findings,
         verdicts=tuple(verdicts),
         evictions=tuple(record.evictions),
-        remedied=tuple(record.remedied),
+        remedied=tuple(at for at in record.remedied if at not in record.dry_runs),
         offences=round(offender_score(record, now, state.policy.offender_half_life_s), 3),
         history=tuple(
             EvidenceNote(at=note.at, what=note.what, sentence=note.sentence, detail=note.detail)

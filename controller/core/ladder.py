@@ -33,7 +33,8 @@ def go_on(turn: Turn, node: str) -> None:
     elif course.settles_at and turn.now < course.settles_at:
         turn.wake(course.settles_at, "care", node)
     elif course.settles_at:
-        _next_rung(turn, node, course, "was confirmed, and what it should have cured stands")
+        how = "was only a dry run" if remedies.was_dry_run(record) else "was confirmed"
+        _next_rung(turn, node, course, f"{how}, and what it should have cured stands")
     else:
         _carry_out(turn, node, course)
 
@@ -108,16 +109,18 @@ def reported(turn: Turn, event: ActionReported) -> None:
     if record is None:
         turn.ignore("action_reported.unknown")
         return
-    how = "was carried out" if event.ok else f"failed: {event.detail}"
+    how = _outcome(event) if event.ok else f"failed: {event.detail}"
     casebook.enter(record, turn.now, "action", f"{event.id} {how}", {"remedy": event.id})
     turn.node_changed(event.node)
     course = record.course
     if course is not None and course.remedy == event.id:
         course.remedy = ""
+        if event.dry_run:
+            remedies.note_dry_run(record)
         if record.state is not NodeState.QUARANTINED:
             turn.wake(turn.now, "care", event.node)
         elif event.ok:
-            _confirmed(turn, event.node, course)
+            _confirmed(turn, event.node, course, event)
         else:
             _next_rung(turn, event.node, course, f"failed ({event.detail})")
         return
@@ -127,7 +130,11 @@ def reported(turn: Turn, event: ActionReported) -> None:
             record.cordoned = remedies.PERHAPS
 
 
-def _confirmed(turn: Turn, node: str, course: Course) -> None:
+def _outcome(event: ActionReported) -> str:
+    return "would have been carried out (dry run: nothing was done)" if event.dry_run else "was carried out"
+
+
+def _confirmed(turn: Turn, node: str, course: Course, event: ActionReported) -> None:
     """What sensors see clears by their word; whether memory holds its patterns again, the diagnostics tell. No reset
     cures who computed wrongly: that node stays out until somebody vouches for it."""
     record, cure = turn.state.nodes[node], course.ladder[course.rung]
@@ -136,7 +143,7 @@ def _confirmed(turn: Turn, node: str, course: Course) -> None:
     clear_own(turn, node, cured)
     if cured and not any(finding.severity is Severity.CRITICAL for finding in record.own.values()):
         record.needs_operator, record.condemned = False, []
-    turn.audit("remedy.confirmed", f"{in_words(cure)} of {node} was carried out", node=node)
+    turn.audit("remedy.confirmed", f"{in_words(cure)} of {node} {_outcome(event)}", node=node)
     turn.wake(turn.now, "care", node)
 
 

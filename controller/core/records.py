@@ -133,9 +133,9 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     key, ``steps`` of ladders under the rule. ``undecided``: keys of findings that are looked at again, and what for.
     ``cleared``: since when a cause has been clear. ``course``: its treatment while it is out. ``offences``: its score
     as of ``offended_at``, ``offended`` those of the last half-life, each with when it was and what it weighs.
-    ``remedied``: times of its automatic resets and reboots, ``restarted`` of restarts of its ranks. ``cordoned``: id of
-    the remedy by which Everstep took it out of service with the scheduler, or ``remedies.PERHAPS``; ``foreign``: who
-    else has. ``hold``: a person's order that keeps it out.
+    ``remedied``: times of its automatic resets and reboots, ``dry_runs`` of those that were only written to the log,
+    ``restarted`` of restarts of its ranks. ``cordoned``: id of the remedy by which Everstep took it out of service with
+    the scheduler, or ``remedies.PERHAPS``; ``foreign``: who else has. ``hold``: a person's order that keeps it out.
     ``maintenance_until``: the end of its maintenance window, 0.0 outside one. ``notes``: its case book.
     """
 
@@ -186,6 +186,7 @@ class NodeRecord(msgspec.Struct, kw_only=True):
     offended_at: float = 0.0
     offended: list[tuple[float, float]] = []
     remedied: list[float] = []
+    dry_runs: list[float] = []
     restarted: list[float] = []
     cordoned: str = ""
     foreign: str = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from controller.core import caps, casebook
 from controller.core.effects import Remedy, RemedyKind
 from controller.core.evidence import evidence_of, suspect_gpus
+from controller.core.records import NodeRecord
 from controller.core.turn import Turn
 from everstep.vocabulary import Action
 
@@ -43,6 +44,16 @@ def treat(turn: Turn, node: str, cure: Action, sentence: str) -> str:
     record.remedied = caps.noted(record.remedied, turn.now, turn.policy.remedy_node_window_s)
     fleet.remedied = caps.noted(fleet.remedied, turn.now, turn.policy.remedy_fleet_window_s)
     return _request(turn, node, KINDS[cure], sentence, due=turn.now + turn.policy.remedy_timeout_s)
+
+
+def note_dry_run(record: NodeRecord) -> None:
+    """The node's newest reset or reboot was only a dry run: it counts under the caps, and was never carried out."""
+    record.dry_runs = [at for at in record.dry_runs if at in record.remedied] + record.remedied[-1:]
+
+
+def was_dry_run(record: NodeRecord) -> bool:
+    """Whether the node's newest reset or reboot was only a dry run."""
+    return bool(record.remedied) and record.remedied[-1] in record.dry_runs
 
 
 def node_cap(turn: Turn, node: str) -> str:

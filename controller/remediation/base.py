@@ -38,6 +38,8 @@ class Remediator(Protocol):
     name: str
     kinds: frozenset[RemedyKind]
     """What it can do; anything else is given up with a sentence."""
+    dry_run: bool
+    """Whether it only says what it would do. What it reports as done was not done."""
 
     def apply(self, remedy: Remedy) -> None:
         """Has ``remedy`` carried out. To ask again for what is done, or under way, changes nothing."""

@@ -254,12 +254,15 @@ class RemedyDesk:
         return await asyncio.get_running_loop().run_in_executor(self._threads, called)
 
     async def _end(self, row: RemedyRow, state: RemedyState, detail: str) -> None:
+        dry_run = self._remediator.dry_run and state is RemedyState.CONFIRMED
+        detail = detail or ("dry run: nothing was done" if dry_run else "")
         ended = msgspec.structs.replace(row, state=state, detail=detail[:1024], ended_at=self._now())
         report = None
         if state is not RemedyState.SUPERSEDED or row.kind in _CURES:  # a cure may be waited for
             trace = msgspec.json.decode(row.doc, type=Remedy).trace
             ok = state is RemedyState.CONFIRMED
-            report = ActionReported(id=row.id, node=row.node, ok=ok, detail=detail[:1024], trace=trace)
+            words = detail[:1024]
+            report = ActionReported(id=row.id, node=row.node, ok=ok, detail=words, dry_run=dry_run, trace=trace)
         await self._write(ended, report)
 
     async def _write(self, row: RemedyRow, report: ActionReported | None = None) -> None:

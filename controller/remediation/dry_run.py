@@ -16,6 +16,7 @@ class DryRun:
     """Satisfies ``Remediator``; takes everything for done at once."""
 
     name = "dry_run"
+    dry_run = True
     kinds = frozenset(RemedyKind)
 
     def __init__(self) -> None:

@@ -65,6 +65,7 @@ class Kubernetes:
     """
 
     name = "kubernetes"
+    dry_run = False
     kinds = frozenset({RemedyKind.CORDON, RemedyKind.UNCORDON, RemedyKind.REBOOT, RemedyKind.REPAIR})
 
     def __init__(self, api: Any, *, evict: bool = False, namespace: str = "default") -> None:

@@ -110,6 +110,7 @@ class Slurm:
     """
 
     name = "slurm"
+    dry_run = False
     kinds = frozenset({RemedyKind.CORDON, RemedyKind.UNCORDON, RemedyKind.REBOOT, RemedyKind.REPAIR})
 
     def __init__(self, scontrol: str = "scontrol", configuration: str = "") -> None:

@@ -50,6 +50,7 @@ class Webhook:
     """
 
     name = "webhook"
+    dry_run = False
     kinds = frozenset(RemedyKind)
 
     def __init__(self, url: str, secret: bytes, *, wall: Callable[[], float], cordons: bool = False) -> None:

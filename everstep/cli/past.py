@@ -178,6 +178,8 @@ def budget(context: typer.Context, as_json: Json = False) -> None:
         )
         for one in left.scopes:
             frees = age(one.frees_at - now) if one.frees_at > now else "-"
+            if left.breaker:
+                frees = "after everstep reset-breaker"
             numbers = (one.left, one.limit, one.used, one.nodes)
             view.add_row(" ".join(filter(None, (one.kind, one.name))), *map(str, numbers), frees)
         show(left, as_json, view)

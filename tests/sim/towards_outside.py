@@ -44,6 +44,7 @@ class Caller:
     """Satisfies ``Remediator``: one controller's connection to the outside, for one time of leading."""
 
     name = "simulated"
+    dry_run = False
     kinds = frozenset(RemedyKind)
 
     def __init__(self, controller: ControllerProcess) -> None:

@@ -10,7 +10,7 @@ import msgspec
 
 from controller.core.effects import Remedy, RemedyKind
 from controller.core.events import ActionReported
-from controller.remediation.base import Standing
+from controller.remediation.base import Remediator, Standing
 from controller.remediation.desk import RemedyDesk
 from controller.store.records import RemedyRow, RemedyState
 from everstep.backoff import Backoff
@@ -23,6 +23,7 @@ class Machine:
     """A remediator over machines in memory. ``pending``: how often it is asked before a remedy shows; ``refuses``."""
 
     name = "machine"
+    dry_run = False
 
     def __init__(self, pending: int = 0, refuses: bool = False, away: int = 0) -> None:
         self.kinds = frozenset({RemedyKind.CORDON, RemedyKind.UNCORDON, RemedyKind.REBOOT})
@@ -96,7 +97,7 @@ def wanted(
     return msgspec.structs.replace(row, **more)
 
 
-def run(machine: Machine, book: Book, *rows: RemedyRow, left: Sequence[RemedyRow] = (), **more: Any) -> None:
+def run(machine: Remediator, book: Book, *rows: RemedyRow, left: Sequence[RemedyRow] = (), **more: Any) -> None:
     """Everything to its end."""
 
     async def to_the_end() -> None:

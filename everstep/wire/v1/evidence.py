@@ -24,8 +24,9 @@ class Evidence(Message, frozen=True, kw_only=True):
 
     ``suspects`` are those of ``gpus`` that findings name, with serial number and UUID. ``findings`` stand now, with
     threshold, source and evidence of each; ``history`` tells, oldest first, what stood and was done before.
-    ``evictions`` and ``remedied``: when it was taken out, and reset or rebooted. ``offences``: its score (each weighed
-    by how long ago it was). ``rule`` and ``action``: by what it is out, and the cure that is due.
+    ``evictions`` and ``remedied``: when it was taken out, and reset or rebooted; what was only a dry run is in
+    ``history`` alone. ``offences``: its score (each weighed by how long ago it was). ``rule`` and ``action``: by what
+    it is out, and the cure that is due.
     """
 
     format: str

@@ -73,7 +73,8 @@ class RemedyList(Message, frozen=True, kw_only=True):
 
 class BudgetScope(Message, frozen=True, kw_only=True):
     """The budget of the ``kind`` fleet, rack or job of that ``name``: evictions in the window, and when the oldest of
-    them leaves it (0.0: none is in it)."""
+    them leaves it. ``frees_at`` is 0.0 where none is in it, and while the breaker is latched: no time frees anything
+    then, a person does."""
 
     kind: str
     name: str

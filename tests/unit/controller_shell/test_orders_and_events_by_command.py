@@ -197,6 +197,23 @@ def test_when_a_budget_frees_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert list(drawn[0].columns[-1].cells) == ["5 min"]
 
 
+def test_a_latched_breaker_promises_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from everstep.cli import past
+    from everstep.wire.v1 import history
+
+    scope = history.BudgetScope(kind="fleet", name="", limit=1, used=1, left=0, nodes=6)
+
+    class Told:
+        def get(self, *_: Any) -> history.BudgetStatus:
+            return history.BudgetStatus(window_s=300.0, breaker="the budget is used up", scopes=(scope,))
+
+    drawn: list[Any] = []
+    monkeypatch.setattr(past, "controller", lambda _: _Given(Told()))
+    monkeypatch.setattr(past, "show", lambda _message, _as_json, view: drawn.append(view))
+    past.budget(typer.Context(typer.main.get_command(app)))
+    assert list(drawn[0].columns[-1].cells) == ["after everstep reset-breaker"]
+
+
 class _Given:
     def __init__(self, given: Any) -> None:
         self._given = given

@@ -6,7 +6,6 @@ import msgspec
 
 from controller import metrics, views
 from controller.core.policy import CorePolicy
-from controller.push import Outbox
 from controller.remediation.alerts import Alert, alerts_of
 from everstep.cli import tables
 from everstep.vocabulary import NodeState
@@ -14,6 +13,7 @@ from everstep.wire.v1 import operator as op
 from tests.support.core_fleet import CoreFleet
 from tests.support.findings import xid
 from tests.support.printed import printed
+from tests.support.shown import desk_of
 
 ILL = [f"n{number}" for number in range(1, 11)]
 
@@ -28,21 +28,8 @@ def _outbreak(nodes: int = 40, **knobs: object) -> CoreFleet:
     return fleet
 
 
-def _desk(fleet: CoreFleet) -> views.Desk:
-    return views.Desk(
-        state=fleet.state,
-        outbox=Outbox(1),
-        epoch=1,
-        started_at=fleet.now,
-        now=lambda: fleet.now,
-        lag_s=lambda: 0.0,
-        queued=lambda: 0,
-        newest_event=lambda: 0,
-    )
-
-
 def _status(fleet: CoreFleet) -> op.FleetStatus:
-    return views.fleet_status(_desk(fleet))
+    return views.fleet_status(desk_of(fleet))
 
 
 def _alerts(fleet: CoreFleet) -> list[Alert]:
@@ -65,7 +52,7 @@ def test_status_counts_no_node_of_an_outbreak_as_healthy() -> None:
 
 
 def test_node_reason_names_what_stands_on_it() -> None:
-    desk = _desk(_outbreak())
+    desk = desk_of(_outbreak())
     ill, well = views.node_detail(desk, "n2").summary, views.node_detail(desk, "n30").summary
     assert ill.reason.startswith("gpu.xid/79 stands on n2: XID 79: GPU has fallen off the bus; not evicted, since")
     assert (ill.outbreaks, well.outbreaks) == (("gpu.xid/79",), ())
@@ -73,7 +60,7 @@ def test_node_reason_names_what_stands_on_it() -> None:
 
 
 def test_nodes_of_an_outbreak_are_found_by_state() -> None:
-    desk = _desk(_outbreak())
+    desk = desk_of(_outbreak())
 
     def names(state: str) -> set[str]:
         return {one.node for one in views.node_page(desk, views.NodeFilter(state=state), "", 100).nodes}
@@ -88,14 +75,14 @@ def test_status_on_a_terminal_names_the_outbreak() -> None:
     assert "10 outbreak" in screen
     assert "30 healthy" in screen
     assert "since 2 min: gpu.xid/79 stands on 10 of 40 nodes" in screen
-    detail = views.node_detail(_desk(fleet), "n2")
+    detail = views.node_detail(desk_of(fleet), "n2")
     assert "healthy (outbreak)" in printed(tables.node(detail, fleet.now), 160)
 
 
 def test_metrics_count_outbreaks_and_their_nodes() -> None:
     samples = {
         (sample.name, tuple(sample.labels.values())): sample.value
-        for family in metrics.FleetCollector(_desk(_outbreak())).collect()
+        for family in metrics.FleetCollector(desk_of(_outbreak())).collect()
         for sample in family.samples
     }
     assert samples["everstep_controller_nodes", ("outbreak",)] == 10

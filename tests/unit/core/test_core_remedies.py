@@ -8,6 +8,7 @@ import msgspec
 
 from controller.core.effects import Effect, Remedy, RemedyKind, RequestRemedy
 from controller.core.events import ActionReported, OperatorAction
+from controller.core.evidence import evidence_of
 from controller.core.policy import CorePolicy
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, NodeState, ProbeKind, Severity
 from everstep.wire.v1.agent import Gpu
@@ -424,3 +425,42 @@ def test_many_nodes_that_return_at_once_wait_for_partners_in_turn() -> None:
             _pass(fleet)
         fleet.advance(1.0, *[f"m{i}" for i in range(8)])
     raise AssertionError("not all came back")
+
+
+# --- dry runs ----------------------------------------------------------------------------------------------------
+
+
+def _dry_run(fleet: CoreFleet, kind: RemedyKind) -> list[Effect]:
+    """The newest remedy of the kind was only written to the log."""
+    before = len(fleet.effects)
+    remedy = next(one for one in reversed(_asked(fleet.effects)) if one.kind is kind)
+    fleet.feed(ActionReported(id=remedy.id, node=remedy.node, ok=True, dry_run=True, trace=fleet.trace()))
+    fleet.advance(0.01, *EVERYONE)
+    return fleet.effects[before:]
+
+
+def test_evidence_says_that_a_dry_run_did_nothing() -> None:
+    fleet = _reset_due()
+    effects = _dry_run(fleet, RemedyKind.RESET_GPU)
+    (said,) = audits(effects, "remedy.confirmed")
+    assert said == "reset gpu of n2 would have been carried out (dry run: nothing was done)"
+    evidence = evidence_of(fleet.state, "n2", fleet.now)
+    actions = [note.sentence for note in evidence.history if note.what == "action"]
+    assert actions[-1].endswith("would have been carried out (dry run: nothing was done)")
+    assert evidence.remedied == ()
+
+
+def test_evidence_lists_resets_that_were_carried_out() -> None:
+    fleet = _reset_due()
+    _report(fleet, RemedyKind.RESET_GPU)
+    evidence = evidence_of(fleet.state, "n2", fleet.now)
+    assert len(evidence.remedied) == 1
+    assert "was carried out" in evidence.history[-1].sentence
+
+
+def test_a_dry_run_that_cured_nothing_is_not_called_confirmed() -> None:
+    fleet = _reset_due()
+    _dry_run(fleet, RemedyKind.RESET_GPU)
+    effects = fleet.advance(fleet.policy.remedy_settle_s + 1.0, *EVERYONE)
+    (said,) = audits(effects, "remedy.failed")
+    assert said == "reset gpu of n2 was only a dry run, and what it should have cured stands"

@@ -12,6 +12,7 @@ import pytest
 from controller.core.effects import Remedy, RemedyKind
 from controller.lease import NotLeading
 from controller.remediation.desk import THREADS, RemedyDesk
+from controller.remediation.dry_run import DryRun
 from controller.remediation.kubernetes import Kubernetes
 from controller.store.records import RemedyState
 from everstep.backoff import Backoff
@@ -255,3 +256,16 @@ def test_a_cordon_that_an_absent_outside_never_took_is_not_lost_for_a_repair() -
     machine.kinds = frozenset(RemedyKind)
     run(machine, book, wanted(1), wanted(2, RemedyKind.REPAIR))
     assert machine.applied == ["n1-a1", "n1-a2"]
+
+
+def test_a_dry_run_is_reported_as_one() -> None:
+    book = Book()
+    run(DryRun(), book, wanted(1, RemedyKind.REBOOT))
+    assert [(told.ok, told.dry_run) for told in book.told] == [(True, True)]
+    assert (book.states("n1-a1"), book.written[-1].detail) == (["begun", "confirmed"], "dry run: nothing was done")
+
+
+def test_what_a_machine_did_is_not_reported_as_a_dry_run() -> None:
+    book = Book()
+    run(Machine(), book, wanted(1, RemedyKind.REBOOT))
+    assert [(told.dry_run, told.detail) for told in book.told] == [(False, "")]

@@ -1,0 +1,21 @@
+"""What operators are shown of a fleet that no controller runs."""
+
+from __future__ import annotations
+
+from controller.push import Outbox
+from controller.views import Desk
+from tests.support.core_fleet import CoreFleet
+
+
+def desk_of(fleet: CoreFleet) -> Desk:
+    """The views' window on the fleet, at its own time."""
+    return Desk(
+        state=fleet.state,
+        outbox=Outbox(1),
+        epoch=1,
+        started_at=fleet.now,
+        now=lambda: fleet.now,
+        lag_s=lambda: 0.0,
+        queued=lambda: 0,
+        newest_event=lambda: 0,
+    )
