@@ -44,7 +44,7 @@ from controller.core.events import (
 )
 from controller.core.eviction import check_held
 from controller.core.examinations import check_care, check_case, check_probe, probe_reported
-from controller.core.generations import check_boundary, heard_beyond_boundary
+from controller.core.generations import check_boundary, heard_beyond_boundary, note_waiting
 from controller.core.hangs import settle
 from controller.core.homes import check_homes
 from controller.core.membership import ENDED
@@ -140,6 +140,7 @@ def take(state: FleetState, event: Event, now: float, recorded: Sequence[Read] |
     if state.held:
         pictures.reconsider(turn)
     joining.offer_released(turn)
+    note_waiting(turn)
     return turn
 
 

@@ -238,16 +238,42 @@ def _pause(turn: Turn, job: JobRecord, cause: Cause, seats: list[str]) -> None:
     _end_those_outside(turn, job, cause, seats)
     live.pending, job.leaving = None, None
     live.stalls, live.witnesses = {}, set()
-    sentence = (
-        f"{cause.sentence}; able to go on: {named(seats)}; the job needs {nodes(least_nodes(job))} "
-        "and is paused until one comes back"
-    )
+    job.paused_for = cause.sentence
+    sentence = _waiting(job, seats)
     job.state, job.since, job.sentence, job.trace = JobState.PAUSED, turn.now, sentence, cause.trace
     roster_changed(turn.state, job)
     turn.job_changed(job.job)
     turn.audit("job.paused", sentence, job=job.job, generation=job.last_number, trace=cause.trace)
     hand_on(turn, job)
     turn.wake(turn.now + turn.policy.take_after_s, "job", job.job)
+
+
+def _waiting(job: JobRecord, seats: Sequence[str]) -> str:
+    """Why the job is paused, who could go on, and how many more it waits for."""
+    least = least_nodes(job)
+    missing = least - len(seats)
+    more = "more of a block come back" if job.spec.block_nodes > 1 else f"{missing} come back"
+    until = "one comes back" if missing == 1 else more
+    return f"{job.paused_for}; able to go on: {named(seats)}; the job needs {nodes(least)} and is paused until {until}"
+
+
+def note_waiting(turn: Turn) -> None:
+    """Has each paused job looked at again whose nodes changed in this turn: once a second, however many did."""
+    changed, jobs = turn.changed()
+    names = dict.fromkeys(jobs)
+    for node in changed:
+        names.update(turn.state.live_nodes[node].jobs)
+    for name in names:
+        if turn.state.jobs[name].state is JobState.PAUSED:
+            turn.wake(math.floor(turn.now) + 1.0, "job", name)
+
+
+def restate_waiting(turn: Turn, job: JobRecord) -> None:
+    """Brings the sentence of a paused job up to date with the nodes that are able now."""
+    seats = next_roster(turn, job)
+    if len(seats) < least_nodes(job) and (sentence := _waiting(job, seats)) != job.sentence:
+        job.sentence = sentence
+        turn.job_changed(job.job)
 
 
 def _end_those_outside(turn: Turn, job: JobRecord, cause: Cause, seats: list[str]) -> None:

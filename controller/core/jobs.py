@@ -8,6 +8,7 @@ from controller.core.generations import (
     consider_growth,
     hand_on,
     regroup,
+    restate_waiting,
 )
 from controller.core.job_index import job_ended
 from controller.core.joining import consider_forming
@@ -125,3 +126,5 @@ def check_job(turn: Turn, job: JobRecord) -> None:
     elif job.state is JobState.PAUSED:
         consider_growth(turn, job)
         consider_taking(turn, job)
+        if job.state is JobState.PAUSED:
+            restate_waiting(turn, job)

@@ -290,17 +290,16 @@ class Shielded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class JobRecord(msgspec.Struct, kw_only=True):
     """A job as stored.
 
-    ``generation`` is the current one (None while forming). ``opened_at``: when it was decided; ``resumed_at``: when
-    its last rank had stepped, None until then. ``launchers`` in order of joining. ``size``: an operator's bound on
-    nodes below ``spec.max_nodes``. ``ceiling``: after corruption nothing newer may be restored, until a version is
-    committed after it. ``losses``: per node, wall seconds of rank losses
-    inside the flap window; ``leaving``: the running generation while a boundary to ``generation`` is announced and
-    not reached. ``excluded``: nodes that this job does without, and why. ``former``: nodes of earlier
-    rosters whose vaults may still hold slots. ``raised``: what the training function raised, and on which node first.
-    ``ties``: times of unsettled votes. ``finished``: ranks of the running
-    generation whose training function returned. ``slow``: nodes that were replaced as stragglers, and why. ``homes`` of
-    the newest committed version. ``gave_at``: when it last gave a node to a job of higher priority.
-    ``deserted_at``: when the last of its launchers was gone.
+    ``paused_for``: what paused it last. ``generation`` is the current one (None while forming). ``opened_at``: when it
+    was decided; ``resumed_at``: when its last rank had stepped, None until then. ``launchers`` in order of joining.
+    ``size``: an operator's bound on nodes below ``spec.max_nodes``. ``ceiling``: after corruption nothing newer may be
+    restored, until a version is committed after it. ``losses``: per node, wall seconds of rank losses inside the flap
+    window; ``leaving``: the running generation while a boundary to ``generation`` is announced and not reached.
+    ``excluded``: nodes that this job does without, and why. ``former``: nodes of earlier rosters whose vaults may still
+    hold slots. ``raised``: what the training function raised, and on which node first. ``ties``: times of unsettled
+    votes. ``finished``: ranks of the running generation whose training function returned. ``slow``: nodes that were
+    replaced as stragglers, and why. ``homes`` of the newest committed version. ``gave_at``: when it last gave a node to
+    a job of higher priority. ``deserted_at``: when the last of its launchers was gone.
 
     ``spilling``: the version on its way to storage. ``stored``: those that are there, by when they were written;
     ``spilled_step`` of the last one. ``spills_lost``: versions that were ordered and never got there;
@@ -318,6 +317,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     state: JobState = JobState.FORMING
     since: float = 0.0
     sentence: str = ""
+    paused_for: str = ""
     trace: TraceId = ""
     launchers: dict[NodeId, LauncherRecord] = {}
     last_number: GenerationNumber = 0
