@@ -13,7 +13,7 @@ from agent.policy.rules import Event, LineRule, Policy, Rule
 from agent.rule_history import RuleHistory
 from agent.sensors.frames import Poll
 from agent.sensors.samples import GpuSample, HostSample, SensorState, XidEvent
-from agent.sensors.xid import read_xid
+from agent.sensors.xid import XidReader
 from agent.xid_history import XidHistory, XidRecord
 from agent.xids import recovery_action, recovery_name
 from everstep.vocabulary import Finding, FindingKind, Severity
@@ -80,6 +80,7 @@ class Assessor:
             self._scopes.setdefault(rule.scope, []).append((rule, rule.field))
         self._patterns = [(rule, re.compile(rule.pattern)) for rule in policy.lines]
         self.xids = XidHistory(policy, memory.xids, now.monotonic)
+        self._reader = XidReader(self._bus_of)
         self._resume(memory.standing)
         self.findings: tuple[Finding, ...] = ()
         self._dirty = True
@@ -113,7 +114,7 @@ class Assessor:
     def kernel_lines(self, lines: Iterable[str], now: Instant) -> bool:
         """New lines of the kernel's log."""
         for line in lines:
-            event = read_xid(line)
+            event = self._reader.read(line)
             if event is not None:
                 self._dirty |= self.xids.take(event, now.wall, now.monotonic)
                 continue
@@ -144,6 +145,9 @@ class Assessor:
         )
 
     # --- GPUs ---
+
+    def _bus_of(self, uuid: str) -> str | None:
+        return next((bus_id for bus_id, gpu in self._gpus.items() if gpu.uuid == uuid), None)
 
     def _gpu(self, sample: GpuSample, now: Instant) -> None:
         bus_id = sample.pci_bus_id

@@ -16,6 +16,7 @@ LINE_BYTES = 8192
 """A longer line is cut there; what follows it up to the next line end is dropped."""
 
 MOST_RECORDS = 512
+_LINE_END = rb"\x0a"
 
 
 class LogPosition(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,7 +167,11 @@ class KernelLog:
         return lines
 
     def _record(self, record: bytes) -> list[str]:
-        """``priority,sequence,time,flags;text`` and lines of properties, which begin with a space."""
+        """``priority,sequence,time,flags;text`` and lines of properties, which begin with a space.
+
+        One printk of several lines is one record, in which the kernel escapes each line's end as it does all that is
+        not printable. The other escapes stay: what they stand for might steer a terminal.
+        """
         header, _, text = record.partition(b";")
         fields = header.split(b",")
         sequence = int(fields[1]) if len(fields) > 1 and fields[1].isdigit() else -1
@@ -176,8 +181,8 @@ class KernelLog:
             self._position = LogPosition(sequence=sequence)
             if len(fields) > 2 and fields[2].isdigit() and int(fields[2]) < self._not_before_us:
                 return []
-        line = text.partition(b"\n")[0]
-        return [line.decode("utf-8", "replace")] if line else []
+        lines = text.partition(b"\n")[0].split(_LINE_END)
+        return [line.decode("utf-8", "replace") for line in lines if line]
 
     def _fail(self, error: OSError) -> None:
         self.error = f"{self._path}: {error.strerror}"

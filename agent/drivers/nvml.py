@@ -93,9 +93,10 @@ def _text(code: int) -> str:
 
 
 def kernel_bus_id(nvml: str) -> str:
-    """NVML's ``00000000:1B:00.0`` as the kernel's log has it: ``0000:1b:00``."""
+    """NVML's ``00000000:1B:00.0`` as the kernel's log has it: ``0000:1b:00``, and ``10000:01:00`` behind a domain that
+    has more than four digits."""
     domain, bus, device = nvml.lower().split(":")
-    return f"{domain[-4:]}:{bus}:{device.partition('.')[0]}"
+    return f"{int(domain, 16):04x}:{bus}:{device.partition('.')[0]}"
 
 
 class Device:

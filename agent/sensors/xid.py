@@ -1,46 +1,145 @@
-"""Kernel lines about GPUs, read: pure functions from a line to what it says."""
+"""Read XIDs from the kernel's log, as NVIDIA's drivers write them.
+
+The formats are those of the open kernel modules (``kernel_rc.c``, ``osapi.c``) and of logs that were published::
+
+    NVRM: GPU at PCI:0000:5d:00: GPU-f1906b9b-557a-e961-045c-9fe4be3ce012
+    NVRM: Xid (PCI:0000:5d:00): 79, pid=1234, name=python3, GPU has fallen off the bus.
+    NVRM: Xid (PCI:0000:01:00 GPU-I:05 GPU-CI:02): 43, pid=7194, ...      of a GPU that is partitioned
+    NVRM: GPU 0000:5d:00.0: GPU has fallen off the bus.
+    NVRM: The NVIDIA GPU 0000:5d:00.0                                     while the driver starts, in three lines
+    NVRM: (PCI ID: 10de:2330) installed in this system has
+    NVRM: fallen off the bus and is not responding to commands.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from agent.sensors.samples import XidEvent
 from agent.xids import FALLEN_OFF_BUS, RECOVERY_ACTION_CHANGED
 
 MOST_TEXT = 300
+MOST_UUIDS = 64
+"""GPUs whose announcements are remembered; a node has sixteen at most."""
+NEAR_LINES = 16
+"""Lines within which one thing is said: its parts may stand apart, where the kernel has something else to say."""
 
-_XID = re.compile(r"NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F:.]+)\): (?P<xid>\d{1,5})\b(?P<rest>.*)")
-_OFF_BUS = re.compile(
-    r"NVRM:.*?GPU (?:at (?:PCI:)?)?(?P<bus>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}[.0-7]*)"
-    r".*has fallen off the bus"
+_ADDRESS = (
+    r"(?:(?P<domain>[0-9a-fA-F]{4,8}):)?(?P<bus>[0-9a-fA-F]{2}|[0-9a-fA-F]{4}):(?P<slot>[0-9a-fA-F]{2})"
+    r"(?:\.[0-9a-fA-F])?(?![0-9a-fA-F])"
 )
-_RECOVERY = re.compile(r"recovery action changed from 0x[0-9a-fA-F]+ .*? to 0x(?P<to>[0-9a-fA-F]+)")
+_UUID = r"GPU-[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
+
+_XID = re.compile(r"NVRM: Xid \((?P<where>[^()]{1,128})\): (?P<xid>[0-9]{1,5})\b(?P<rest>.*)", re.ASCII)
+_PLACE = re.compile(rf"(?:PCI:)?{_ADDRESS}")
+_NAMED_UUID = re.compile(_UUID)
+_ANNOUNCED = re.compile(rf"GPU at (?:PCI:)?{_ADDRESS}: (?P<uuid>{_UUID})")
+_GPU = re.compile(rf"\bGPU (?:at )?(?:PCI:)?{_ADDRESS}")
+_HEADING = "NVRM: The NVIDIA GPU "
+_OFF_BUS = "fallen off the bus"
+_RECOVERY = re.compile(
+    r"recovery action changed from 0x[0-9a-fA-F]{1,8} .{0,64}? to 0x(?P<to>[0-9a-fA-F]{1,8})\b", re.ASCII
+)
 
 
 def normal_bus_id(text: str) -> str:
-    """A PCI address in the spelling that all sensors use: ``0000:1b:00``."""
-    domain, _, rest = text.lower().partition(":")
-    if rest.count(":") == 0:
-        domain, rest = "0000", f"{domain}:{rest}"
-    return f"{domain[-4:].rjust(4, '0')}:{rest.partition('.')[0]}"
+    """A PCI address in the spelling that all sensors use: ``0000:1b:00``, with a longer domain where there is one.
+
+    Raises ValueError for what is no address.
+    """
+    match = _PLACE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is no PCI address: it looks like 0000:1b:00.0")
+    return _bus_id(match)
 
 
-def read_xid(line: str) -> XidEvent | None:
-    """The XID that a kernel line reports, or None. A line without a number that says a GPU is off the bus is a 79."""
-    if "NVRM" not in line:
-        return None
-    match = _XID.search(line)
-    if match is not None:
+def _bus_id(match: re.Match[str]) -> str:
+    domain = int(match["domain"] or "0", 16)
+    return f"{domain:04x}:{int(match['bus'], 16) & 0xFF:02x}:{int(match['slot'], 16):02x}"
+
+
+class XidReader:
+    """Reads the lines of a log one after the other.
+
+    It keeps what a message of several lines has said so far, and which GPU has which UUID. Nothing that a line holds
+    makes it raise.
+
+    Args:
+        bus_of: the PCI address of the GPU with a UUID, where something else knows it.
+    """
+
+    def __init__(self, bus_of: Callable[[str], str | None] = lambda uuid: None) -> None:
+        self._bus_of = bus_of
+        self._line = 0
+        self._heading: tuple[int, str, str] | None = None
+        self._fallen: dict[str, int] = {}
+        self.announced: dict[str, str] = {}
+
+    def read(self, line: str) -> XidEvent | None:
+        """The XID that the line reports, or None.
+
+        Words that say that a GPU is off the bus are an XID 79, unless its number was in the lines before.
+        """
+        self._line += 1
+        start = line.find("NVRM:")
+        if start < 0:
+            return None
+        match = _XID.search(line, start)
+        return self._numbered(line, match) if match is not None else self._in_words(line, line[start:])
+
+    def _numbered(self, line: str, match: re.Match[str]) -> XidEvent | None:
+        bus_id = self._place(match["where"])
+        if bus_id is None:
+            return None
         xid = int(match["xid"])
         recovery = _RECOVERY.search(match["rest"]) if xid == RECOVERY_ACTION_CHANGED else None
+        if xid == FALLEN_OFF_BUS:
+            self._note_fallen(bus_id)
         return XidEvent(
-            pci_bus_id=normal_bus_id(match["bus"]),
+            pci_bus_id=bus_id,
             xid=xid,
             source="kernel",
-            text=line[-MOST_TEXT:].strip() if len(line) > MOST_TEXT else line.strip(),
+            text=line[-MOST_TEXT:].strip(),
             recovery=None if recovery is None else int(recovery["to"], 16),
         )
-    match = _OFF_BUS.search(line)
-    if match is None:
+
+    def _place(self, where: str) -> str | None:
+        """The GPU that the parenthesis names by its address, or by its UUID alone; what else it says is passed over."""
+        words = where.split()
+        for word in words:
+            if (place := _PLACE.fullmatch(word)) is not None:
+                return _bus_id(place)
+        for word in words:
+            if _NAMED_UUID.fullmatch(word) is not None:
+                return self.announced.get(word) or self._bus_of(word)
         return None
-    return XidEvent(pci_bus_id=normal_bus_id(match["bus"]), xid=FALLEN_OFF_BUS, source="kernel", text=line[:MOST_TEXT])
+
+    def _in_words(self, line: str, words: str) -> XidEvent | None:
+        named = _GPU.search(words)
+        if _OFF_BUS in words:
+            return self._off_bus(line, None if named is None else _bus_id(named))
+        if named is not None and words.startswith(_HEADING):
+            self._heading = (self._line, _bus_id(named), line.strip())
+        if (announced := _ANNOUNCED.search(words)) is not None:
+            self.announced.pop(announced["uuid"], None)
+            self.announced[announced["uuid"]] = _bus_id(announced)
+            if len(self.announced) > MOST_UUIDS:
+                del self.announced[next(iter(self.announced))]
+        return None
+
+    def _off_bus(self, line: str, bus_id: str | None) -> XidEvent | None:
+        text, heading, self._heading = line.strip(), self._heading, None
+        if bus_id is None:
+            if heading is None or self._line - heading[0] > NEAR_LINES:
+                return None
+            bus_id, text = heading[1], f"{heading[2]} ... {text}"
+        told = self._line - self._fallen.get(bus_id, -NEAR_LINES) < NEAR_LINES
+        self._note_fallen(bus_id)
+        if told:
+            return None
+        return XidEvent(pci_bus_id=bus_id, xid=FALLEN_OFF_BUS, source="kernel", text=text[:MOST_TEXT])
+
+    def _note_fallen(self, bus_id: str) -> None:
+        near = {other: at for other, at in self._fallen.items() if self._line - at < NEAR_LINES}
+        self._fallen = near | {bus_id: self._line}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.drivers.kmsg import LINE_BYTES, READ_BYTES, KernelLog, LogPosition
-from agent.sensors.xid import normal_bus_id, read_xid
+from agent.sensors.xid import XidReader, normal_bus_id
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_however_a_log_grows_its_lines_are_the_same(lines: list[str], cuts: list
     ],
 )
 def test_xid_lines_of_all_kinds_are_understood(line: str, bus: str, xid: int) -> None:
-    event = read_xid(line)
+    event = XidReader().read(line)
     assert event is not None
     assert (event.pci_bus_id, event.xid, event.source) == (bus, xid, "kernel")
 
@@ -193,11 +193,11 @@ def test_xid_lines_of_all_kinds_are_understood(line: str, bus: str, xid: int) ->
     ],
 )
 def test_other_lines_are_none(line: str) -> None:
-    assert read_xid(line) is None
+    assert XidReader().read(line) is None
 
 
 def test_the_recovery_action_is_taken_from_the_line() -> None:
-    event = read_xid(
+    event = XidReader().read(
         "NVRM: Xid (PCI:0000:1b:00): 154, GPU recovery action changed from 0x0 (None) to 0x4 (Drain and Reset)"
     )
     assert event is not None
@@ -207,3 +207,21 @@ def test_the_recovery_action_is_taken_from_the_line() -> None:
 @pytest.mark.parametrize("spelling", ["0000:1B:00.0", "00000000:1b:00", "1b:00.0", "0000:1b:00"])
 def test_all_spellings_of_a_pci_address_are_one(spelling: str) -> None:
     assert normal_bus_id(spelling) == "0000:1b:00"
+
+
+def test_a_record_of_several_lines_is_split_as_it_was_printed() -> None:
+    text = (
+        b"NVRM: The NVIDIA GPU 0000:b3:00.0\\x0aNVRM: (PCI ID: 10de:26b5) installed in this system has"
+        b"\\x0aNVRM: fallen off the bus and is not responding to commands.\\x0a"
+    )
+    log = KernelLog("/dev/kmsg")
+    assert log._record(b"3,42,2000001,-;" + text + b"\n SUBSYSTEM=pci\n") == [
+        "NVRM: The NVIDIA GPU 0000:b3:00.0",
+        "NVRM: (PCI ID: 10de:26b5) installed in this system has",
+        "NVRM: fallen off the bus and is not responding to commands.",
+    ]
+
+
+def test_other_escapes_of_a_record_stay_as_they_are() -> None:
+    log = KernelLog("/dev/kmsg")
+    assert log._record(b"3,43,2000002,-;a\\x1b[31m and \\x5cx0a\n") == ["a\\x1b[31m and \\x5cx0a"]
