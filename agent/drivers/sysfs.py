@@ -31,6 +31,13 @@ class PortReading(NamedTuple):
     identity: dict[str, str]
 
 
+class PcieLimit(NamedTuple):
+    """The fastest generation and the most lanes of a PCIe link that the kernel knows of; None where it says nothing."""
+
+    generation: int | None
+    width: int | None
+
+
 class ProcessCounts(NamedTuple):
     stuck: int
     zombies: int
@@ -39,6 +46,22 @@ class ProcessCounts(NamedTuple):
 _IB_ERRORS = ("symbol_error", "port_rcv_errors", "local_link_integrity_errors", "excessive_buffer_overrun_errors")
 _ETHERNET_ERRORS = ("rx_errors", "tx_errors")
 _ARPHRD_ETHER = "1"
+_PCIE_GENERATIONS = {
+    "2.5": 1,
+    "5": 2,
+    "5.0": 2,
+    "8": 3,
+    "8.0": 3,
+    "16": 4,
+    "16.0": 4,
+    "32": 5,
+    "32.0": 5,
+    "64": 6,
+    "64.0": 6,
+}
+"""By gigatransfers a second, as ``max_link_speed`` has them (Linux, drivers/pci/probe.c)."""
+MOST_LANES = 32
+"""Of a PCIe link. The kernel shows 255 for a width that it does not know."""
 
 
 def _text(path: Path) -> str | None:
@@ -148,6 +171,18 @@ def nvidia_gpus_on_pci(root: Path) -> int | None:
     return sum(
         _text(device / "vendor") == NVIDIA and (_text(device / "class") or "").startswith(DISPLAY_CLASSES)
         for device in _entries(folder)
+    )
+
+
+def pcie_limit(root: Path, bus_id: str) -> PcieLimit:
+    """What the device at ``bus_id`` (``0000:1b:00``) and the port above it can do together: the lesser of both."""
+    device = root / f"bus/pci/devices/{bus_id}.0"
+    ends = (device, device.resolve().parent) if device.exists() else ()
+    speeds = [_PCIE_GENERATIONS.get((_text(end / "max_link_speed") or "").partition(" ")[0]) for end in ends]
+    widths = [_number(end / "max_link_width") for end in ends]
+    return PcieLimit(
+        min((speed for speed in speeds if speed is not None), default=None),
+        min((width for width in widths if width is not None and 0 < width <= MOST_LANES), default=None),
     )
 
 

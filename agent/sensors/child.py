@@ -23,7 +23,7 @@ if "ctypes.util" not in sys.modules:
 
 from agent.drivers import sysfs
 from agent.sensors.frames import DOING_BYTES, Begin, Poll
-from agent.sensors.gpu import GpuSensor
+from agent.sensors.gpu import UNLIMITED, GpuSensor
 from agent.sensors.host import HostSensor, PathSensor
 from agent.sensors.network import NetworkSensor
 from agent.virtual.machine import Machine
@@ -44,7 +44,7 @@ class Node:
     def __init__(self, begin: Begin, page: mmap.mmap) -> None:
         self._page = page
         self._interval_s = begin.interval_s
-        self._gpu = GpuSensor(begin.slow_every, self._doing)
+        self._gpu = GpuSensor(begin.slow_every, self._doing, self._slot)
         self._machine: Machine | None = None
         if begin.scenario is not None:
             from agent.virtual import nvml as virtual_nvml  # a real node never needs it
@@ -113,6 +113,10 @@ class Node:
             pci_gpus=self._gpus_on_pci(),
             faults=faults,
         )
+
+    def _slot(self, bus_id: str) -> sysfs.PcieLimit:
+        """What the PCIe slot at the address can do. Virtual GPUs sit in none."""
+        return UNLIMITED if self._machine is not None else sysfs.pcie_limit(self._sysfs, bus_id)
 
     def _gpus_on_pci(self) -> int | None:
         if self._polls % PCI_EVERY == 0:

@@ -7,11 +7,13 @@ from typing import Any
 
 from agent.drivers import nvml
 from agent.drivers.nvml import Device, Nvml, NvmlFault
+from agent.drivers.sysfs import PcieLimit
 from agent.sensors.samples import GpuIdentity, GpuSample, XidEvent
 
 REOPEN_EVERY = 10
 """Polls between attempts to open NVML, or to see again a GPU that was lost: opening takes the driver's big lock."""
 
+UNLIMITED = PcieLimit(None, None)
 MOST_EVENTS = 64
 """Events taken in one go; a storm is counted by the kernel log."""
 
@@ -22,11 +24,19 @@ class GpuSensor:
     Args:
         slow_every: each GPU's slow-moving values are read at every n-th poll, at different polls for different GPUs.
         doing: is told what is about to be touched.
+        platform: what the PCIe slot of the GPU at a bus address can do.
     """
 
-    def __init__(self, slow_every: int, doing: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        slow_every: int,
+        doing: Callable[[str], None],
+        platform: Callable[[str], PcieLimit] = lambda bus_id: UNLIMITED,
+    ) -> None:
         self._slow_every = slow_every
         self._doing = doing
+        self._platform = platform
+        self._limits: dict[str, PcieLimit] = {}
         self._library: Nvml | None = None
         self._polls = 0
         self._slow: dict[str, dict[str, Any]] = {}
@@ -85,7 +95,9 @@ class GpuSensor:
         self.error = "; ".join(f"GPU {index}: {fault}" for index, fault in self._library.broken)
         self.driver_version = self._library.driver_version
         for device in self._library.devices:
-            self.known[device.identity.pci_bus_id] = device.identity
+            bus_id = device.identity.pci_bus_id
+            self.known[bus_id] = device.identity
+            self._limits[bus_id] = self._platform(bus_id)
 
     def _reopen_if_broken(self, samples: list[GpuSample]) -> None:
         broken = bool(self.error) or any(sample.lost or sample.error for sample in samples)
@@ -98,7 +110,8 @@ class GpuSensor:
         try:
             values = _fast(device)
             if gpu.uuid not in self._slow or (self._polls + gpu.index) % self._slow_every == 0:
-                self._slow[gpu.uuid] = _slow(device)
+                self._slow[gpu.uuid] = _slow(device, self._limits.get(gpu.pci_bus_id, UNLIMITED))
+                values["pcie_utilization"] = values["gpu_utilization"]
         except NvmlFault as fault:
             recovery = 1 if fault.reset_required else None
             return _blind(gpu, str(fault), lost=fault.lost, recovery_action=recovery)
@@ -158,7 +171,7 @@ def _fast(device: Device) -> dict[str, Any]:
     }
 
 
-def _slow(device: Device) -> dict[str, Any]:
+def _slow(device: Device, limit: PcieLimit) -> dict[str, Any]:
     """What moves rarely, or costs a call for each of many links. Raises NvmlFault."""
     corrected, uncorrected, replays, recoveries, crc, pcie_fatal, recovery_failed = device.fields(_SLOW_FIELDS)
     links, links_down = device.nvlinks()
@@ -177,15 +190,20 @@ def _slow(device: Device) -> dict[str, Any]:
         "pcie_replays": device.read(nvml.PCIE_REPLAYS),
         "pcie_fatal_errors": pcie_fatal,
         "pcie_generation": device.read(nvml.PCIE_GENERATION),
-        "pcie_generation_max": device.read(nvml.PCIE_GENERATION_MAX),
+        "pcie_generation_max": _least(device.read(nvml.PCIE_GENERATION_MAX), limit.generation),
         "pcie_width": device.read(nvml.PCIE_WIDTH),
-        "pcie_width_max": device.read(nvml.PCIE_WIDTH_MAX),
+        "pcie_width_max": _least(device.read(nvml.PCIE_WIDTH_MAX), limit.width),
         "nvlinks": links or None,
         "nvlinks_down": links_down if links else None,
         "nvlink_errors": sum(nvlink_counters) if nvlink_counters else None,
         "nvlink_recovery_failures": recovery_failed,
         "processes": None if processes is None else len(processes),
     }
+
+
+def _least(offered: int | None, limit: int | None) -> int | None:
+    """What NVML says that the link can do, where the platform does not say less."""
+    return offered if offered is None or limit is None else min(offered, limit)
 
 
 def _scaled(value: int | None, factor: float) -> float | None:

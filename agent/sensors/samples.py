@@ -12,6 +12,8 @@ THROTTLED_BY_HARDWARE = 0x8 | 0x40 | 0x80
 
 THROTTLED_BY_HEAT = 0x20 | 0x40
 """NVML clock event reasons: software and hardware thermal slowdown."""
+LOADED = 0.5
+"""Utilization from which on a PCIe link has to be at its full speed and width."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -43,7 +45,11 @@ class HostIdentity(Sample, frozen=True, kw_only=True):
 
 
 class GpuSample(Sample, frozen=True, kw_only=True):
-    """One GPU at one poll. ``lost``: NVML says that it is gone. ``error``: why the rest is missing."""
+    """One GPU at one poll. ``lost``: NVML says that it is gone. ``error``: why the rest is missing.
+
+    ``pcie_generation_max`` and ``pcie_width_max`` are what the GPU and its slot can do together. ``pcie_utilization``:
+    how busy the GPU was when its link was read, None at polls that did not read the link.
+    """
 
     index: int
     pci_bus_id: str
@@ -81,6 +87,7 @@ class GpuSample(Sample, frozen=True, kw_only=True):
     pcie_generation_max: int | None = None
     pcie_width: int | None = None
     pcie_width_max: int | None = None
+    pcie_utilization: float | None = None
     nvlinks: int | None = None
     nvlinks_down: int | None = None
     nvlink_errors: int | None = None
@@ -106,16 +113,19 @@ class GpuSample(Sample, frozen=True, kw_only=True):
 
     @property
     def pcie_lanes_missing(self) -> int | None:
-        if self.pcie_width is None or self.pcie_width_max is None:
-            return None
-        return self.pcie_width_max - self.pcie_width
+        """Lanes fewer than the GPU and its slot have. None where nothing can be said (``_missing``)."""
+        return self._missing(self.pcie_width, self.pcie_width_max)
 
     @property
     def pcie_generations_missing(self) -> int | None:
-        """Unknown while idle: an idle GPU lowers its link speed on purpose."""
-        if self.pcie_generation is None or self.pcie_generation_max is None or not self.gpu_utilization:
+        """Generations below what the GPU and its slot can do. None where nothing can be said (``_missing``)."""
+        return self._missing(self.pcie_generation, self.pcie_generation_max)
+
+    def _missing(self, now: int | None, most: int | None) -> int | None:
+        """None unless the link was read under load: a GPU that rests lowers the speed and width of its link."""
+        if now is None or most is None or self.pcie_utilization is None or self.pcie_utilization < LOADED:
             return None
-        return self.pcie_generation_max - self.pcie_generation
+        return max(0, most - now)
 
 
 class XidEvent(Sample, frozen=True, kw_only=True):

@@ -86,7 +86,7 @@ def test_two_nodes_have_different_gpus() -> None:
         ({"remap_pending": True}, "remap_pending", 1),
         ({"throttle_reasons": 0x40}, "hardware_throttled", 1),
         ({"throttle_reasons": 0x4}, "hardware_throttled", 0),
-        ({"pcie_width": 8}, "pcie_lanes_missing", 8),
+        ({"pcie_width": 8, "gpu_utilization": 1.0}, "pcie_lanes_missing", 8),
         ({"recovery_action": 2}, "recovery_action", 2),
         ({"sram_threshold_exceeded": True}, "sram_threshold_exceeded", 1),
         ({"processes": 2}, "processes", 2),
