@@ -36,6 +36,9 @@ IDLE_LOOK_S = 0.5
 UNREAD_BYTES = 256 << 10
 """What may wait unread in our own buffer for a peer that does not read; after that only the newest of each kind."""
 
+REFUSALS = ("forbidden", "malformed", "protocol_version", "silent")
+"""Why a connection is turned away or cut; ``counts`` has each from the start, so that a rate over it sees the first."""
+
 _SO_PEERPIDFD = 77
 """Linux 6.5 and later: the peer's pidfd as of its connect; ``socket`` does not name it yet."""
 
@@ -53,7 +56,7 @@ class LocalServer:
     """
 
     def __init__(self, path: Path, welcome: Welcome, jobs: LocalJobs, max_connections: int) -> None:
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(dict.fromkeys(REFUSALS, 0))
         self.welcome = welcome
         self.jobs = jobs
         self.connections: set[_Connection] = set()

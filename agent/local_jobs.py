@@ -38,6 +38,8 @@ RankReport = CollectiveFailed | RankStalled | Sealed | Resumed | UserError | Ran
 
 
 MOST_JOBS = 64
+EVENTS = ("reports", "reports_stale", "directives_stale", "ranks_lost", "ranks_killed", "ranks_unresponsive")
+"""What ``counts`` counts. Each is there from the start, so that a rate over it sees the first one."""
 """Jobs remembered that have no process here (their vaults' holders may still be); the oldest is forgotten first."""
 
 
@@ -68,7 +70,7 @@ class LocalJobs:
         silence_s: float,
         unresponsive_after_s: float,
     ) -> None:
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(dict.fromkeys(EVENTS, 0))
         self._node = node
         self._clock = clock
         self._outside = outside

@@ -170,7 +170,7 @@ def _agent_families(n: AgentNumbers) -> Iterator[Metric]:
     yield from _gauge("connections", "Launchers and ranks connected.", n.node, n.connections)
     yield from _gauge("jobs", "Jobs known on the node.", n.node, n.jobs)
     apart = "Steps from one snapshot of a job's ranks to the next; 0: of announced steps only."
-    paces = GaugeMetricFamily("everstep_agent_snapshot_every_steps", apart, labels=("node", "job"))
+    paces = GaugeMetricFamily("everstep_agent_snapshot_every_steps", apart, labels=("node", "run"))
     for job, every in n.snapshot_every.items():
         paces.add_metric((n.node, job), every)
     yield paces

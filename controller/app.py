@@ -342,7 +342,7 @@ class Controller:
 
             async def shown() -> Response:
                 await self._gauges.look(lambda: endpoints.turn(request))
-                return Response(self.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+                return Response(self.metrics.exposition(self.desk.state.jobs), media_type=CONTENT_TYPE_LATEST)
 
             return await endpoints.placed(admission, identity, request, shown)
 

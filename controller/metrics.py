@@ -45,24 +45,24 @@ everstep_controller_eviction_breaker_open                gauge      1 while auto
 everstep_controller_eviction_budget_left                 gauge      nodes that may be evicted now
 everstep_controller_evictions_held                       gauge      nodes that are convicted, and stay
 everstep_controller_remedies_open                        gauge      cordons, resets and the like that have not ended
-everstep_controller_job_info{job,state}                  gauge      1 for the state the job is in
-everstep_controller_job_generation{job}                  gauge      generation number
-everstep_controller_job_world_size{job}                  gauge      ranks of the roster
-everstep_controller_job_spares{job}                      gauge      launchers that wait outside the roster
-everstep_controller_job_step{job}                        gauge      newest step that all ranks finished
-everstep_controller_job_step_seconds{job}                gauge      slowest rank's step time
-everstep_controller_job_loss{job}                        gauge      newest loss reported by the lowest rank
-everstep_controller_job_committed_step{job}              gauge      step of the newest committed version
-everstep_controller_job_verified_step{job}               gauge      step of the newest verified version
-everstep_controller_job_protected_step{job}              gauge      step of the version that parity keeps
-everstep_controller_job_protect_failures{job}            gauge      versions in a row whose parity was not made
-everstep_controller_job_stored_step{job}                 gauge      step of the newest checkpoint on storage
-everstep_controller_job_stored_seconds{job}              gauge      when that was whole, unix time
-everstep_controller_job_spilling{job}                    gauge      1 while a version is on its way to storage
-everstep_controller_job_spills_lost{job}                 gauge      versions that were to be written there, and given up
-everstep_controller_recoveries_total{job,reason}         counter    generations after the first that came to step
+everstep_controller_job_info{run,state}                  gauge      1 for the state the job is in
+everstep_controller_job_generation{run}                  gauge      generation number
+everstep_controller_job_world_size{run}                  gauge      ranks of the roster
+everstep_controller_job_spares{run}                      gauge      launchers that wait outside the roster
+everstep_controller_job_step{run}                        gauge      newest step that all ranks finished
+everstep_controller_job_step_seconds{run}                gauge      slowest rank's step time
+everstep_controller_job_loss{run}                        gauge      newest loss reported by the lowest rank
+everstep_controller_job_committed_step{run}              gauge      step of the newest committed version
+everstep_controller_job_verified_step{run}               gauge      step of the newest verified version
+everstep_controller_job_protected_step{run}              gauge      step of the version that parity keeps
+everstep_controller_job_protect_failures{run}            gauge      versions in a row whose parity was not made
+everstep_controller_job_stored_step{run}                 gauge      step of the newest checkpoint on storage
+everstep_controller_job_stored_seconds{run}              gauge      when that was whole, unix time
+everstep_controller_job_spilling{run}                    gauge      1 while a version is on its way to storage
+everstep_controller_job_spills_lost{run}                 gauge      versions that were to be written there, and given up
+everstep_controller_recoveries_total{run,reason}         counter    generations after the first that came to step
 everstep_controller_recovery_seconds{reason}             histogram  decision to the last rank's first step
-everstep_controller_user_errors_total{job}               counter    exceptions of a training function's own
+everstep_controller_user_errors_total{run}               counter    exceptions of a training function's own
 everstep_controller_remediation_failures_total           counter    calls to the outside that were given up
 everstep_controller_streams                              gauge      event streams that are open
 everstep_controller_streams_waiting_bytes                gauge      of them, what their readers have not taken yet
@@ -75,7 +75,8 @@ No series carries a node's name: a fleet has thousands. What a node says of itse
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -84,24 +85,29 @@ from prometheus_client.registry import Collector
 from controller import views
 from controller.api.admission import LIMITS, Admission
 from controller.api.readers import Readers
+from controller.core import events as ev
 from controller.core.outbreaks import standing
-from controller.core.state import FleetState
+from controller.core.state import FleetState, Ignored
 from controller.intake import Urgency
 from controller.push import Outbox
 from controller.store.records import AuditRow
 from everstep import __version__
-from everstep.vocabulary import JobState, NodeState, Severity, Verdict
+from everstep.vocabulary import Decision, GenerationReason, JobState, NodeState, Severity, Verdict
 from everstep.wire.v1.operator import JobSummary
 
 _PREFIX = "everstep_controller_"
 _FAST = (0.00001, 0.0000316, 0.0001, 0.000316, 0.001, 0.00316, 0.01, 0.0316, 0.1, 1.0)
 _COMMIT = (0.0001, 0.000316, 0.001, 0.00316, 0.01, 0.0316, 0.1, 0.316, 1.0, 10.0)
 _RECOVERY = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 15.0, 60.0, 300.0)
+_RECOVERY_REASONS = tuple(str(reason) for reason in GenerationReason if reason is not GenerationReason.FORMED)
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Metrics:
     """Counters and histograms, in a registry of their own (one per controller, none shared between tests).
+
+    A series whose labels are known beforehand exists from the start, at 0: ``increase()`` does not see the first event
+    of a series that begins with it.
 
     ``beats`` is how many heartbeats were answered.
     """
@@ -109,12 +115,12 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._events = self._counter("events", "Events the core has handled.", "kind")
-        self._of_kind: dict[str, Counter] = {}
+        self._of_kind = {kind.__name__: self._events.labels(kind.__name__) for kind in get_args(ev.Event)}
         self._handle = self._histogram("handle_seconds", "The core's time per event.", _FAST)
         self._commit = self._histogram("commit_seconds", "A transaction, until it is durable.", _COMMIT)
         self._commit_events = self._histogram("commit_events", "Events that shared a transaction.", _COUNTS)
         self._shed = self._counter("shed", "Stimuli refused because too many waited.", "class")
-        for urgency in Urgency:  # none yet is a number too
+        for urgency in Urgency:
             self._shed.labels(urgency.value)
         self.sessions_cut = self._counter("sessions_cut", "Sessions whose agent did not read its pushes.")
         self.beats = 0
@@ -129,7 +135,9 @@ class Metrics:
         self._under_way = self._plain_gauge("requests_under_way", "Requests under way that are no agent's.")
         self._answer_bytes = self._plain_gauge("answers_waiting_bytes", "Of answers that are being sent.")
         self._verdicts = self._counter("verdicts", "Verdicts given.", "decision")
-        self._recoveries = self._counter("recoveries", "Generations that came to step.", "job", "reason")
+        for decision in Decision:
+            self._verdicts.labels(decision)
+        self._recoveries = self._counter("recoveries", "Generations that came to step.", "run", "reason")
         self._recovery = Histogram(
             _PREFIX + "recovery_seconds",
             "Decision to the last rank's first step.",
@@ -137,7 +145,10 @@ class Metrics:
             buckets=_RECOVERY,
             registry=self.registry,
         )
-        self._user_errors = self._counter("user_errors", "Exceptions of a training function's own.", "job")
+        for reason in _RECOVERY_REASONS:
+            self._recovery.labels(reason)
+        self._runs: set[str] = set()
+        self._user_errors = self._counter("user_errors", "Exceptions of a training function's own.", "run")
         self.streams_cut = self._counter("streams_cut", "Event streams whose readers took nothing for too long.")
         self._streams = self._plain_gauge("streams", "Event streams that are open.")
         self._streams_bytes = self._plain_gauge("streams_waiting_bytes", "What their readers have not taken yet.")
@@ -168,10 +179,7 @@ class Metrics:
         return Histogram(_PREFIX + name, text, buckets=tuple(buckets), registry=self.registry)
 
     def handled(self, kind: str, seconds: float) -> None:
-        counter = self._of_kind.get(kind)
-        if counter is None:
-            counter = self._of_kind[kind] = self._events.labels(kind)
-        counter.inc()
+        self._of_kind[kind].inc()
         self._handle.observe(seconds)
 
     def committed(self, seconds: float, events: int) -> None:
@@ -201,8 +209,21 @@ class Metrics:
         self._recoveries.labels(job, reason).inc()
         self._recovery.labels(reason).observe(seconds)
 
-    def exposition(self) -> bytes:
-        """The text format."""
+    def exposition(self, runs: Collection[str]) -> bytes:
+        """Return all series in Prometheus' text format.
+
+        Args:
+            runs: the jobs that the controller knows. Each has its counters from now on; those of others go.
+        """
+        for run in self._runs - set(runs):
+            self._user_errors.remove(run)
+            for reason in _RECOVERY_REASONS:
+                self._recoveries.remove(run, reason)
+        for run in set(runs) - self._runs:
+            self._user_errors.labels(run)
+            for reason in _RECOVERY_REASONS:
+                self._recoveries.labels(run, reason)
+        self._runs = set(runs)
         return generate_latest(self.registry)
 
 
@@ -282,13 +303,13 @@ class FleetCollector(Collector):
         text = "Findings raised and not cleared."
         yield _gauge_by("node_findings", text, "severity", {s.value: found[s] for s in Severity})
         ignored = CounterMetricFamily(_PREFIX + "ignored", "Reports the core dropped by rule.", labels=["reason"])
-        for reason, count in state.ignored.items():
-            ignored.add_metric([reason], count)
+        for reason in get_args(Ignored):
+            ignored.add_metric([reason], state.ignored.get(reason, 0))
         yield ignored
 
 
 def _jobs(summaries: list[JobSummary]) -> Iterator[Metric]:
-    info = GaugeMetricFamily(_PREFIX + "job_info", "1 for the state the job is in.", labels=["job", "state"])
+    info = GaugeMetricFamily(_PREFIX + "job_info", "1 for the state the job is in.", labels=["run", "state"])
     for one in summaries:
         for state_name in JobState:
             info.add_metric([one.job, state_name.value], one.state is state_name)
@@ -312,7 +333,7 @@ def _jobs(summaries: list[JobSummary]) -> Iterator[Metric]:
         ),
     )
     for name, text, values in columns:
-        yield _gauge_by(name, text, "job", values)
+        yield _gauge_by(name, text, "run", values)
 
 
 def _kept(state: FleetState) -> Iterator[Metric]:
@@ -352,7 +373,7 @@ def _kept(state: FleetState) -> Iterator[Metric]:
         ),
     )
     for name, text, values in columns:
-        yield _gauge_by(name, text, "job", values)
+        yield _gauge_by(name, text, "run", values)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

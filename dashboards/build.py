@@ -74,12 +74,12 @@ def _variables() -> list[dict[str, Any]]:
     return [
         {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"},
         {
-            "name": "job",
+            "name": "run",
             "type": "query",
-            "label": "Job",
+            "label": "Run",
             "datasource": DATASOURCE,
-            "query": {"query": f"label_values({C}job_info, job)", "refId": "job"},
-            "definition": f"label_values({C}job_info, job)",
+            "query": {"query": f"label_values({C}job_info, run)", "refId": "run"},
+            "definition": f"label_values({C}job_info, run)",
             "refresh": 2,
             "multi": True,
             "includeAll": True,
@@ -94,8 +94,8 @@ def _recoveries_annotation() -> dict[str, Any]:
         "enable": True,
         "iconColor": "red",
         "datasource": DATASOURCE,
-        "expr": f'changes({C}job_generation{{job=~"$job"}}[1m]) > 0',
-        "titleFormat": "{{job}} regrouped",
+        "expr": f'changes({C}job_generation{{run=~"$run"}}[1m]) > 0',
+        "titleFormat": "{{run}} regrouped",
     }
 
 
@@ -115,10 +115,14 @@ def dashboard() -> dict[str, Any]:
     }
 
 
-def queries() -> list[str]:
-    """Every panel's PromQL, with the variables filled as Grafana's 'All' would."""
+def queries(run: str = ".*") -> list[str]:
+    """Return every panel's PromQL with its variables filled in.
+
+    Args:
+        run: what Grafana puts for ``$run``: a run's name, or the regular expression that its "All" stands for.
+    """
     found = [expr for _, row in ROWS for panel in row for expr, _ in panel.queries]
-    return [expr.replace("$job", ".*") for expr in found]
+    return [expr.replace("$run", run) for expr in found]
 
 
 if __name__ == "__main__":

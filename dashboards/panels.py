@@ -26,7 +26,7 @@ class Panel:
 
 
 def _job(metric: str) -> str:
-    return f'{C}{metric}{{job=~"$job"}}'
+    return f'{C}{metric}{{run=~"$run"}}'
 
 
 FLEET = (
@@ -117,45 +117,45 @@ FLEET = (
 )
 
 JOB = (
-    Panel("Step", "Newest step that all ranks finished.", ((_job("job_step"), "{{job}}"),), "stat", width=4),
-    Panel("Generation", "Rises by one at each regroup.", ((_job("job_generation"), "{{job}}"),), "stat", width=4),
-    Panel("World size", "Ranks that take part.", ((_job("job_world_size"), "{{job}}"),), "stat", width=4),
-    Panel("Spares", "Nodes that wait.", ((_job("job_spares"), "{{job}}"),), "stat", width=4),
-    Panel("Loss", "As the lowest rank reports it.", ((_job("job_loss"), "{{job}}"),), "stat", width=4),
+    Panel("Step", "Newest step that all ranks finished.", ((_job("job_step"), "{{run}}"),), "stat", width=4),
+    Panel("Generation", "Rises by one at each regroup.", ((_job("job_generation"), "{{run}}"),), "stat", width=4),
+    Panel("World size", "Ranks that take part.", ((_job("job_world_size"), "{{run}}"),), "stat", width=4),
+    Panel("Spares", "Nodes that wait.", ((_job("job_spares"), "{{run}}"),), "stat", width=4),
+    Panel("Loss", "As the lowest rank reports it.", ((_job("job_loss"), "{{run}}"),), "stat", width=4),
     Panel(
         "Time at risk",
         "Computed and not committed yet: what the loss of a node with its memory, or corruption, could cost at most.",
-        (('everstep:job:uncommitted_seconds{job=~"$job"}', "{{job}}"),),
+        (('everstep:job:uncommitted_seconds{run=~"$run"}', "{{run}}"),),
         "stat",
         unit="s",
         width=4,
         bad_above=60,
     ),
-    Panel("Loss curve", "Newest loss.", ((_job("job_loss"), "{{job}}"),)),
-    Panel("Steps per second", "Over a minute.", (('everstep:job:steps_per_second{job=~"$job"}', "{{job}}"),)),
-    Panel("Step time", "The slowest rank's.", ((_job("job_step_seconds"), "{{job}}"),), unit="s"),
+    Panel("Loss curve", "Newest loss.", ((_job("job_loss"), "{{run}}"),)),
+    Panel("Steps per second", "Over a minute.", (('everstep:job:steps_per_second{run=~"$run"}', "{{run}}"),)),
+    Panel("Step time", "The slowest rank's.", ((_job("job_step_seconds"), "{{run}}"),), unit="s"),
     Panel(
         "Step, committed, verified",
         "A crash restores the newest whole version, mostly the last step, and never one before the committed one; "
         "corruption the newest known to be clean.",
         (
-            (_job("job_step"), "step {{job}}"),
-            (_job("job_committed_step"), "committed {{job}}"),
-            (_job("job_verified_step"), "verified {{job}}"),
+            (_job("job_step"), "step {{run}}"),
+            (_job("job_committed_step"), "committed {{run}}"),
+            (_job("job_verified_step"), "verified {{run}}"),
         ),
     ),
     Panel(
         "Beyond memory",
         "Step of the version that parity keeps, and of the newest checkpoint on storage.",
         (
-            (_job("job_protected_step"), "parity {{job}}"),
-            (_job("job_stored_step"), "storage {{job}}"),
+            (_job("job_protected_step"), "parity {{run}}"),
+            (_job("job_stored_step"), "storage {{run}}"),
         ),
     ),
     Panel(
         "Recoveries",
         "Generations per hour, by reason.",
-        ((f'sum by (reason) (increase({C}recoveries_total{{job=~"$job"}}[1h]))', "{{reason}}"),),
+        ((f'sum by (reason) (increase({C}recoveries_total{{run=~"$run"}}[1h]))', "{{reason}}"),),
     ),
     Panel(
         "Recovery time",

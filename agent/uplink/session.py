@@ -49,6 +49,9 @@ log = logging.getLogger(__name__)
 MOST_REFUSED_BEATS = 3
 """In a row, after which a controller is left where there are others: it is not in charge, or can do no more."""
 
+LINES = ("session", "register", "heartbeat", "reports")
+"""What is asked of controllers; their answers are counted from 0 on."""
+
 SHORTEST_RETRY_S = 0.1
 """Before a refused beat or frame of reports is said again, where the controller names no time. Urgent news waits no
 longer than this: a controller whose database is away refuses what it cannot promise, and decides all the same."""
@@ -87,7 +90,9 @@ class Words(msgspec.Struct, kw_only=True):
     conversation: Conversation
     spool: Spool
     inbox: Inbox = msgspec.field(default_factory=Inbox)
-    outcomes: Counter[tuple[str, str]] = msgspec.field(default_factory=Counter)
+    outcomes: Counter[tuple[str, str]] = msgspec.field(
+        default_factory=lambda: Counter({(line, "ok"): 0 for line in LINES})
+    )
     batch_limit: int = MOST_IN_A_REQUEST
 
 

@@ -6,6 +6,8 @@ version's commit, and heartbeats bring it back.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from controller.core.policy import CorePolicy
@@ -14,6 +16,41 @@ from controller.core.rules import SecondPass
 from everstep.ids import GenerationNumber, JobId, NodeId, Rank, TraceId, Version
 from everstep.vocabulary import Finding, GenerationReason, ProbeKind
 from everstep.wire.v1.training import RankProgress
+
+Ignored = Literal[
+    "action_reported.unknown",
+    "collective_failed.not_a_member",
+    "collective_failed.stale",
+    "disconnected.stale",
+    "finding_cleared.unknown",
+    "heard.stale",
+    "launcher_joined.stale",
+    "launcher_left.stale",
+    "node_observed.nothing_new",
+    "peer_lost.stranger",
+    "probe_finished.unknown",
+    "rank_finished.not_a_member",
+    "rank_finished.stale",
+    "rank_lost.not_a_member",
+    "rank_lost.not_running",
+    "rank_lost.stale",
+    "rank_stalled.not_a_member",
+    "rank_stalled.stale",
+    "rank_unresponsive.stale",
+    "report.unknown_job",
+    "resumed.not_a_member",
+    "resumed.stale",
+    "sealed.not_a_member",
+    "sealed.old_version",
+    "sealed.stale",
+    "user_error.not_a_member",
+    "user_error.stale",
+    "version_protected.stale",
+    "version_spilled.elsewhere",
+    "version_spilled.stale",
+    "version_spilled.stranger",
+]
+"""Why an event was dropped by rule; the controller's metrics show every one of these from the start."""
 
 
 class Pulse(msgspec.Struct):

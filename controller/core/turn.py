@@ -25,7 +25,7 @@ from controller.core.effects import (
     Send,
 )
 from controller.core.progress import Laggards, Stride, laggards_of, stride_of
-from controller.core.state import FleetState
+from controller.core.state import FleetState, Ignored
 from everstep.ids import JobId, NodeId, Rank
 from everstep.vocabulary import Action, Decision, Finding, Verdict
 from everstep.wire.v1.directives import AnyDirective
@@ -244,8 +244,8 @@ class Turn:
         """Asks for an action on a node: last of all effects, so that the verdict it follows from is known by then."""
         self._remedies.append(remedy)
 
-    def ignore(self, why: str) -> None:
-        """Counts what a rule drops; the log is spared."""
+    def ignore(self, why: Ignored) -> None:
+        """Count an event that a rule drops; the log is spared."""
         self.state.ignored[why] = self.state.ignored.get(why, 0) + 1
 
     def wake(self, due: float, kind: str, subject: str) -> None:

@@ -64,9 +64,9 @@ def _fleet(state: FleetState) -> Iterable[Alert]:
 def _jobs(state: FleetState, now: float) -> Iterable[Alert]:
     for job in state.jobs.values():
         if job.state is JobState.PAUSED:
-            yield _alert("EverstepJobPaused", "critical", job.sentence, job.since, job=job.job)
+            yield _alert("EverstepJobPaused", "critical", job.sentence, job.since, run=job.job)
         elif job.state is JobState.FAILED and now - job.since < ENDED_S:
-            yield _alert("EverstepJobFailed", "critical", job.sentence, job.since, job=job.job)
+            yield _alert("EverstepJobFailed", "critical", job.sentence, job.since, run=job.job)
 
 
 def _nodes(state: FleetState) -> Iterable[Alert]:

@@ -1,6 +1,7 @@
-"""Every query of the dashboard, in a real Prometheus that scrapes a real controller and a real agent.
+"""Run the dashboard's queries and the alerts in a real Prometheus that scrapes a real controller and a real agent.
 
-Beside the agent's node the controller has a fleet that is spoken for, with a job that lost a rank and a node.
+Prometheus runs with the scrape file of ``deploy/``; only addresses, token files and intervals are replaced. Beside the
+agent's node the controller has a fleet spoken for over HTTP: one run that lost a rank and a node, and one that ended.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml
 
 from bench.peers.run import free_port
 from dashboards.build import queries
 from everstep.tokens import TokenRole, mint
 from examples.demo.world import World, wait_for
+from tests.support.controllers import bearer, joined
 from tests.support.eventful import EventfulFleet
 
 pytestmark = [
@@ -33,41 +36,46 @@ pytestmark = [
     ),
 ]
 
-RULES = Path(__file__).parents[2] / "dashboards" / "prometheus" / "everstep.rules.yml"
-NOTHING_OF_THE_KIND = ("ignored_total", "xids_total", "job_protected_step", "job_stored_step")
-"""What has no series before the first of its kind: counters by label, and jobs that ask for parity or storage."""
+ROOT = Path(__file__).parents[2]
+SCRAPE = ROOT / "deploy" / "prometheus" / "prometheus.yml"
+RULES = ROOT / "dashboards" / "prometheus" / "everstep.rules.yml"
+WITHOUT_SERIES = ("xids_total", "job_protected_step", "job_stored_step")
+"""XIDs have a series each from the first one on; the two steps exist for runs that ask for parity or storage."""
 
 
-def configuration(folder: Path, controller: str, agent: str, viewer: Path, agents: Path) -> Path:
-    """Prometheus' configuration for one controller and one agent; rules are looked at twice a second."""
+def configuration(folder: Path, targets: dict[str, str], token_files: dict[str, Path]) -> Path:
+    """Write the shipped Prometheus configuration with our targets, and with intervals that suit a test.
+
+    Args:
+        folder: where to write.
+        targets: the address to scrape, by the scrape file's job name.
+        token_files: the token to scrape it with, by the same.
+    """
     path, rules = folder / "prometheus.yml", folder / "rules.yml"
-    rules.write_text(RULES.read_text().replace("interval: 15s", "interval: 500ms"))
-    path.write_text(
-        f"""
-global: {{ scrape_interval: 250ms, evaluation_interval: 250ms }}
-rule_files: [{rules}]
-scrape_configs:
-  - job_name: everstep-controller
-    authorization: {{ credentials_file: {viewer} }}
-    static_configs: [{{ targets: ["{controller}"] }}]
-  - job_name: everstep-agent
-    authorization: {{ credentials_file: {agents} }}
-    static_configs: [{{ targets: ["{agent}"] }}]
-"""
-    )
+    quick = RULES.read_text().replace("interval: 15s", "interval: 500ms").replace("for: 2m", "for: 1s")
+    rules.write_text(quick.replace("job_step[1m]", "job_step[3s]"))
+    shipped = yaml.safe_load(SCRAPE.read_text())
+    shipped["global"] = {"scrape_interval": "250ms", "evaluation_interval": "250ms"}
+    shipped["rule_files"] = [str(rules)]
+    for scraped in shipped["scrape_configs"]:
+        name = scraped["job_name"]
+        scraped.pop("dns_sd_configs", None)
+        scraped["static_configs"] = [{"targets": [targets[name]]}]
+        scraped["authorization"] = {"credentials_file": str(token_files[name])}
+    path.write_text(yaml.safe_dump(shipped))
     return path
 
 
-def ask(address: str, query: str) -> list[object]:
-    """The result of an instant query. Raises HTTPError, with Prometheus' complaint, for a bad one."""
+def ask(address: str, query: str) -> list[dict[str, Any]]:
+    """Return the result of an instant query. Raises HTTPError, with Prometheus' complaint, for a bad one."""
     url = f"http://{address}/api/v1/query?" + urllib.parse.urlencode({"query": query})
     with urllib.request.urlopen(url, timeout=120) as answer:
-        result: list[object] = json.load(answer)["data"]["result"]
+        result: list[dict[str, Any]] = json.load(answer)["data"]["result"]
         return result
 
 
 def tell(world: World, method: str, path: str, body: Any, headers: dict[str, str]) -> tuple[int, bytes]:
-    """One request to the world's controller."""
+    """Send one request to the world's controller."""
     connection = http.client.HTTPConnection(world.url.removeprefix("http://"), timeout=120)
     try:
         connection.request(method, path, None if body is None else msgspec.json.encode(body), headers)
@@ -77,29 +85,40 @@ def tell(world: World, method: str, path: str, body: Any, headers: dict[str, str
         connection.close()
 
 
-@pytest.fixture
-def prometheus(tmp_path: Path) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def scraping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, EventfulFleet]]:
     """The address of a Prometheus that has scraped both, and then sees a fleet live through something."""
-    with World(tmp_path / "out", ["n1"]) as world:
+    folder = tmp_path_factory.mktemp("prometheus")
+    with World(folder / "out", ["n1"]) as world:
         world.start_controller()
         world.boot_nodes()
         node = world.nodes["n1"]
-        viewer = tmp_path / "viewer"
+        viewer = folder / "viewer"
         viewer.write_text(mint(world.secret, TokenRole.VIEWER, "prometheus"))
         agent = json.loads((node.folder / "agent.json").read_text())["metrics"]
-        config = configuration(tmp_path, world.url.removeprefix("http://"), agent, viewer, node.folder / "token")
+        targets = {"everstep-controller": world.url.removeprefix("http://"), "everstep-agent": agent}
+        tokens = {"everstep-controller": viewer, "everstep-agent": node.folder / "token"}
+        config = configuration(folder, targets, tokens)
         address = f"127.0.0.1:{free_port()}"
-        flags = [f"--config.file={config}", f"--storage.tsdb.path={tmp_path / 'data'}"]
+        flags = [f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
         flags += [f"--web.listen-address={address}", "--log.level=error"]
         process = subprocess.Popen(["prometheus", *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             wait_for(lambda: scraped(address), "both targets are scraped")
-            EventfulFleet(lambda *asked: tell(world, *asked), world.secret)
+            fleet = EventfulFleet(lambda *asked: tell(world, *asked), world.secret)
+            fleet.report("node-6", joined("ended", 1.0))
+            operator = bearer(TokenRole.OPERATOR, "olga", world.secret)
+            assert tell(world, "POST", "/v1/jobs/ended/stop", {"reason": "it is done"}, operator)[0] == 200
             assert tell(world, "GET", "/v1/status", None, {})[0] == 401
-            yield address
+            yield address, fleet
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait()
+
+
+@pytest.fixture
+def prometheus(scraping: tuple[str, EventfulFleet]) -> str:
+    return scraping[0]
 
 
 def scraped(address: str) -> bool:
@@ -109,8 +128,22 @@ def scraped(address: str) -> bool:
         return False
 
 
-def test_every_query_is_understood_and_has_data(prometheus: str) -> None:
-    missing = [query for query in queries() if not any(name in query for name in NOTHING_OF_THE_KIND)]
+def test_stalled_alert_spares_an_ended_run(scraping: tuple[str, EventfulFleet]) -> None:
+    """The run that is under way stands still and is paged; the one that ended stands still too, and is not."""
+    prometheus, fleet = scraping
+    stalled = 'ALERTS{alertname="EverstepJobStalled", alertstate="firing"}'
+
+    def paged() -> bool:
+        fleet.beat()
+        return bool(ask(prometheus, stalled))
+
+    wait_for(paged, "the run that stands still is paged", 120)
+    assert {alert["metric"].get("run") for alert in ask(prometheus, stalled)} == {"llama"}
+
+
+def test_every_dashboard_query_has_data(prometheus: str) -> None:
+    every = queries(run="llama")
+    missing = [query for query in every if not any(name in query for name in WITHOUT_SERIES)]
 
     def drawn() -> bool:
         """Each query need have had data once: a fleet that nobody speaks for any more falls silent."""
@@ -121,5 +154,19 @@ def test_every_query_is_understood_and_has_data(prometheus: str) -> None:
         wait_for(drawn, "data for every query", 30)
     except TimeoutError:
         assert missing == []
-    for query in queries():
+    for query in every:
         ask(prometheus, query)
+
+
+def test_panels_of_one_run_show_that_run(prometheus: str) -> None:
+    """Each series of a query by run carries the run's name, as its legend and its variable expect."""
+    for query in queries(run="llama"):
+        if 'run=~"llama"' in query and not query.startswith("sum") and "_step" in query:
+            for series in ask(prometheus, query):
+                assert series["metric"]["run"] == "llama"
+
+
+def test_no_label_of_ours_clashes_with_prometheus(prometheus: str) -> None:
+    """Prometheus renames a scraped label that it sets itself to ``exported_...``."""
+    assert ask(prometheus, '{__name__=~"everstep_.*", exported_job!=""}') == []
+    assert ask(prometheus, '{__name__=~"everstep_.*", exported_instance!=""}') == []

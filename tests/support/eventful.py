@@ -54,6 +54,7 @@ class EventfulFleet:
         self._ask = ask
         self._secret = secret
         self._numbers: dict[str, int] = {}
+        self._beats = 1000  # beyond the numbers of the beats below
         for node in RACKS:
             self._appear(node)
         for node in ("node-1", "node-2", "node-4"):
@@ -73,6 +74,12 @@ class EventfulFleet:
     def report(self, node: str, body: AnyReport) -> None:
         number = self._numbers[node] = self._numbers.get(node, 0) + 1
         self._post(node, "reports", Reports(incarnation=1, reports=(Numbered(number=number, body=body),)))
+
+    def beat(self) -> None:
+        """Send one quiet heartbeat of every node, so that none of them is lost meanwhile."""
+        self._beats += 1
+        for node in RACKS:
+            self._post(node, "heartbeat", Heartbeat(incarnation=1, seq=self._beats, sent_at=0.0))
 
     def _post(self, node: str, verb: str, body: Any) -> None:
         headers = bearer(TokenRole.AGENT, node, self._secret)

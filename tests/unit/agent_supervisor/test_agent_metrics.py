@@ -103,7 +103,7 @@ def test_the_agents_own_state_is_shown() -> None:
     assert value(samples, "everstep_agent_findings", severity="critical") == 1
     assert value(samples, "everstep_agent_controller_silent_seconds") == 0.5
     assert value(samples, "everstep_agent_clock_skew_seconds") == 0.25
-    assert value(samples, "everstep_agent_snapshot_every_steps", node="n1", job="job") == 3
+    assert value(samples, "everstep_agent_snapshot_every_steps", node="n1", run="job") == 3
 
 
 def test_the_vaults_counters_are_shown_and_its_absence_too() -> None:

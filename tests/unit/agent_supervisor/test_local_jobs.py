@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from agent.local_jobs import EVENTS
 from everstep.errors import MalformedMessage
 from everstep.ids import Version
 from everstep.vocabulary import Finding, FindingKind, Severity
@@ -34,6 +35,14 @@ def test_a_generation_reaches_the_vault_the_launcher_and_every_rank(node: Node) 
     node.regroup(1)
     assert [p.generations for p in (launcher, *ranks)] == [[1], [1], [1]]
     assert node.configured == [1]
+
+
+def test_local_events_are_counted_from_zero(node: Node) -> None:
+    assert node.jobs.counts["ranks_lost"] == 0
+    assert set(node.jobs.counts) == set(EVENTS)
+    node.regroup(1)
+    node.regroup(1)
+    assert set(node.jobs.counts) == set(EVENTS)
 
 
 def test_a_late_comer_gets_the_newest_generation(node: Node) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from agent.uplink.heartbeat import Conversation, NodeFacts
 from agent.uplink.refusals import NoAnswer
-from agent.uplink.session import MOST_REFUSED_BEATS, SHORTEST_RETRY_S, Session, Words
+from agent.uplink.session import LINES, MOST_REFUSED_BEATS, SHORTEST_RETRY_S, Session, Words
 from agent.uplink.spool import Spool
 from everstep.clock import ManualClock
 from everstep.errors import EverstepError, PermissionDenied, ProtocolError, Unavailable
@@ -424,6 +424,7 @@ def test_reports_of_an_earlier_life_are_said_after_registering(tmp_path: Path) -
     talk.registered()
     spool.close()
     assert talk.words.outcomes["register", "ok"] == 1
+    assert {line for line, outcome in talk.words.outcomes if outcome == "ok"} == set(LINES)
     assert spool.sent_through == 1
 
 

@@ -79,7 +79,7 @@ def test_a_recovery_is_told_with_its_phases_and_its_trace(client: TestClient) ->
     assert (recovery.resumed, recovery.world_size) == (2, 2)
     assert recovery.phases_s == {"rendezvous": 0.02, "restore": 0.02}
     text = client.get("/metrics", headers=VIEWER).text
-    assert 'everstep_controller_recoveries_total{job="j",reason="rank_lost"} 1.0' in text
+    assert 'everstep_controller_recoveries_total{reason="rank_lost",run="j"} 1.0' in text
     assert 'everstep_controller_recovery_seconds_count{reason="rank_lost"} 1.0' in text
 
 
@@ -286,7 +286,7 @@ def test_an_exception_of_the_training_function_ends_the_job_with_its_words_and_i
     assert job.summary.state == JobState.FAILED
     assert "raised on rank 0 (n1) at step 3: KeyError: 'label'" in job.summary.reason
     assert get(client, "/v1/nodes/n1", op.NodeDetail).summary.state == NodeState.HEALTHY
-    assert 'user_errors_total{job="j"} 1.0' in client.get("/metrics", headers=VIEWER).text
+    assert 'user_errors_total{run="j"} 1.0' in client.get("/metrics", headers=VIEWER).text
 
 
 def test_health_and_readiness_tell_strangers_nothing_more(client: TestClient) -> None:

@@ -219,8 +219,10 @@ def test_the_breaker_a_paused_job_and_an_absent_database_are_told_first(inbox: I
     fleet.start(2, min_nodes=2)
     fleet.state.fleet.breaker, fleet.state.store_away = "the budget is used up", "the disk is full"
     fleet.leave("n1")
-    names = [alert.labels["alertname"] for alert in alerts_of(fleet.state, fleet.now)]
+    alerts = alerts_of(fleet.state, fleet.now)
+    names = [alert.labels["alertname"] for alert in alerts]
     assert names == ["EverstepStoreAway", "EverstepBreakerOpen", "EverstepJobPaused"]
+    assert set(alerts[-1].labels) == {"alertname", "severity", "run"}  # as the rules for Prometheus name a job
 
 
 def test_the_alert_of_a_node_that_is_out_says_who_holds_it() -> None:
