@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -31,6 +32,8 @@ from trainer_hooks.unseen_state import look_for_unseen
 from trainer_hooks.updates import Updates
 from trainer_hooks.waits import Waits
 
+log = logging.getLogger(__name__)
+
 
 class Run:
     """One entry of the training function: one rank in one generation.
@@ -42,6 +45,7 @@ class Run:
         self._place = place
         self._keeper = keeper
         self._finished = 0
+        self._keeps = place.generation == 0  # without Everstep nothing is to be kept
         self._seed = 0
         self._parallel = DataParallel(place.rank, place.world_size, place.device if self.distributed else None)
         self._replication = Replication(place, self._parallel, keeper.waited)
@@ -321,6 +325,7 @@ class Run:
             self._guard.require(objects)
             kept["guard"] = self._guard
         self._finished = self._keeper.track(kept, choices)
+        self._keeps = True
         self._replication.restored(kept, exclude)
         if self._guard is not None:
             self._guard.watch({key: tracked for key, tracked in kept.items() if tracked is not self._guard}, exclude)
@@ -359,6 +364,19 @@ class Run:
             self._updates.step_finished()
         self._finished += 1
         self._keeper.step_finished(self._finished)
+        self._warn_untracked()
+
+    def _warn_untracked(self) -> None:
+        """Warn once, after the first step, of a run that nothing is kept of."""
+        if self._keeps or self._tier is not None:
+            return
+        self._keeps = True
+        if self.rank == 0:
+            log.warning(
+                "nothing is tracked: after a failure this run would start from scratch; call "
+                "run.track(model=..., optimizer=...) before the first step",
+                extra={"generation": self.generation, "rank": self.rank},
+            )
 
     def before_update(self) -> None:
         """Tracked state is about to change otherwise than by the ``step`` of a tracked optimizer, which asks by itself.

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -60,6 +61,48 @@ def test_without_everstep_there_is_one_rank_and_steps_are_a_range(monkeypatch):
 
     trainer_hooks.main(train)
     assert seen == [1, 2, 3, 4]
+
+
+def untracked_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "nothing is tracked" in record.getMessage()]
+
+
+def test_run_that_tracks_nothing_is_warned_once(caplog):
+    run = Run(Place(generation=1), IdleKeeper())
+    for _ in run.steps(until=3):
+        pass
+    (warning,) = untracked_warnings(caplog)
+    assert "from scratch" in warning
+    assert "run.track(" in warning
+
+
+def test_own_loop_that_tracks_nothing_is_warned(caplog):
+    run = Run(Place(generation=1), IdleKeeper())
+    run.step_finished()
+    run.step_finished()
+    assert len(untracked_warnings(caplog)) == 1
+
+
+@pytest.mark.parametrize("place", [Place(generation=1, rank=1), Place()], ids=["other_rank", "without_everstep"])
+def test_only_the_first_rank_of_a_kept_run_is_warned(caplog, place):
+    run = Run(place, IdleKeeper())
+    run.step_finished()
+    assert untracked_warnings(caplog) == []
+
+
+def test_tracked_run_is_not_warned(caplog):
+    run = Run(Place(generation=1), IdleKeeper())
+    run.track(model=torch.nn.Linear(2, 2))
+    run.step_finished()
+    assert untracked_warnings(caplog) == []
+
+
+def test_run_that_keeps_checkpoints_itself_is_not_warned(caplog):
+    """``trainer_hooks.dcp`` keeps what it is given in the memory tier, without ``track``."""
+    run = Run(Place(generation=1, tier=lambda: SimpleNamespace(is_over=False)), IdleKeeper())
+    assert run.tier is not None
+    run.step_finished()
+    assert untracked_warnings(caplog) == []
 
 
 def test_a_rank_that_the_others_wait_for_is_busy_and_they_are_not():
