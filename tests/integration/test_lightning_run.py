@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,18 @@ from trainer_hooks.keeper import IdleKeeper
 from trainer_hooks.place import Place
 from trainer_hooks.run import Run
 
+ROOT = Path(__file__).parents[2]
 STEPS, WORLD, BATCH, SAMPLES = 16, 2, 8, 500
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("pytorch_lightning") is None, reason="no Lightning here")]
+
+
+PACKAGES = [
+    "pytorch_lightning",
+    pytest.param(
+        "lightning.pytorch",
+        marks=pytest.mark.skipif(find_spec("lightning") is None, reason="the package lightning is not installed"),
+    ),
+]
 
 
 def trained(folder: Path, *faults: Fault, **environment: str) -> list[dict[str, Any]]:
@@ -42,9 +54,10 @@ def trained(folder: Path, *faults: Fault, **environment: str) -> list[dict[str, 
     return rows
 
 
-def test_a_trainer_whose_ranks_are_killed_goes_on_from_the_last_batch(short_path: Path) -> None:
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_trainer_whose_ranks_are_killed_goes_on_from_the_last_batch(short_path: Path, package: str) -> None:
     faults = [Fault(1, 5, "forward"), Fault(0, 10, "updated")]
-    rows = trained(short_path / "killed", *faults)
+    rows = trained(short_path / "killed", *faults, LIGHTNING_PACKAGE=package)
     sampler = ElasticSampler(SAMPLES, global_batch=BATCH, seed=SEED)
     for step in range(1, STEPS + 1):
         of_step = sorted((r for r in rows if r["step"] == step), key=lambda r: (r["generation"], r["rank"]))
@@ -68,6 +81,32 @@ def test_a_kill_among_accumulated_batches_loses_no_gradient_and_not_the_loss_sca
     assert len({row["scale"] for row in undisturbed.values()}) > 2, "the scaler has something to lose"
     faults = [Fault(1, 7, "forward"), Fault(0, 14, "updated")]
     assert last(trained(short_path / "k", *faults, LIGHTNING_ACCUMULATES="4")) == undisturbed
+
+
+@pytest.mark.skipif(find_spec("lightning") is None, reason="the package lightning is not installed")
+@pytest.mark.parametrize(
+    ("imported", "used"),
+    [
+        ("lightning.pytorch", "lightning.pytorch"),
+        ("pytorch_lightning", "pytorch_lightning"),
+        ("", "lightning.pytorch"),
+        ("lightning.pytorch,pytorch_lightning", "lightning.pytorch"),
+        ("lightning.pytorch,pytorch_lightning", "pytorch_lightning"),
+    ],
+)
+def test_lightning_classes_fit_the_imported_package(imported: str, used: str) -> None:
+    """Two packages hold the same classes, and a Trainer refuses those of the other one."""
+    script = f"""
+import importlib
+for name in filter(None, {imported!r}.split(",")):
+    importlib.import_module(name)
+from trainer_hooks.integrations.lightning import KeepState, Ranks
+package = importlib.import_module({used!r})
+environments = importlib.import_module({used!r} + ".plugins.environments")
+assert issubclass(KeepState, package.Callback)
+assert issubclass(Ranks, environments.ClusterEnvironment)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, cwd=ROOT)
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's own: advice about this machine, torch's deprecations

@@ -3,11 +3,12 @@
 python -m trainer_hooks.launch --nproc-per-node 2 -m tests.support.lightning_training FOLDER UNTIL [RANK:STEP:POINT ...]
 
 A STEP is a batch. LIGHTNING_ACCUMULATES: batches for an update, in half precision with a loss scaler that grows; else
-one, in single precision.
+one, in single precision. LIGHTNING_PACKAGE: which of the two distributions to use.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -15,18 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pytorch_lightning import LightningModule, Trainer
-from pytorch_lightning.plugins.precision import MixedPrecision
 
 import trainer_hooks as everstep
 from tests.support.exact_training import SAMPLES, SEED, Diary, Fault, Faults, Net, data, fingerprint, main
 from trainer_hooks.integrations.lightning import Batches, KeepState, Ranks
 
+LIGHTNING = importlib.import_module(os.environ.get("LIGHTNING_PACKAGE", "pytorch_lightning"))
+MixedPrecision = importlib.import_module(f"{LIGHTNING.__name__}.plugins.precision").MixedPrecision
+
 BATCH = 8
 ACCUMULATES = int(os.environ.get("LIGHTNING_ACCUMULATES", "1"))
 
 
-class Module(LightningModule):
+class Module(LIGHTNING.LightningModule):
     def __init__(self, diary: Diary, dying: Faults) -> None:
         super().__init__()
         torch.manual_seed(SEED)
@@ -67,7 +69,7 @@ def train(run: everstep.Run, folder: str, until: int, faults: Sequence[Fault]) -
     module = Module(Diary(Path(folder), run), Faults(faults, Path(folder), run.rank))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=2)
     mixed = [MixedPrecision("16-mixed", "cpu", scaler=scaler)] if ACCUMULATES > 1 else []
-    trainer = Trainer(
+    trainer = LIGHTNING.Trainer(
         max_steps=until // ACCUMULATES,
         accumulate_grad_batches=ACCUMULATES,
         accelerator="cpu",

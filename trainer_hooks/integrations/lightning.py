@@ -11,23 +11,53 @@
 A step of the run ends with an update of Lightning's (``trainer.global_step``): it is a batch, or as many as
 ``accumulate_grad_batches`` says. Gradients are not kept, so a restored run computes all batches of an update again.
 Lightning finds the process group that the generation has, and uses it; Regroup passes through ``fit`` as through any
-function. Needs the distribution ``pytorch-lightning``.
+function. Works with the package ``pytorch_lightning`` and with ``lightning`` (``lightning.pytorch``).
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
+import types
 from collections.abc import Iterator
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
-
-from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.plugins.environments import ClusterEnvironment
-from pytorch_lightning.strategies import DDPStrategy
 
 from trainer_hooks.loading.loader import Loader
 from trainer_hooks.run import Run
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Callback, LightningModule, Trainer
+    from pytorch_lightning.plugins.environments import ClusterEnvironment
+
+PACKAGES = tuple(
+    f"{name}{rest}" for name, rest in (("lightning", ".pytorch"), ("pytorch_lightning", "")) if find_spec(name)
+)
+"""Those that are installed. Both hold the same classes, and a Trainer refuses callbacks of the other one."""
+
+if not PACKAGES:
+    raise ModuleNotFoundError(
+        "PyTorch Lightning is not installed: pip install lightning, or pip install pytorch-lightning"
+    )
+
+
+def _classes(module: str, name: str) -> tuple[Any, ...]:
+    """The class of that name in each installed package."""
+    return tuple(getattr(importlib.import_module(package + module), name) for package in PACKAGES)
+
+
+def _base(module: str, name: str) -> Any:
+    """One class that is the class of that name in each installed package, so that every Trainer takes it."""
+    return types.new_class(name, _classes(module, name))
+
+
+_DDP_STRATEGIES = _classes(".strategies", "DDPStrategy")
+
+if not TYPE_CHECKING:
+    Callback = _base("", "Callback")
+    ClusterEnvironment = _base(".plugins.environments", "ClusterEnvironment")
 
 
 class Ranks(ClusterEnvironment):
@@ -128,7 +158,7 @@ class KeepState(Callback):
         named: dict[str, Any] = {f"scheduler{index}": scheduler for index, scheduler in enumerate(schedulers)}
         if trainer.precision_plugin.state_dict():
             named["precision"] = trainer.precision_plugin
-        model = trainer.strategy.model if isinstance(trainer.strategy, DDPStrategy) else pl_module
+        model = trainer.strategy.model if isinstance(trainer.strategy, _DDP_STRATEGIES) else pl_module
         progress = _Progress(trainer)
         self._run.track(model=model, optimizer=[*trainer.optimizers], progress=progress, **named, **self._also)
         _completed[self._run] = progress.completed
