@@ -121,6 +121,24 @@ def _plain(name: str) -> dict[str, Any]:
     return _json(_PULSE)
 
 
+def _for_generators(schema: Any) -> Any:
+    """Give every array ``items`` that are a schema.
+
+    msgspec closes a tuple by ``"items": false`` and leaves it out where more may follow. Code generators understand
+    neither. The tuple stays closed by its ``maxItems``.
+    """
+    if isinstance(schema, list):
+        return [_for_generators(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    plain = {key: _for_generators(value) for key, value in schema.items()}
+    if plain.get("type") == "array" and not isinstance(plain.get("items"), dict):
+        parts = plain.get("prefixItems", []) if plain.get("items") is False else []
+        kinds = [part for index, part in enumerate(parts) if part not in parts[:index]]
+        plain["items"] = {} if not kinds else kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+    return plain
+
+
 def document() -> dict[str, Any]:
     """The whole document."""
     routes = {**ROUTES, **PLAIN}
@@ -139,9 +157,9 @@ def document() -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Everstep controller", "version": __version__},
-        "paths": in_schema(paths),
+        "paths": _for_generators(in_schema(paths)),
         "components": {
-            "schemas": in_schema(components),
+            "schemas": _for_generators(in_schema(components)),
             "securitySchemes": {"bearer": bearer, "certificate": certificate},
         },
     }

@@ -3,12 +3,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import msgspec
 import pytest
 from starlette.testclient import TestClient
 
 from controller import metrics
+from controller.api import openapi
 from controller.api.routes import AGENT
 from controller.api.routes import OPERATOR as OPERATOR_ROUTES
 from controller.core.policy import CorePolicy
@@ -315,6 +318,38 @@ def test_the_openapi_document_has_every_route_and_every_reference_resolves(clien
 
     for reference in set(references(document)):
         assert reference.removeprefix("#/components/schemas/") in document["components"]["schemas"]
+
+
+def test_openapi_arrays_say_their_items_as_a_schema() -> None:
+    """Code generators read ``items`` of every array, and know no boolean schema there."""
+
+    def arrays(value: object) -> Iterator[dict[str, Any]]:
+        if isinstance(value, dict):
+            if value.get("type") == "array":
+                yield value
+            for inner in value.values():
+                yield from arrays(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                yield from arrays(inner)
+
+    found = list(arrays(openapi.document()))
+    tuples = [array for array in found if "prefixItems" in array]
+    assert len(tuples) > 5
+    for array in found:
+        assert isinstance(array["items"], dict), array
+    for array in tuples:
+        kinds = array["items"].get("anyOf", [array["items"]])
+        assert all(part in kinds for part in array["prefixItems"]) or array["items"] == {}
+
+
+def test_openapi_tuples_admit_as_many_items_as_before() -> None:
+    version = openapi.document()["components"]["schemas"]["ParityGroup"]["properties"]["parity"]
+    check = jsonschema.Draft202012Validator(version).is_valid
+    assert check(["n1", "n2"])
+    assert not check(["n1", "n2", "n3"])
+    assert not check(["n1"])
+    assert not check(["n1", 2])
 
 
 def test_answers_decode_strictly_as_what_the_routes_table_says(client: TestClient) -> None:
