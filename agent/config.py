@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import msgspec
 
 from agent.settings_checks import check, refuse
+from everstep import __version__
 from everstep.environment import unknown
 from everstep.errors import ConfigurationError
 from everstep.tokens import may_be_token
@@ -304,6 +305,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"Each option can also be set as {ENVIRONMENT_PREFIX}NAME in the environment.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=__version__)
     for name, (kind, description) in _field_types().items():
         option = _OPTIONS.get(name, "--" + name.replace("_", "-"))
         if kind is bool:

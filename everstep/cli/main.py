@@ -43,6 +43,12 @@ job_app.command()(past.exposures)
 JobName = Annotated[str, typer.Argument(metavar="JOB")]
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        console.print(__version__, highlight=False)
+        raise typer.Exit
+
+
 @app.callback()
 def connect(
     context: typer.Context,
@@ -58,6 +64,9 @@ def connect(
         str, typer.Option(envvar="EVERSTEP_CERTIFICATE", help="PEM file of your certificate, in place of a token.")
     ] = "",
     key: Annotated[str, typer.Option(envvar="EVERSTEP_KEY", help="PEM file of the certificate's key.")] = "",
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the release and exit.")
+    ] = False,
 ) -> None:
     context.obj = Access(address, token_file, ca_file, certificate, key)
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.markup import escape
 
 from everstep.cli import tables
 from everstep.cli.client import Client
@@ -21,7 +22,8 @@ TRY_S = 600.0
 
 app = typer.Typer(help="The policy: show, check, try.", no_args_is_help=True)
 
-Change = Annotated[Path, typer.Argument(metavar="FILE", help="TOML: knobs under [policy], rules as [[rule]] tables.")]
+_HELP = escape("TOML: knobs under [policy], rules as [[rule]] tables.")  # else rich takes the brackets for its markup
+Change = Annotated[Path, typer.Argument(metavar="FILE", help=_HELP)]
 
 
 def _read(file: Path) -> past.PolicyChange:

@@ -10,6 +10,8 @@ import argparse
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from everstep import __version__
+
 AGENT_SOCKET_VARIABLE = "EVERSTEP_AGENT_SOCKET"
 DEFAULT_AGENT_SOCKET = "/run/everstep/agent.sock"
 
@@ -44,6 +46,7 @@ def command_line(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         description="Runs a training script on this node's ranks and replaces them one by one as they fail.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=__version__)
 
     def flag(name: str, *more: str, **how: Any) -> None:
         """A flag in torchrun's both spellings, filled from PET_<NAME> where it is not given."""

@@ -12,7 +12,9 @@ from typing import Any
 
 import msgspec
 import pytest
+import typer
 from rich.console import Console
+from rich.markup import render
 from typer.testing import CliRunner, Result
 
 from everstep import __version__
@@ -393,8 +395,25 @@ def test_the_environment_names_controller_and_token(fleet: Fleet, tmp_path: Path
     assert CliRunner().invoke(app, ["nodes"], env=environment).exit_code == 0
 
 
-def test_the_version_needs_no_controller() -> None:
-    assert CliRunner().invoke(app, ["version"]).output.strip() == __version__
+@pytest.mark.parametrize("arguments", [["version"], ["--version"]])
+def test_the_version_needs_no_controller(arguments: list[str]) -> None:
+    assert CliRunner().invoke(app, arguments).output.strip() == __version__
+
+
+def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield path, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, (*path, name))
+
+
+def test_help_keeps_its_brackets() -> None:
+    """Rich would take ``[policy]`` in a help text for markup, and leave it out."""
+    helped = CliRunner().invoke(app, ["policy", "try", "--help"], env={"COLUMNS": "120"}).output
+    assert "knobs under [policy], rules as [[rule]] tables" in helped
+    for path, command in commands(typer.main.get_command(app)):
+        for text in (command.help, *(getattr(one, "help", None) for one in command.params)):
+            shown = render(text or "").plain
+            assert shown.count("[") == (text or "").count("["), f"{path}: {text!r} is shown as {shown!r}"
 
 
 @pytest.mark.parametrize(
