@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import multiprocessing
 import os
 
@@ -23,15 +24,18 @@ from trainer_hooks.regroup import device_for
 from trainer_hooks.run import Run
 from trainer_hooks.worker import TrainingFunction, Worker
 
+log = logging.getLogger(__name__)
+
 
 def main(train: TrainingFunction, *, settings: HookSettings | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
     """Runs ``train(run)``: kept stepping under ``everstep-launch``, as it is everywhere else.
 
     * Under ``everstep-launch`` it is entered once in each generation; returns when the job has ended well.
+    * Elsewhere a process group that exists already (Ray's, or the script's own) is used, and left as it was.
     * Under plain torchrun (RANK and WORLD_SIZE are set) the process group comes from the environment.
     * Otherwise there is one rank and no process group.
 
-    In the latter two nothing is tracked, and what ``train`` raises is raised. Raises SystemExit(1) when the job was
+    In the latter three nothing is tracked, and what ``train`` raises is raised. Raises SystemExit(1) when the job was
     stopped for an error, ConfigurationError for settings that contradict each other, for a coroutine or a generator,
     and in a child of multiprocessing's that imports the script to be started.
     """
@@ -39,8 +43,11 @@ def main(train: TrainingFunction, *, settings: HookSettings | None = None, clock
     settings = (settings or HookSettings()).validate()
     assignment = current_assignment()
     if assignment is not None:
+        _give_up_own_group()
         local_rank = wait_for_local_rank()
         Worker(msgspec.structs.replace(assignment, local_rank=local_rank), settings, clock).work(train)
+    elif dist.is_available() and dist.is_initialized():
+        _run_in_group(train, _device_of_group())
     elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _run_under_torchrun(train, settings)
     else:
@@ -57,6 +64,26 @@ def _check(train: TrainingFunction) -> None:
         raise ConfigurationError("the training function is a coroutine or a generator: to call it runs nothing of it")
 
 
+def _give_up_own_group() -> None:
+    """Destroy the process group that the script made.
+
+    Its members are fixed, while each generation has members of its own.
+    """
+    if dist.is_available() and dist.is_initialized():
+        log.warning(
+            "this script called init_process_group: under everstep-launch that group is replaced by the group of each "
+            "generation, and a replacement for a lost rank cannot join it; leave the call out where EVERSTEP_JOB is in "
+            "the environment"
+        )
+        dist.destroy_process_group()
+
+
+def _device_of_group() -> torch.device:
+    """The device that whoever made the process group chose for this process."""
+    nccl = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
 def _own_device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
@@ -69,14 +96,19 @@ def _run_under_torchrun(train: TrainingFunction, settings: HookSettings) -> None
         torch.cuda.set_device(device)
     dist.init_process_group(backend.name)
     try:
-        place = Place(
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            local_rank=local_rank,
-            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-            device=device,
-            mesh=lambda: init_device_mesh(device.type, (dist.get_world_size(),)),
-        )
-        train(Run(place, IdleKeeper()))
+        _run_in_group(train, device)
     finally:
         dist.destroy_process_group()
+
+
+def _run_in_group(train: TrainingFunction, device: torch.device) -> None:
+    """Run the training function once, on the ranks of the process group that there is."""
+    place = Place(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        device=device,
+        mesh=lambda: init_device_mesh(device.type, (dist.get_world_size(),)),
+    )
+    train(Run(place, IdleKeeper()))

@@ -209,3 +209,18 @@ def test_the_rank_on_a_gpu_that_stopped_gets_another_process_and_the_job_ends_we
     assert {step for rank, _, step, _ in lines if rank == 0} == set(range(1, 301))
     assert "rank 1 of train" in launcher.err
     assert "is restarted" in launcher.err
+
+
+def test_process_group_of_the_script_is_replaced(short_path: Path) -> None:
+    """A group has fixed members, and a generation has its own: the script's is given up, and said so."""
+    (short_path / "train.py").write_text(
+        "import torch.distributed as dist\ndist.init_process_group('gloo')\nEARLY = dist.group.WORLD\n"
+        + TRAIN.replace("def train(run):", "def train(run):\n    assert dist.group.WORLD is not EARLY").replace(
+            "until=60", "until=3"
+        )
+    )
+    argv = ["--nproc-per-node", "2", "--standbys", "0", "--state-dir", str(short_path / "state"), "train.py"]
+    with launched(short_path, *argv, GLOO_SOCKET_IFNAME="lo") as launcher:
+        assert launcher.wait() == 0, launcher.err
+    assert "init_process_group" in launcher.err
+    assert sorted(launcher.out.splitlines()) == ["saved by rank 0", "saved by rank 1"]

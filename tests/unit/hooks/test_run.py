@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -234,3 +235,30 @@ def test_under_torchrun_the_group_comes_from_the_environment(tmp_path):
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert finished.returncode == 0, finished.stderr
     assert [Path(f"{script}.{rank}").read_text() for rank in (0, 1)] == ["[1, 2]"] * 2
+
+
+def test_existing_process_group_is_used_and_left_alone(tmp_path):
+    """As Ray leaves one behind, or a script that makes its own: no RANK in the environment says who is who."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch, torch.distributed as dist, trainer_hooks as everstep\n"
+        "rank = int(sys.argv[1])\n"
+        "dist.init_process_group('gloo', init_method=f'file://{__file__}.store', rank=rank, world_size=2)\n"
+        "def train(run):\n"
+        "    assert (run.rank, run.world_size, run.device.type) == (rank, 2, 'cpu')\n"
+        "    assert run.distributed and run.mesh.size() == 2\n"
+        "    assert run.mean(torch.tensor(float(run.rank))) == 0.5\n"
+        "everstep.main(train, settings=everstep.HookSettings(backend='gloo'))\n"
+        "dist.all_reduce(torch.ones(1))\n"
+        "dist.destroy_process_group()\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script)]
+    ranks = [subprocess.Popen([*command, str(n)], env=environment, stderr=subprocess.PIPE) for n in (0, 1)]
+    try:
+        errors = [rank.communicate(timeout=120)[1].decode() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
