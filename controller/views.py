@@ -248,7 +248,8 @@ def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
     progress = live.pace.progress if live is not None else {}
     number = spec.number if spec is not None else 0
     known = [one for one in progress.values() if one.generation == number]
-    step = min(map(_STEP, known), default=None)
+    newest = (live.pace.newest_step or 0) if live is not None else 0
+    step = max(job.ended_step, newest) if job.state in OVER else min(map(_STEP, known), default=newest)
     step_s = max(map(_STEP_S, known), default=0.0)
     return op.JobSummary(
         job=job.job,
@@ -257,7 +258,7 @@ def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
         world_size=spec.world_size if spec else 0,
         nodes=len(seats_of(spec)),
         spares=len(spares(state, job)),
-        step=step if step is not None else (live.pace.newest_step or 0) if live else 0,
+        step=step,
         step_s=step_s,
         loss=_loss(progress, spec),
         committed=live.committed if live else None,

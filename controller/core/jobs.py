@@ -51,12 +51,14 @@ def user_error(turn: Turn, job: JobRecord, node: str, report: UserError) -> None
     turn.audit("user_error", sentence, node=node, job=job.job, generation=report.generation, data=data)
     before = job.raised.setdefault(report.error[:RAISED_CHARS], node)
     if job.spec.max_user_retries and before != node:
+        job.ended_step = report.step
         fail(turn, job, f"{sentence}; {before} raised the same before, so another try would raise it again")
     elif job.retries < job.spec.max_user_retries:
         job.retries += 1
         words = f"{sentence}; retry {job.retries} of {job.spec.max_user_retries}"
         regroup(turn, job, Cause(reason=GenerationReason.RANK_LOST, sentence=words[:4000], trace=turn.trace))
     else:
+        job.ended_step = report.step
         fail(turn, job, sentence)
 
 
@@ -67,6 +69,8 @@ def fail(turn: Turn, job: JobRecord, sentence: str) -> None:
 
 def _end(turn: Turn, job: JobRecord, state: JobState, sentence: str) -> None:
     live = turn.state.live_jobs[job.job]
+    if live.committed is not None:  # where no rank's report says how far it came
+        job.ended_step = max(job.ended_step, live.committed.step)
     job.state, job.since, job.sentence, job.trace = state, turn.now, sentence, turn.trace
     live.pending = None
     turn.audit(f"job.{state}", sentence, job=job.job, generation=job.last_number)
@@ -87,6 +91,7 @@ def rank_finished(turn: Turn, job: JobRecord, node: str, report: RankFinished) -
     if not running.has(node, report.rank):
         turn.ignore("rank_finished.not_a_member")
         return
+    job.ended_step = max(job.ended_step, report.step)
     if report.rank not in job.finished:
         job.finished.append(report.rank)
         turn.job_changed(job.job)

@@ -113,7 +113,7 @@ def _start_over(turn: Turn, job: JobRecord, report: LauncherJoined) -> None:
     job.generation, job.leaving, job.launchers, job.resumed_at = None, None, {}, None
     job.ceiling, job.retries, job.raised, job.finished = NOTHING, 0, {}, []
     job.losses, job.excluded, job.former, job.slow, job.homes = {}, {}, [], {}, None
-    job.ties, job.size, job.gave_at = [], None, 0.0
+    job.ties, job.size, job.gave_at, job.ended_step = [], None, 0.0, 0
     turn.state.live_jobs[job.job] = JobLive(nodes=turn.state.live_jobs[job.job].nodes)
     turn.audit("job.created", f"job {job.job} is run once more", job=job.job)
     turn.job_changed(job.job)

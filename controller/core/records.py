@@ -300,6 +300,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     votes. ``finished``: ranks of the running generation whose training function returned. ``slow``: nodes that were
     replaced as stragglers, and why. ``homes`` of the newest committed version. ``gave_at``: when it last gave a node to
     a job of higher priority. ``deserted_at``: when the last of its launchers was gone.
+    ``ended_step``: the last step of a job that is over.
 
     ``spilling``: the version on its way to storage. ``stored``: those that are there, by when they were written;
     ``spilled_step`` of the last one. ``spills_lost``: versions that were ordered and never got there;
@@ -338,6 +339,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     homes: Homes | None = None
     gave_at: float = 0.0
     deserted_at: float = 0.0
+    ended_step: int = 0
     spilling: Spilling | None = None
     stored: list[StoredCheckpoint] = []
     spilled_step: int = 0

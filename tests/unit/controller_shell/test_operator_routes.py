@@ -19,7 +19,7 @@ from everstep.tokens import TokenRole
 from everstep.vocabulary import Decision, JobState, NodeState, Verdict
 from everstep.wire.v1 import history as past
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1.training import FindingRaised, ProbeFinished, RankLost, UserError
+from everstep.wire.v1.training import FindingRaised, ProbeFinished, RankFinished, RankLost, UserError
 from tests.support.controllers import (
     OPERATOR,
     VIEWER,
@@ -27,6 +27,7 @@ from tests.support.controllers import (
     Refused,
     bearer,
     get,
+    joined,
     post,
 )
 from tests.support.spoken import FELL_OFF, fleet, resume, running_job
@@ -137,6 +138,34 @@ def test_a_hold_of_a_node_that_is_out_is_shown_beside_its_state_until_it_is_rele
     assert get(client, "/v1/nodes/n1", op.NodeDetail).summary.hold == ""
     refused = refusal(client, "/v1/nodes/n1/release", BECAUSE)
     assert (refused.status, refused.code) == (409, "conflict")
+
+
+def test_ended_job_shows_its_last_step(tmp_path: Path) -> None:
+    """Also under the next controller, which has heard no beat of its ranks."""
+    database = f"sqlite:///{tmp_path / 'c.db'}"
+    with TestClient(InProcess(database)) as client:
+        for rank, speaker in enumerate(running_job(client, "n1", "n2")):
+            speaker.report(RankFinished(job="j", at=2.0, generation=1, rank=rank, step=40))
+        ended = get(client, "/v1/jobs/j", op.JobDetail).summary
+        assert (ended.state, ended.step) == (JobState.FINISHED, 40)
+    with TestClient(InProcess(database)) as client:
+        assert get(client, "/v1/jobs/j", op.JobDetail).summary.step == 40
+
+
+def test_failed_job_shows_the_step_it_failed_at(client: TestClient) -> None:
+    (speaker,) = running_job(client, "n1")
+    speaker.report(UserError(job="j", at=2.0, generation=1, rank=0, step=7, error="KeyError: 1", traceback="x"))
+    ended = get(client, "/v1/jobs/j", op.JobDetail).summary
+    assert (ended.state, ended.step) == (JobState.FAILED, 7)
+
+
+def test_job_that_is_run_again_begins_at_no_step(client: TestClient) -> None:
+    (speaker,) = running_job(client, "n1")
+    speaker.report(RankFinished(job="j", at=2.0, generation=1, rank=0, step=40))
+    speaker.report(joined("j", 1.0, nodes=1, launcher=1 << 50))
+    again = get(client, "/v1/jobs/j", op.JobDetail).summary
+    assert again.state in (JobState.FORMING, JobState.RUNNING)
+    assert again.step == 0
 
 
 def test_a_stopped_job_is_over_and_its_nodes_hear_of_it(client: TestClient) -> None:
