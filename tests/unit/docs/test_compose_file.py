@@ -131,3 +131,42 @@ def test_make_secrets_writes_what_the_programs_take(tmp_path: Path) -> None:
         assert verify(secret, token) == Identity(TokenRole.AGENT, name)
     assert verify(secret, first["token-prometheus"].strip()).role is TokenRole.VIEWER
     assert (tmp_path / ".env").read_text() == f"EVERSTEP_UID={os.getuid()}\nEVERSTEP_GID={os.getgid()}\n"
+
+
+def test_make_secrets_installs_no_torch(tmp_path: Path) -> None:
+    """Only what makes tokens: a machine that runs the compose fleet trains nothing."""
+    command = ["make", "-n", "secrets", f"VENV={tmp_path / 'venv'}"]
+    planned = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert "deploy/make-secrets.sh" in planned
+    assert "pip install" in planned
+    assert "torch" not in planned
+    assert "[" not in re.findall(r"--editable (\S+)", planned)[0], "no extra is installed"
+
+
+def test_tokens_are_made_with_the_base_requirements() -> None:
+    """What ``make secrets`` runs imports nothing of the extras."""
+    base = {"msgspec", "xxhash", "typer", "rich"}
+    script = "import sys, controller.main; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True)
+    extras = {"fastapi", "sqlalchemy", "uvicorn", "alembic", "psycopg", "prometheus_client", "torch", "numpy", "fsspec"}
+    assert not set(done.stdout.split()) & extras
+    assert "msgspec" in base & set(done.stdout.split())
+
+
+@pytest.mark.parametrize(("machine", "native"), [("x86_64", "require"), ("aarch64", "")])
+def test_images_require_the_compiled_copies_or_say_so(tmp_path: Path, machine: str, native: str) -> None:
+    """On x86-64 an image without them is not built; elsewhere the build says that they are missing."""
+    assert not DOCKERFILE.split(" AS wheel\n")[0].rpartition("FROM ")[2].endswith("slim"), "slim has no compiler"
+    for name in ("controller", "agent"):
+        assert "--from=wheel" in stage(name), f"the image of {name} installs what was compiled"
+    build = re.search(r"^RUN (.*?[^\\])$", stage("wheel"), re.MULTILINE | re.DOTALL)
+    assert build is not None
+    for name, script in (("uname", f"echo {machine}"), ("pip", 'echo "built with EVERSTEP_NATIVE=$EVERSTEP_NATIVE"')):
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["sh", "-c", build[1].replace("\\\n", " ")]
+    said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    assert f"built with EVERSTEP_NATIVE={native}\n" in said
+    assert ("without compiled copies" in said) == (machine != "x86_64")
