@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from ctypes import c_void_p, cast
+from ctypes import byref, c_void_p, cast
 from typing import Any
 
 import pynvml
@@ -171,7 +171,7 @@ class Device:
 def sram_threshold_exceeded(handle: Any) -> int:
     """A call for ``Device.read``: 1 where the GPU has passed its limit of SRAM errors."""
     status = pynvml.c_nvmlEccSramErrorStatus_v1_t()
-    pynvml.nvmlDeviceGetSramEccErrorStatus(handle, status)
+    pynvml.nvmlDeviceGetSramEccErrorStatus(handle, byref(status))  # pynvml passes on what it gets, a copy by value
     return int(status.bThresholdExceeded)
 
 

@@ -148,7 +148,7 @@ class VirtualNvml:
     def nvmlDeviceGetSramEccErrorStatus(self, handle: Any, status: Any) -> int:  # noqa: N802
         code, gpu = self._ask(handle)
         if code == OK:
-            status.bThresholdExceeded = int(gpu.sram_threshold_exceeded)
+            status._obj.bThresholdExceeded = int(gpu.sram_threshold_exceeded)
         return code
 
     def nvmlDeviceGetRetiredPages_v2(self, handle: Any, cause: Any, count: Any, *buffers: Any) -> int:  # noqa: N802

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pynvml
 import pytest
 
+from agent.drivers.nvml import sram_threshold_exceeded
 from agent.sensors.gpu import REOPEN_EVERY, GpuSensor
 from agent.sensors.picture import wire_gpu, wire_host
 from agent.sensors.samples import GpuIdentity, HostIdentity
@@ -282,3 +285,22 @@ def test_a_scenario_that_is_none_is_refused(which: str) -> None:
 
 def test_default_takes_a_number_of_gpus() -> None:
     assert len(load_scenario("default:2", "n1").gpu) == 2
+
+
+def test_sram_status_is_handed_to_c_by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function of the real library takes an address; pynvml would hand over a copy of the struct just as well."""
+    status, given = pynvml.c_nvmlEccSramErrorStatus_v1_t(), list[int]()
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    def answer(_handle: int, address: int) -> int:
+        given.append(address)
+        if address == ctypes.addressof(status):
+            status.bThresholdExceeded = 1
+        return int(pynvml.NVML_SUCCESS)
+
+    untyped = ctypes.CDLL(None)._FuncPtr(ctypes.cast(answer, ctypes.c_void_p).value)
+    monkeypatch.setattr(pynvml, "c_nvmlEccSramErrorStatus_v1_t", lambda: status)
+    monkeypatch.setattr(pynvml, "nvmlLib", SimpleNamespace(nvmlDeviceGetSramEccErrorStatus=untyped))
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+    assert sram_threshold_exceeded(ctypes.c_void_p(1)) == 1
+    assert given == [ctypes.addressof(status)]
