@@ -150,7 +150,7 @@ def _steps(
         model.update(number)
         if reads_loss:
             torch.cuda.synchronize(work.gpu)
-        watch.step_ends(work.gpu)
+        watch.step_ends([work.gpu])
         if snapshotter is not None:
             with watch.held_up(stored=True):
                 snapshotter.begin(number)
@@ -160,7 +160,7 @@ def _steps(
             snapshotter.wait()
     torch.cuda.synchronize(work.gpu)
     for _ in range(2):  # the last step's end is told when it has come
-        watch.step_ends(work.gpu)
+        watch.step_ends([work.gpu])
         torch.cuda.synchronize(work.gpu)
     return [held_up for held_up in told if held_up is not None], took
 

@@ -100,7 +100,7 @@ class Stream:
 class Event:
     """Has come to pass when its stream has got there; then it knows the runtime's time."""
 
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self.timing = enable_timing
         self.stream: Stream | None = None
         self.number = 0

@@ -8,8 +8,9 @@ that the next optimizer step waits on; on several GPUs of one process so on each
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,9 @@ from trainer_hooks.snapshot.layout import BLOB_PREFIX, Box, Manifest
 from trainer_hooks.snapshot.plan import Share
 from trainer_hooks.snapshot.standing import Writes
 from trainer_hooks.state import TrackedTensor
+
+Digests = Callable[[], dict[str, WeightedDigest]]
+"""Makes them, or gives those made before. Their buffers are cleared on the stream that is current then."""
 
 MOST_GATHERS = 16
 """One for each slot of a segment, and some for segments before it."""
@@ -86,8 +90,7 @@ class Sources:
         From the copier thread. On a GPU both are enqueued when this returns; ``mover.finish`` waits for them, after
         which the digests are host tensors.
         """
-        views, digests = self._views_of(share), self._digests_of(share) if digest else {}
-        return self.mover.run(targets, views, digests)
+        return self.mover.run(targets, self._views_of(share), partial(self._digests_of, share) if digest else dict)
 
     def _views_of(self, share: Share) -> list[torch.Tensor]:
         if share is not self.share:
@@ -128,9 +131,9 @@ class HostMover:
     def begin(self) -> None:
         """Called by the training thread when the state is as it shall be copied."""
 
-    def run(self, targets: Targets, sources: list[torch.Tensor], digests: dict[str, WeightedDigest]) -> Copied:
+    def run(self, targets: Targets, sources: list[torch.Tensor], digests: Digests) -> Copied:
         chunks = self._gather(targets, sources).copy()
-        return Copied({group: digest.start() for group, digest in digests.items()}, chunks)
+        return Copied({group: digest.start() for group, digest in digests().items()}, chunks)
 
     def _gather(self, targets: Targets, sources: list[torch.Tensor]) -> Gather | HashingGather:
         """Made once for each slot; a list is known by its identity as long as it is held here."""
@@ -159,7 +162,7 @@ class Lane:
         self.device = device
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits leaves its core
 
 
 class DeviceMover(HostMover):
@@ -173,16 +176,17 @@ class DeviceMover(HostMover):
         for lane in self.lanes:
             lane.ready.record(torch.cuda.current_stream(lane.device))
 
-    def run(self, targets: Targets, sources: list[torch.Tensor], digests: dict[str, WeightedDigest]) -> Copied:
+    def run(self, targets: Targets, sources: list[torch.Tensor], digests: Digests) -> Copied:
         with torch.no_grad(), ExitStack() as current:
             # all at once: each copy goes by the stream that is current on its GPU, and a digest may want several GPUs
             for lane in reversed(self.lanes):  # the thread acts on the first of them
                 current.enter_context(torch.cuda.stream(lane.stream))
                 lane.stream.wait_event(lane.ready)
+            wanted = digests()  # before the copies: the thread waits for what it makes of them on the GPU
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
             # to the host on this stream: read on another one they would wait for all that training has enqueued there
-            made = {group: digest.start().to("cpu", non_blocking=True) for group, digest in digests.items()}
+            made = {group: digest.start().to("cpu", non_blocking=True) for group, digest in wanted.items()}
             for lane in self.lanes:
                 lane.copied.record(lane.stream)
         return Copied(made)

@@ -22,7 +22,8 @@ from tests.support.waiting import until
 from trainer_hooks import vault_client
 from trainer_hooks.python_state import decode, state_of
 from trainer_hooks.restore import Restoration
-from trainer_hooks.snapshot.copy import DeviceMover
+from trainer_hooks.snapshot import copy
+from trainer_hooks.snapshot.copy import DeviceMover, Sources
 from trainer_hooks.snapshot.device import gpus_of
 from trainer_hooks.snapshot.gather import Targets
 from trainer_hooks.snapshot.snapshotter import Snapshotter
@@ -167,7 +168,7 @@ def test_each_gpu_that_holds_state_has_a_stream_of_its_own_between_its_own_event
     for gpu, stream in training.items():
         stream.enqueue(lambda gpu=gpu: done.append(gpu.index))  # type: ignore[misc]
     mover.begin()
-    mover.run(Targets([], None), [], {})  # type: ignore[arg-type]
+    mover.run(Targets([], None), [], dict)  # type: ignore[arg-type]
     for lane in mover.lanes:
         lane.stream.enqueue(lambda lane=lane: done.append("copied"))  # type: ignore[misc]
         lane.copied.record(lane.stream)
@@ -176,6 +177,28 @@ def test_each_gpu_that_holds_state_has_a_stream_of_its_own_between_its_own_event
     for index, gpu in enumerate(gpus):
         training[gpu].drain()
         assert done == [0, "copied", 1, "copied"][: 2 * index + 2]
+
+
+def test_digest_buffers_are_cleared_on_the_copy_stream(cuda: PretendedCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cleared on another stream, a buffer may be cleared after the digest was written to it."""
+    made: list[tuple[Stream, Stream]] = []
+
+    class Digest:
+        def __init__(self, tensors: list[torch.Tensor]) -> None:
+            self.stream = cuda.stream()
+
+        def start(self) -> torch.Tensor:
+            made.append((self.stream, cuda.stream()))
+            return on_gpu(torch.tensor(7))
+
+    monkeypatch.setattr(copy, "WeightedDigest", Digest)
+    share: Any = SimpleNamespace(pieces=(), covers=(), groups={"replicated": [0]})
+    sources = Sources(TrackedState({"model": move(nn.Linear(8, 8))}).tensors(), share)
+    assert isinstance(sources.mover, DeviceMover)
+    sources.begin()
+    sources.copy(share, Targets([], None), digest=True)  # type: ignore[arg-type]
+    stream: Any = sources.mover.lanes[0].stream
+    assert made == [(stream, stream)]
 
 
 def test_slots_that_cannot_be_page_locked_are_told_of_and_training_goes_on(

@@ -128,17 +128,17 @@ def test_a_gradient_scaler_is_stored_without_waiting_for_the_gpu() -> None:
 def test_what_a_snapshot_holds_up_is_told_in_the_streams_time() -> None:
     """Between events: a wait of the thread counts where the GPU has nothing to do meanwhile, else it does not."""
     told: list[tuple[float, float | None]] = []
-    watch, gpu = Stopwatch(lambda *step: told.append(step), SYSTEM_CLOCK), torch.device("cuda", 0)
+    watch, gpus = Stopwatch(lambda *step: told.append(step), SYSTEM_CLOCK), [torch.device("cuda", 0)]
     for idle in (False, True, False):
-        watch.step_ends(gpu)
+        watch.step_ends(gpus)
         torch.cuda._sleep(1_000_000_000)  # cycles: half a second or more
         if idle:
             torch.cuda.synchronize()
         with watch.held_up(stored=True):
             Event().wait(0.1)
-    watch.step_ends(gpu)
+    watch.step_ends(gpus)
     torch.cuda.synchronize()
-    watch.step_ends(gpu)
+    watch.step_ends(gpus)
     (step_s, under), (_, alone) = told[:2]
     assert step_s > 0.1
     assert under is not None

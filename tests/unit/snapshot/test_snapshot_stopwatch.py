@@ -133,7 +133,7 @@ def test_digests_come_to_the_host_with_the_copy_and_wait_for_nothing_else(cuda: 
 
     mover = DeviceMover((GPU,))
     mover.begin()
-    digests = mover.run([], [], {"replicated": Digest()}).digests  # type: ignore[arg-type]
+    digests = mover.run([], [], lambda: {"replicated": Digest()}).digests  # type: ignore[arg-type]
     work(cuda, STEP_S)  # the next step, already enqueued
     mover.finish()
     assert unsigned(digests["replicated"]) == 5
