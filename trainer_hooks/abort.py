@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 from functools import partial
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,9 @@ HOLD_S = 1.0
 """How long aborted connections are kept open: survivors hear of a new generation within tens of milliseconds of one
 another, and none should see another's connection close before it has aborted its own."""
 
+SET_UP_S = 120
+"""Longest set-up of an NCCL communicator. While torch waits for one it holds a lock that an abort needs."""
+
 
 class CollectiveBackend(Protocol):
     """What regrouping needs of one kind of process group."""
@@ -36,14 +40,17 @@ class CollectiveBackend(Protocol):
     def prepare(self) -> None:
         """Before the first group of the process: settings that the library reads once."""
 
-    def options(self) -> Any:
-        """``pg_options`` for ``init_process_group``, or None."""
+    def connect(self, device: torch.device) -> None:
+        """Begins to set up the default group's communicator for ``device``, where it has one; does not wait for it."""
 
     def abort(self) -> int:
         """Ends the collectives of all groups of the process, now and for good; callable from any thread, repeatedly.
 
         Returns how many connections or communicators were ended by this call.
         """
+
+    def settle(self, timeout_s: float) -> bool:
+        """Waits until all that ``abort`` began is done; False where that takes longer than ``timeout_s``."""
 
 
 def gloo_loops() -> list[int]:
@@ -82,8 +89,11 @@ class GlooBackend:
         waiting.install()
         resets.install(gloo_connections)
 
-    def options(self) -> Any:
-        return None
+    def connect(self, device: torch.device) -> None:
+        """gloo connects all ranks when a group is made."""
+
+    def settle(self, timeout_s: float) -> bool:
+        return True
 
     def abort(self) -> int:
         held = [copy for loop in gloo_loops() for copy in self._shut_connections_of(loop)]
@@ -104,13 +114,18 @@ class NcclBackend:
 
     Aborting one communicator may wait for another of the same process, so all are begun together. gloo carries the
     CPU tensors of the same groups and is ended with them.
+
+    All communicators of the process are non-blocking: the set-up of a blocking one cannot be aborted. The set-up of a
+    non-blocking one can, until a collective is called: torch then waits for the set-up under a lock that an abort
+    needs, for SET_UP_S at most. Therefore ``connect`` comes first, and no collective before all ranks are known to have
+    called it.
     """
 
     name = "cpu:gloo,cuda:nccl"
 
     def __init__(self) -> None:
         self._gloo = GlooBackend()
-        self._begun: set[int] = set()
+        self._begun: dict[int, threading.Thread] = {}
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
@@ -118,24 +133,33 @@ class NcclBackend:
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
         os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
+        os.environ.setdefault("TORCH_NCCL_USE_COMM_NONBLOCKING", "1")  # also of the groups that users make
+        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(SET_UP_S))
         resets.install(gloo_connections)
 
-    def options(self) -> Any:
-        """Non-blocking communicators: with blocking ones the set-up itself cannot be aborted."""
-        options = dist.ProcessGroupNCCL.Options()
-        options.config.blocking = 0
-        return options
+    def connect(self, device: torch.device) -> None:
+        backend: Any = dist.distributed_c10d._get_default_group()._get_backend(device)
+        backend.eager_connect_single_device(device)
 
     def abort(self) -> int:
         ended = self._gloo.abort()
         for backend in self._communicators():
+            thread = threading.Thread(target=self._abort_one, args=(backend,), name="everstep-nccl-abort", daemon=True)
             with self._lock:
                 if id(backend) in self._begun:
                     continue
-                self._begun.add(id(backend))
-            threading.Thread(target=self._abort_one, args=(backend,), name="everstep-nccl-abort", daemon=True).start()
+                self._begun[id(backend)] = thread
+                thread.start()
             ended += 1
         return ended
+
+    def settle(self, timeout_s: float) -> bool:
+        deadline = perf_counter() + timeout_s
+        with self._lock:
+            begun = list(self._begun.values())
+        for thread in begun:
+            thread.join(max(0.0, deadline - perf_counter()))
+        return not any(thread.is_alive() for thread in begun)
 
     def _communicators(self) -> list[Any]:
         """NCCL backends of all live groups. torch keeps them in a private table; there is no public one."""
@@ -150,7 +174,7 @@ class NcclBackend:
             logger.warning("aborting an NCCL communicator failed: %s", error)
         finally:
             with self._lock:
-                self._begun.discard(id(backend))
+                self._begun.pop(id(backend), None)
 
 
 def backend_named(name: str) -> CollectiveBackend:

@@ -24,13 +24,16 @@ from trainer_hooks import descriptors, meshes
 from trainer_hooks.abort import CollectiveBackend
 from trainer_hooks.config import HookSettings
 from trainer_hooks.interrupt import Regroup
-from trainer_hooks.waiting import wait_unless
+from trainer_hooks.waiting import poll_unless, wait_unless
 
 logger = logging.getLogger(__name__)
 
 CONNECT_RETRY_S = 0.01
 CONNECT_TIMEOUT_S = 2.0
 RELEASE_TIMEOUT_S = 0.5
+SETTLE_S = 5.0
+"""How long a communicator's abort is waited for before its group is destroyed. Destroying first would wait for what
+hangs, and the abort for that."""
 BOUNDARY_JOIN_S = 3600.0
 """Longest wait for the members of a generation that begins at a boundary: a newcomer is there long before the others,
 who may have steps of minutes to finish. The controller's deadlines end it where somebody does not come."""
@@ -151,15 +154,21 @@ class Rendezvous:
             rank=rank,
             world_size=spec.world_size,
             timeout=timedelta(seconds=self._settings.join_timeout_s if spec.after_step is None else BOUNDARY_JOIN_S),
-            pg_options=self._backend.options(),
         )
         sys.excepthook = hook  # torch wraps it anew each time, which would nest as generations pass
 
-    @staticmethod
-    def _prove(device: torch.device, world_size: int, is_over: Callable[[], bool]) -> None:
-        """A first all-reduce: everybody is there, and every connection carries data."""
-        present = torch.ones(1, device=device)
+    def _prove(self, device: torch.device, world_size: int, is_over: Callable[[], bool]) -> None:
+        """A first all-reduce: everybody is there, and every connection carries data.
+
+        On a GPU the ranks meet over gloo before: once a collective waits for the set-up of NCCL's communicator, the
+        set-up cannot be aborted any more (see ``NcclBackend``).
+        """
+        self._backend.connect(device)
+        present = torch.ones(1)
         wait_unless(dist.all_reduce(present, async_op=True), is_over)
+        if device.type == "cuda":
+            present = torch.ones(1, device=device)
+            poll_unless(dist.all_reduce(present, async_op=True), is_over)
         if int(present.item()) != world_size:
             raise RuntimeError(f"{int(present.item())} of {world_size} ranks took part in the first all-reduce")
 
@@ -176,6 +185,7 @@ class Rendezvous:
             return
         if broken:
             self._backend.abort()
+            self._backend.settle(SETTLE_S)
         for group in list(dist.distributed_c10d._world.pg_map):
             self._retire(group)
         dist.destroy_process_group()

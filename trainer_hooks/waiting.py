@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from time import sleep
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import OpType  # type: ignore[attr-defined]  # torch's stubs leave it out
@@ -23,6 +24,9 @@ from trainer_hooks.interrupt import SLICE_S, Regroup
 
 SLICE = timedelta(seconds=SLICE_S)
 """Bounds how late a thread notices; one that is woken in time never sees it. A slice that ends costs some 10 us."""
+
+POLL_S = 0.001
+"""Between two looks at a collective that a GPU computes."""
 
 _wait = dist.Work.wait
 _over: Callable[[], bool] = bool
@@ -100,7 +104,7 @@ def install() -> None:
 
 
 def wait_unless(work: dist.Work, over: Callable[[], bool]) -> None:
-    """Waits for a collective; raises Regroup when ``over`` becomes true first."""
+    """Waits for a collective on host tensors; raises Regroup when ``over`` becomes true first."""
     while True:
         try:
             _wait(work, SLICE)
@@ -111,3 +115,16 @@ def wait_unless(work: dist.Work, over: Callable[[], bool]) -> None:
                 return
         if over():
             raise Regroup
+
+
+def poll_unless(work: dist.Work, over: Callable[[], bool]) -> None:
+    """Waits for a collective on GPU tensors; raises Regroup when ``over`` becomes true first.
+
+    The work is asked whether it is done. NCCL must not be given a time-out: when one passes, torch marks the work as
+    failed and aborts the communicator.
+    """
+    while not work.is_completed():
+        if over():
+            raise Regroup
+        sleep(POLL_S)
+    _wait(work)  # orders the current stream behind the work, or raises the work's own error

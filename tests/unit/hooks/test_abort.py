@@ -17,7 +17,9 @@ import torch.distributed as dist
 from tests.support.stage import host_store
 from tests.support.waiting import until
 from trainer_hooks import descriptors
-from trainer_hooks.abort import GlooBackend, NcclBackend, backend_named, gloo_loops
+from trainer_hooks.abort import SET_UP_S, GlooBackend, NcclBackend, backend_named, gloo_loops
+from trainer_hooks.config import HookSettings
+from trainer_hooks.regroup import Rendezvous
 
 WORLD = 3
 
@@ -130,26 +132,69 @@ def test_the_backend_follows_the_setting_and_the_machine():
     assert isinstance(backend_named("auto"), expected)
 
 
+def nccl_environment() -> dict[str, str | None]:
+    NcclBackend().prepare()
+    return {name: os.environ.get(f"TORCH_NCCL_{name}") for name in ("USE_COMM_NONBLOCKING", "NONBLOCKING_TIMEOUT")}
+
+
+def test_all_nccl_communicators_are_set_up_without_blocking(forks):
+    """Also those of groups that a training function makes, for which nobody passes options."""
+    expected = {"USE_COMM_NONBLOCKING": "1", "NONBLOCKING_TIMEOUT": str(SET_UP_S)}
+    assert forks.start(nccl_environment).result() == expected
+
+
+class Communicator:
+    """One whose abort takes until it is allowed to end."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+        self.aborts = 0
+
+    def abort(self) -> None:
+        self.aborts += 1
+        assert self.may_end.wait(60)
+
+
+def test_nccl_aborts_are_begun_once_and_waited_for(monkeypatch):
+    backend, communicator = NcclBackend(), Communicator()
+    monkeypatch.setattr(backend._gloo, "abort", lambda: 0)
+    monkeypatch.setattr(backend, "_communicators", lambda: [communicator])
+    assert [backend.abort(), backend.abort()] == [1, 0]
+    assert not backend.settle(0.0)
+    communicator.may_end.set()
+    assert backend.settle(60.0)
+    assert communicator.aborts == 1
+
+
+def test_broken_groups_are_destroyed_after_their_aborts(monkeypatch):
+    """Destroying a group waits for what hangs in it, under the lock that the abort needs."""
+    done: list[str] = []
+    backend = NcclBackend()
+    monkeypatch.setattr(backend, "abort", lambda: done.append("abort"))
+    monkeypatch.setattr(backend, "settle", lambda timeout_s: done.append("settle"))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: done.append("destroy"))
+    rendezvous = Rendezvous(backend, HookSettings())
+    rendezvous.leave(broken=True)
+    rendezvous.leave(broken=False)
+    assert done == ["abort", "settle", "destroy", "destroy"]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_nccl_set_up_with_a_missing_peer_can_be_aborted(forks):
     """One device is enough: rank 1 never calls, so the communicator's non-blocking set-up never ends by itself."""
-    assert forks.start(abort_nccl_set_up).result() == 1
+    assert tuple(forks.start(abort_nccl_set_up).result()) == (1, True, 8.0)
 
 
-def abort_nccl_set_up() -> int:
-    backend = NcclBackend()
+def abort_nccl_set_up() -> tuple[int, bool, float]:
+    """Communicators aborted, whether that ended in time, and a sum that the GPU makes afterwards."""
+    backend, device = NcclBackend(), torch.device("cuda", 0)
     backend.prepare()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    torch.cuda.set_device(0)
-    dist.init_process_group("cuda:nccl", store=store, rank=0, world_size=2, pg_options=backend.options())
-    ended: list[int] = []
-    timer = threading.Timer(1.0, lambda: ended.append(backend.abort()))
-    timer.start()
-    try:
-        dist.all_reduce(torch.ones(1, device="cuda"))
-        torch.cuda.synchronize()
-    except RuntimeError:
-        pass  # how torch says that the communicator was aborted differs by version
-    timer.join()
-    return ended[0]
+    torch.cuda.set_device(device)
+    dist.init_process_group("cuda:nccl", store=store, rank=0, world_size=2)
+    backend.connect(device)
+    ended = backend.abort()
+    settled = backend.settle(60.0)
+    return ended, settled, float(torch.ones(8, device=device).sum())

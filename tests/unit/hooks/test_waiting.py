@@ -6,6 +6,7 @@ import os
 import time
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -45,3 +46,34 @@ def test_a_message_may_be_late_and_one_that_never_comes_is_given_up(forks):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [forks.start(exchange, store.port, rank) for rank in range(2)]
     assert [rank.result() for rank in ranks] == [[], [7.0, 8.0, "left"]]
+
+
+class OnGpu(dist.Work):
+    """A collective that is done at the third look, and that a time-out would break, as one of NCCL's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks = 0
+        self.timeouts: list[timedelta] = []
+
+    def is_completed(self) -> bool:
+        self.looks += 1
+        return self.looks >= 3
+
+    def wait(self, timeout: timedelta) -> bool:
+        self.timeouts.append(timeout)
+        return True
+
+
+def test_gpu_work_is_polled_without_a_timeout():
+    work = OnGpu()
+    waiting.poll_unless(work, lambda: False)
+    assert work.looks == 3
+    assert work.timeouts == [timedelta(0)]  # torch's word for none
+
+
+def test_polled_gpu_work_is_left_once_over():
+    work = OnGpu()
+    with pytest.raises(Regroup):
+        waiting.poll_unless(work, lambda: work.looks == 2)
+    assert work.timeouts == []
