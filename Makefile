@@ -54,6 +54,17 @@ bench: $(STAMP) ## every bench in its quick size
 	$(BIN)/python -m bench.checkpoint --quick --no-peers
 	$(BIN)/python -m bench.parity --quick
 
+.PHONY: gpu-bundle
+gpu-bundle: ## pack the wheels that make gpu needs where there is no package index
+	$(PYTHON) -m bench.gpu_bundle pack
+
+# Not from $(STAMP): a machine with GPUs has torch already, and need not reach a package index.
+.PHONY: gpu
+gpu: ## prove and measure everything on this machine's GPUs, in ten minutes (JSON=out/gpu.json)
+	$(PYTHON) -m bench.gpu_bundle install $(VENV)-gpu
+	mkdir -p out
+	$(VENV)-gpu/bin/python -m bench.gpu --json $(or $(JSON),out/gpu.json)
+
 .PHONY: sim
 sim: $(STAMP) ## worlds from seeds, with checkers (SEEDS=2000, FIRST=0)
 	$(BIN)/python -m tests.sim --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0)
@@ -78,4 +89,4 @@ schema: $(STAMP) ## write the wire messages' JSON Schemas to everstep/wire/schem
 
 .PHONY: clean
 clean: ## remove what make made
-	rm -rf $(VENV) out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-gpu gpu-bundle out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -29,13 +29,29 @@ class Outcome:
     accounts: list[Recovery]
 
 
-def fault_steps(count: int) -> list[int]:
-    """The steps at which ``count`` faults strike, far enough apart for a new standby to be there."""
-    return [FIRST + APART * index for index in range(count)]
+@dataclass(frozen=True)
+class Place:
+    """Where ranks compute: how many, on which device, and over which backend they meet. ``apart``: steps between two
+    faults, enough for a new standby to be there."""
+
+    world: int = WORLD
+    device: str = "cpu"
+    backend: str = "auto"
+    apart: int = APART
 
 
-def _environment(folder: Path, layout: str, steps: int, fault: str) -> dict[str, str]:
+HERE = Place()
+
+
+def fault_steps(count: int, apart: int = APART) -> list[int]:
+    """The steps at which ``count`` faults strike."""
+    return [FIRST + apart * index for index in range(count)]
+
+
+def _environment(folder: Path, layout: str, steps: int, fault: str, place: Place) -> dict[str, str]:
     return {
+        "BENCH_DEVICE": place.device,
+        "BENCH_BACKEND": place.backend,
         "BENCH_FOLDER": str(folder),
         "BENCH_LAYOUT": layout,
         "BENCH_STEPS": str(steps),
@@ -46,20 +62,29 @@ def _environment(folder: Path, layout: str, steps: int, fault: str) -> dict[str,
 
 
 class Fleet:
-    """A controller, an agent and one launcher with four ranks of the workload; a context manager."""
+    """A controller, an agent and one launcher with the workload's ranks; a context manager."""
 
-    def __init__(self, layout: str, steps: int, fault: str) -> None:
+    def __init__(self, layout: str, steps: int, fault: str, place: Place = HERE) -> None:
+        self._place = place
         self._out = tempfile.TemporaryDirectory(prefix="everstep-bench-")
         self.folder = Path(self._out.name)
         self.world = World(self.folder, ["n1"])
-        self._environment = _environment(self.folder / "steps", layout, steps, fault)
+        self._environment = _environment(self.folder / "steps", layout, steps, fault, place)
         self.steps = steps
 
     def __enter__(self) -> Fleet:
         self.world.start_controller()
         self.world.boot_nodes()
         node = self.world.nodes["n1"]
-        command = ["-m", "trainer_hooks.launch", "--nproc-per-node", str(WORLD), "--job", JOB, "--die-with-parent"]
+        command = [
+            "-m",
+            "trainer_hooks.launch",
+            "--nproc-per-node",
+            str(self._place.world),
+            "--job",
+            JOB,
+            "--die-with-parent",
+        ]
         command += ["--local-addr", "127.0.0.1", "--agent-socket", str(node.agent_socket)]
         command += ["--standbys", "1", "--standby-delay-s", "0.3", "--max-restarts", "1000"]
         command += [
@@ -87,14 +112,14 @@ class Fleet:
         assert launcher is not None
         wait_for(lambda: launcher.poll() is not None, f"the workload ends (logs in {self.world.logs})", deadline_s)
         job = Client(self.world.url, self.world.operator_token).get(f"/v1/jobs/{JOB}", JobDetail)
-        return Outcome(recoveries(self.folder / "steps", WORLD - 1), list(job.recoveries))
+        return Outcome(recoveries(self.folder / "steps", self._place.world - 1), list(job.recoveries))
 
 
-def faults(layout: str, victim: int, where: str, signal_name: str, count: int) -> Outcome:
+def faults(layout: str, victim: int, where: str, signal_name: str, count: int, place: Place = HERE) -> Outcome:
     """``count`` faults of one kind, one after another, in one run."""
-    at = fault_steps(count)
+    at = fault_steps(count, place.apart)
     fault = f"{victim}:{','.join(map(str, at))}:{where}:{signal_name}"
-    with Fleet(layout, at[-1] + APART, fault) as fleet:
+    with Fleet(layout, at[-1] + place.apart, fault, place) as fleet:
         return fleet.finish()
 
 

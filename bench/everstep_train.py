@@ -1,4 +1,8 @@
-"""The workload under Everstep: ``BENCH_LAYOUT`` is ddp, fsdp2, or plain (the same loop without the hooks)."""
+"""The workload under Everstep.
+
+``BENCH_LAYOUT`` is ddp, inexact (DDP with its own all-reduce) or fsdp2. ``BENCH_DEVICE`` cuda puts the model on a GPU,
+which ranks share where there are more of them than GPUs: then ``BENCH_BACKEND`` is gloo.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from torch import nn
 
 import trainer_hooks as everstep
 from bench.workload import Fault, StepLog, batch, build_model
+from trainer_hooks.config import HookSettings
 
 
 def sharded(model: nn.Module, run: everstep.Run) -> nn.Module:
@@ -20,10 +25,20 @@ def sharded(model: nn.Module, run: everstep.Run) -> nn.Module:
     return fully_shard(model, mesh=run.mesh)
 
 
+def device_of(run: everstep.Run) -> torch.device:
+    """The run's own, or a GPU where the run computes on CPUs and GPUs are asked for."""
+    if os.environ.get("BENCH_DEVICE") != "cuda" or run.device.type == "cuda":
+        return run.device
+    device = torch.device("cuda", run.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
 def train(run: everstep.Run) -> None:
     torch.set_num_threads(1)
     layout, steps = os.environ["BENCH_LAYOUT"], int(os.environ["BENCH_STEPS"])
-    model = build_model()
+    device = device_of(run)
+    model = build_model().to(device)
     whole: nn.Module = sharded(model, run) if layout == "fsdp2" else run.replicate(model, exact=layout != "inexact")
     optimizer = torch.optim.AdamW(model.parameters())
     run.track(model=model, optimizer=optimizer)
@@ -32,10 +47,10 @@ def train(run: everstep.Run) -> None:
     for step in run.steps(until=steps):
         fault.before_step(step)
         optimizer.zero_grad()
-        whole(batch(step, run.rank)).square().mean().backward()
+        whole(batch(step, run.rank).to(device)).square().mean().backward()
         optimizer.step()
         log.write("step", step, world=run.world_size, generation=run.generation)
 
 
 if __name__ == "__main__":
-    everstep.main(train)
+    everstep.main(train, settings=HookSettings(backend=os.environ.get("BENCH_BACKEND", "auto")))

@@ -7,9 +7,11 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 
 from rich.console import Console
 from rich.table import Table
@@ -88,10 +90,11 @@ def parser_of(name: str, text: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def write_json(path: Path, rows: list[Row]) -> None:
-    """Machine, versions and rows, for machines."""
+def write_json(path: Path, rows: list[Row], also: Mapping[str, object] = MappingProxyType({}), **more: object) -> None:
+    """Machine, versions and rows, for machines. ``also``: more about the machine; ``more``: further members."""
     judged = [{**asdict(row), "met": row.met} for row in rows]
-    path.write_text(json.dumps({"machine": machine(), "versions": versions(), "rows": judged}, indent=2) + "\n")
+    whole = {"machine": {**machine(), **also}, "versions": versions(), **more, "rows": judged}
+    path.write_text(json.dumps(whole, indent=2) + "\n")
 
 
 def finish(title: str, rows: list[Row], json_path: Path | None) -> int:

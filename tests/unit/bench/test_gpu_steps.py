@@ -1,0 +1,90 @@
+"""What the steps of bench.gpu make of what they find, without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from agent.sensors.samples import GpuSample
+from bench.gpu_steps import digest, marked_tests, sensors, training
+from bench.gpu_steps.gpt import Shape, Training
+from bench.gpu_steps.sheet import NotRun
+from everstep.vocabulary import ProbeKind
+from everstep.wire.v1.training import ProbeFinished
+
+REPORT = """<testsuites><testsuite>
+<testcase name="test_a" time="1"/><testcase name="test_b"><failure message="x">x</failure></testcase>
+<testcase name="test_c"><error message="x">x</error></testcase>
+<testcase name="test_d"><skipped message="fewer than two CUDA devices">x</skipped></testcase>
+</testsuite></testsuites>"""
+
+
+def sample(**values: Any) -> GpuSample:
+    return GpuSample(index=0, pci_bus_id="0000:1b:00", uuid="GPU-1", **values)
+
+
+def test_failed_marked_tests_are_named_and_skipped_ones_not_run() -> None:
+    judged, skipped = marked_tests.rows(REPORT)
+    assert (judged.value, judged.floor, judged.met) == (1, 3, "no")
+    assert judged.against == "of 3; failed: test_b, test_c"
+    assert (skipped.name, skipped.against) == ("test_d", "not run: fewer than two CUDA devices")
+
+
+def test_marked_tests_that_could_not_run_are_not_judged() -> None:
+    only_skipped = "<testsuite><testcase name='test_d'><skipped message='no GPU'/></testcase></testsuite>"
+    assert [row.value for row in marked_tests.rows(only_skipped)] == [None]
+
+
+def test_a_gpu_that_cannot_be_read_misses_the_floor() -> None:
+    whole, offered, *_ = sensors.sample_rows((sample(power_w=70.0), sample(error="power: timed out (NVML error 10)")))
+    assert (whole.value, whole.floor, whole.met) == (1, 2, "no")
+    assert "NVML error 10" in whole.against
+    assert offered.value == 1
+    assert "temperature_c" in offered.against
+
+
+def test_a_failed_probe_is_a_row_that_is_not_met() -> None:
+    answer = ProbeFinished(probe="p", ok=False, detail="CUDA out of memory")
+    (row,) = sensors.alone_rows(ProbeKind.COMPUTE, answer, "cuda")
+    assert (row.met, row.against) == ("no", "CUDA out of memory")
+
+
+def test_a_digest_that_differs_on_the_device_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(digest.WeightedDigest):
+        made = 0
+
+        def value(self) -> int:
+            Wrong.made += 1
+            return Wrong.made
+
+    tensors = [torch.ones(64, dtype=torch.bfloat16)]
+    digest.require_equal(tensors)
+    monkeypatch.setattr(digest, "WeightedDigest", Wrong)
+    with pytest.raises(AssertionError, match="on the host"):
+        digest.require_equal(tensors)
+
+
+def test_block_size_is_as_before_after_digests_are_timed() -> None:
+    usual = digest.digests.BLOCK_ROWS
+    rows = digest.rate_rows([torch.ones(64, dtype=torch.bfloat16)], torch.device("cpu"), 1e9)
+    assert usual == digest.digests.BLOCK_ROWS
+    assert len(rows) == 1 + len(digest.BLOCKS)
+
+
+def test_the_named_shape_has_a_billion_parameters() -> None:
+    assert 1.0e9 < training.SHAPES[0].parameters < 1.1e9
+    tiny = Training(training.TINY, torch.device("cpu"))
+    tiny.gradients()
+    tiny.update()
+    counted = sum(p.numel() for p in tiny.model.parameters())
+    assert counted >= training.TINY.parameters
+    assert sum(tensor.nbytes for tensor in tiny.state()) == training.TINY.dtype.itemsize * 3 * counted
+
+
+def test_a_shape_without_room_gives_way_to_a_smaller_one() -> None:
+    huge = Shape("huge", layers=10_000, width=65536, heads=16)
+    assert training.fitting((huge, training.TINY)) is training.TINY
+    with pytest.raises(NotRun, match="too little for huge"):
+        training.fitting((huge,))
