@@ -15,7 +15,7 @@ from agent.sensors.samples import GpuSample
 from agent.virtual.load import load_scenario
 from agent.virtual.machine import Machine
 from agent.virtual.nvml import install, uninstall
-from bench.gpu_steps.sheet import NotRun, Sheet, not_run
+from bench.gpu_steps.sheet import Sheet, not_run
 from bench.table import Row
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import ProbeKind
@@ -35,13 +35,17 @@ GROUPS = {
 }
 
 
+class NoGpuListed(Exception):
+    """NVML is not there or lists nothing, where torch has found a GPU."""
+
+
 def step(sheet: Sheet, device: str) -> None:
     if device == "cpu":
         install(Machine(load_scenario("default:2", "n1"), control=""), SYSTEM_CLOCK)
     try:
         nvml(sheet)
-    except NotRun as error:
-        sheet.add(not_run("NVML", str(error)))
+    except NoGpuListed as error:
+        sheet.add(Row("NVML: GPUs read whole", None, "", 1, against=str(error)))
     finally:
         if device == "cpu":
             uninstall()
@@ -58,7 +62,7 @@ def nvml(sheet: Sheet) -> None:
             samples = sensor.poll()
             took.append(time.perf_counter() - began)
         if not samples:
-            raise NotRun(f"NVML lists no GPU: {sensor.error or 'it gives no reason'}")
+            raise NoGpuListed(f"NVML lists no GPU: {sensor.error or 'it gives no reason'}")
         sheet.note(gpus=[gpu.name for gpu in sensor.known.values()], driver=sensor.driver_version)
         sheet.add(*sample_rows(samples), poll_row(took[1:]), event_row(sensor))
     finally:

@@ -46,6 +46,7 @@ ROOM_BYTES = 4 << 30
 """Of the host's memory, left to everything else."""
 STALL_FLOOR, STALL_AIM = 2.0, 0.2
 COPY_FLOOR, COPY_AIM = 70.0, 90.0
+WARM_UP_S, RETRY_S = 90.0, 5.0
 REPEATS, STEPS, CPU_REPEATS, CPU_STEPS = 5, 12, 2, 4
 
 
@@ -179,12 +180,24 @@ class Loop:
         self.step = 0
 
     def warm_up(self, heard: Heard) -> None:
-        """Until each slot was written: segments are there, page-locked, and their pages mapped."""
-        for _ in range(WARM_UPS):
-            self.alone(heard, Figures(0))
+        """Until each slot was written: segments are there, page-locked, and their pages mapped.
+
+        Page-locking tens of gigabytes takes longer than training waits for a plan, so that the first steps are not
+        stored. Raises RuntimeError where none is within WARM_UP_S.
+        """
+        deadline, done = time.monotonic() + WARM_UP_S, 0
+        while done < WARM_UPS:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{done} of {WARM_UPS} snapshots were sealed in {WARM_UP_S:.0f} s; the log says why")
+            done += self._store(heard, Figures(0), RETRY_S)
 
     def alone(self, heard: Heard, figures: Figures) -> None:
-        """A step, and its snapshot while the device does nothing else; waits until it is sealed."""
+        """A step, and its snapshot while the device does nothing else. Raises RuntimeError where it is not sealed."""
+        if not self._store(heard, figures, SEAL_S):
+            raise RuntimeError(f"step {self.step} was not sealed; the log says why")
+
+    def _store(self, heard: Heard, figures: Figures, patience_s: float) -> bool:
+        """Whether the step that is made now was sealed within ``patience_s``; only then there are figures of it."""
         self._compute()
         self._snapshotter.note(None, self.step)  # what may be committed is reported when it is sealed
         _synchronize(self._where)
@@ -192,10 +205,12 @@ class Loop:
         self._snapshotter.begin(self.step)
         self._snapshotter.wait()  # the stream waits for the copy now
         _synchronize(self._where)
-        figures.copied.append(time.perf_counter() - began)
-        if not heard.wait(self.step, SEAL_S):
-            raise RuntimeError(f"step {self.step} was not sealed; the log says why")
+        copied = time.perf_counter() - began
+        if not heard.wait(self.step, patience_s):
+            return False
+        figures.copied.append(copied)
         figures.sealed.append(heard.at[self.step] - began)
+        return True
 
     def _compute(self) -> None:
         self.step += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from agent.sensors.samples import GpuSample
 from bench.gpu_steps import digest, marked_tests, sensors, training
 from bench.gpu_steps.gpt import Shape, Training
-from bench.gpu_steps.sheet import NotRun
+from bench.gpu_steps.sheet import NotRun, Sheet
 from everstep.vocabulary import ProbeKind
 from everstep.wire.v1.training import ProbeFinished
 
@@ -43,6 +44,16 @@ def test_a_gpu_that_cannot_be_read_misses_the_floor() -> None:
     assert "NVML error 10" in whole.against
     assert offered.value == 1
     assert "temperature_c" in offered.against
+
+
+def test_a_machine_without_nvml_misses_the_floor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def none(sheet: Sheet, device: str) -> None:
+        return
+
+    monkeypatch.setattr(sensors, "probes", none)
+    monkeypatch.setattr(sensors.GpuSensor, "poll", lambda sensor: ())
+    sensors.step(sheet := Sheet(tmp_path / "rows.json"), "cuda")
+    assert [(row.name, row.met) for row in sheet.rows] == [("NVML: GPUs read whole", "no")]
 
 
 def test_a_failed_probe_is_a_row_that_is_not_met() -> None:
@@ -88,3 +99,38 @@ def test_a_shape_without_room_gives_way_to_a_smaller_one() -> None:
     assert training.fitting((huge, training.TINY)) is training.TINY
     with pytest.raises(NotRun, match="too little for huge"):
         training.fitting((huge,))
+
+
+class Sealing:
+    """A snapshotter whose first snapshots are given up, and who hears of the others."""
+
+    def __init__(self, given_up: int) -> None:
+        self.given_up = given_up
+        self.at: dict[int, float] = {}
+        self.begun: list[int] = []
+
+    def begin(self, step: int) -> None:
+        self.begun.append(step)
+        if len(self.begun) > self.given_up:
+            self.at[step] = 0.0
+
+    def wait(self, step: int = 0, timeout_s: float = 0.0) -> bool:
+        return step in self.at
+
+    def note(self, committed: None, candidate: int) -> None:
+        return
+
+
+def test_warming_up_outlasts_snapshots_that_are_given_up() -> None:
+    """As those are that begin while the slots are being page-locked."""
+    sealing: Any = Sealing(given_up=3)
+    loop = training.Loop(Training(training.TINY, torch.device("cpu")), sealing, torch.device("cpu"))
+    loop.warm_up(sealing)
+    assert sealing.begun == list(range(1, 4 + training.WARM_UPS))
+
+
+def test_a_measured_snapshot_that_is_not_sealed_is_an_error() -> None:
+    sealing: Any = Sealing(given_up=1)
+    loop = training.Loop(Training(training.TINY, torch.device("cpu")), sealing, torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="step 1 was not sealed"):
+        loop.alone(sealing, training.Figures(0))
