@@ -253,7 +253,7 @@ def test_reader_with_too_much_under_way_is_told_to_come_again(tmp_path: Path) ->
         assert (await beat()(controller)).status == 200
         other = Asked("/v1/jobs", bearer(TokenRole.VIEWER, "otto"))
         assert (await other(controller)).status == 200
-        exposition = controller.metrics.exposition().decode()
+        exposition = controller.metrics.exposition(()).decode()
         assert 'everstep_controller_requests_over_limit_total{limit="under_way"} 1.0' in exposition
         assert "everstep_controller_requests_under_way 2.0" in exposition
         for page in pages[:2]:

@@ -18,6 +18,7 @@ from controller.api.stream import FRAME_BYTES
 from controller.store.database import open_database
 from controller.store.records import AuditRow, Batch
 from controller.store.writer import Writer
+from everstep.system_clock import SystemClock
 from tests.support.controllers import OPERATOR, VIEWER, ControllerProcess, controller_process
 from tests.support.forked import ForkPool
 from tests.support.waiting import until
@@ -37,7 +38,8 @@ def process(program_forks: ForkPool, tmp_path: Path) -> Iterator[ControllerProce
     engine = open_database(database)
     writer = Writer(engine)
     writer.take_over()
-    past = [AuditRow(id=1 + i, at=1.0, kind="past", sentence=LONG) for i in range(EVENTS)]
+    now = SystemClock().wall()  # a start far after the newest time in the database is refused
+    past = [AuditRow(id=1 + i, at=now, kind="past", sentence=LONG) for i in range(EVENTS)]
     writer.commit([Batch(number=1, audit=past)])
     writer.close()
     engine.dispose()

@@ -29,7 +29,7 @@ def _outbreak(nodes: int = 40, **knobs: object) -> CoreFleet:
 
 
 def _status(fleet: CoreFleet) -> op.FleetStatus:
-    return views.fleet_status(desk_of(fleet))
+    return views.fleet_status(desk_of(fleet), ())
 
 
 def _alerts(fleet: CoreFleet) -> list[Alert]:
@@ -63,7 +63,7 @@ def test_nodes_of_an_outbreak_are_found_by_state() -> None:
     desk = desk_of(_outbreak())
 
     def names(state: str) -> set[str]:
-        return {one.node for one in views.node_page(desk, views.NodeFilter(state=state), "", 100).nodes}
+        return set(views.nodes_found(desk, views.NodeFilter(state=state)))
 
     assert names("outbreak") == set(ILL)
     assert not names("healthy") & set(ILL)
