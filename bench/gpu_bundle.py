@@ -25,11 +25,11 @@ MOST_BYTES = 60 << 20
 PYTHON, PLATFORMS = "3.12", ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 EXTRAS = ("agent", "controller")
 TESTS = ("pytest", "pytest-timeout", "hypothesis")
-LEFT_OUT = ("numpy", "torch", "psycopg")
-"""The first two are on the machine already, and large; PostgreSQL is not used there."""
+LEFT_OUT = ("numpy", "torch")
+"""They are on the machine already, and large."""
 IMPORTED = (
     *("torch", "numpy", "msgspec", "xxhash", "typer", "rich", "pynvml", "prometheus_client", "fsspec", "fastapi"),
-    *("uvicorn", "uvloop", "httptools", "sqlalchemy", "alembic", "pytest", "pytest_timeout", "hypothesis"),
+    *("uvicorn", "uvloop", "httptools", "sqlalchemy", "alembic", "psycopg", "pytest", "pytest_timeout", "hypothesis"),
 )
 
 

@@ -30,7 +30,7 @@ def wheel_of(folder: Path, name: str) -> Path:
 def test_the_bundle_holds_pinned_packages_without_torch() -> None:
     names = {gpu_bundle._name(requirement) for requirement in wanted()}
     assert {"msgspec", "xxhash", "typer", "rich", "fastapi", "sqlalchemy", "nvidia-ml-py", "pytest"} <= names
-    assert not names & {"torch", "numpy", "psycopg", "matplotlib"}
+    assert not names & {"torch", "numpy", "matplotlib"}
     pinned = {
         line.partition("==")[0].lower().replace("_", "-")
         for line in (ROOT / "constraints.txt").read_text().splitlines()
