@@ -137,8 +137,7 @@ class LocalJobs:
         self._ranks[peer] = seat  # before another's end: its job must not be forgotten with that
         self._take_place_of_another(job, seat)
         seat.came_in = job.newest if job.lost_in.get(hello.local_rank) != job.newest else job.newest + 1
-        job.ranks[hello.local_rank] = seat
-        job.vacant.discard(hello.local_rank)
+        job.seated(seat)
         self._welcome_rank(seat)
 
     def _take_place_of_another(self, job: LocalJob, seat: RankSeat) -> None:
@@ -255,7 +254,7 @@ class LocalJobs:
         if other is not None and other is not seat:
             other.peer.close()
         seat.offer = message
-        job.launcher, job.launcher_incarnation, job.launcher_gone = seat, message.launcher, False
+        job.launcher_joined(seat, message.launcher)
         self._outside.report(seat.offer_now(self._clock.wall(), self._outside.new_trace()))
         log.info("launcher joined", extra={"node": self._node, "job": job.name})
 

@@ -11,6 +11,11 @@ Three rules settle the races between a death, its replacement and the next gener
 
 An agent that begins anew knows of no generation, and of no rank that ended while there was no agent. The launcher's
 word on such an end waits for the first generation, and counts as a loss of it unless that was made since.
+
+A rank may also end after a new agent has started and before its launcher has joined that agent. The loss is then
+reported without a replacement, so that the other nodes do not wait. The place counts as empty only until the launcher
+joins: its offer of the node makes the controller open a generation with this place in it, and a second report of the
+vacancy would take the node out of the job for good.
 """
 
 from __future__ import annotations
@@ -84,7 +89,7 @@ class Losses:
         elif known and loss is None:
             return  # it ended in order
         elif not exited.replacement:
-            job.vacate(exited.local_rank)
+            job.vacate(exited.local_rank, by_launcher=True)
             self.tell_vacancies(job, how(exited))
         elif not known:
             job.remember_end(exited.pid, None)
@@ -134,7 +139,7 @@ class Losses:
         replacement = exited.replacement if exited is not None else job.launcher is not None
         generation, rank = seat.generation, seat.rank
         if not replacement:
-            job.vacate(seat.local_rank)
+            job.vacate(seat.local_rank, by_launcher=exited is not None)
             generation, rank = job.newest_place(self._node, seat)
         if generation is None and job.spec is None and exited is not None:
             self._died_unheard(job, exited)

@@ -116,7 +116,8 @@ class LocalJob:
 
     ``newest``: the newest generation heard of, by directive or from a rank; an older directive is refused. ``oldest``:
     the oldest one whose ranks still count: behind ``newest`` while that is announced for a boundary. ``lost_in``: per
-    local rank, the generation its last process was lost in. ``vacant``: local ranks that nobody will play.
+    local rank, the generation its last process was lost in. ``vacant``: local ranks that the launcher will not staff
+    again. ``unattended``: local ranks whose process ended without a launcher; they are vacant until one joins.
     ``vacancy_told``: the generation in which a vacancy was last reported. ``exits``: words on processes whose
     connection has not ended yet. ``ends``: processes that are gone, with the loss each was (None where it was none).
     ``unplaced``: words on processes that ended before this agent knew any generation. ``end_heard``: the job's end,
@@ -136,6 +137,7 @@ class LocalJob:
         self.ranks: dict[int, RankSeat] = {}
         self.lost_in: dict[int, int] = {}
         self.vacant: set[int] = set()
+        self.unattended: set[int] = set()
         self.vacancy_told: dict[int, int] = {}
         self.exits: dict[int, RankExited] = {}
         self.ends: OrderedDict[int, Loss | None] = OrderedDict()
@@ -168,14 +170,32 @@ class LocalJob:
         while len(self.ends) > REMEMBERED_ENDS:
             self.ends.popitem(last=False)
 
-    def vacate(self, local_rank: int) -> None:
-        """Nobody will play ``local_rank`` until a process says Hello for it."""
+    def vacate(self, local_rank: int, *, by_launcher: bool) -> None:
+        """Mark ``local_rank`` as vacant until a process says Hello for it.
+
+        Args:
+            local_rank: the place that is empty.
+            by_launcher: whether the launcher said that it will not replace the process. Otherwise the place is vacant
+                for want of a launcher, and the next one to join replaces the process unless it says that it will not.
+        """
         if local_rank not in self.ranks:
-            self.vacant.add(local_rank)
+            (self.vacant if by_launcher else self.unattended).add(local_rank)
+
+    def seated(self, seat: RankSeat) -> None:
+        """Give ``seat`` its place: a process has said Hello for it."""
+        self.ranks[seat.local_rank] = seat
+        self.vacant.discard(seat.local_rank)
+        self.unattended.discard(seat.local_rank)
+
+    def launcher_joined(self, launcher: LauncherSeat, incarnation: int) -> None:
+        """Note the launcher. It replaces the processes that ended while there was none."""
+        self.launcher, self.launcher_incarnation, self.launcher_gone = launcher, incarnation, False
+        self.unattended.clear()
 
     def is_vacant(self, local_rank: int) -> bool:
         """Whether nobody plays it, and nobody is going to."""
-        return local_rank not in self.ranks and (local_rank in self.vacant or self.launcher_gone)
+        empty = local_rank in self.vacant or local_rank in self.unattended or self.launcher_gone
+        return empty and local_rank not in self.ranks
 
     def newest_place(self, node: str, seat: RankSeat) -> tuple[int | None, int | None]:
         """Generation and rank of the seat's place in the newest generation known."""

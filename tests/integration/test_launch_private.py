@@ -66,6 +66,13 @@ class Run:
         return [path for path in Path(f"/dev/shm/everstep-{os.getuid()}").glob("run-*") if path.name in runs]
 
 
+def connections(directory: Path, name: str) -> int:
+    """How many connections the listener at the unix socket ``name`` below ``directory`` has accepted and still has."""
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    accepted = [row[7] for row in rows if len(row) == 8 and row[5] == "03"]
+    return sum(path.startswith(str(directory)) and path.endswith(f"/{name}") for path in accepted)
+
+
 @pytest.fixture
 def run(short_path: Path) -> Iterator[Run]:
     (short_path / "train.py").write_text(TRAIN)
@@ -164,6 +171,30 @@ def test_a_killed_private_agent_finds_its_vault_again(run: Run) -> None:
     made = [step for rank, _, step, _ in run.lines() if rank == 0]
     assert len(made) <= 61, "the vault that was there before still has what was finished"
     assert not is_running(vault)
+
+
+def test_job_resumes_after_launcher_joins_late(short_path: Path) -> None:
+    """The agent's launcher stands still when the next agent starts, and all ranks end before it has joined that one."""
+    (short_path / "train.py").write_text(TRAIN.replace("until=60", "until=300"))
+    argv = ["--nproc-per-node", "2", "--state-dir", str(short_path / "state"), "train.py"]
+    with launched(short_path, *argv, warm=False) as launcher:
+        run = Run(short_path, launcher)
+        before = run.pid_at(rank=0, step=5)
+        (agent,) = [pid for pid in launcher.descendants() if b"agent.main" in command_line(pid)]
+        os.kill(agent, signal.SIGKILL)
+        launcher.eventually(lambda: "starting it again" in launcher.err, "another agent")
+        launcher.process.send_signal(signal.SIGSTOP)
+        try:
+            launcher.eventually(lambda: connections(run.directory, "agent.sock") >= 2, "both ranks at the next agent")
+            step = max(step for _, _, step, _ in run.lines())
+            run.pid_at(rank=1, step=step + 30)  # each has ticked by now
+            os.kill(launcher.child_named("everstep-forks"), signal.SIGKILL)
+            launcher.eventually(lambda: not is_running(before), "the end of the ranks")
+            launcher.eventually(lambda: connections(run.directory, "agent.sock") == 0, "the end of their connections")
+        finally:
+            launcher.process.send_signal(signal.SIGCONT)
+        assert launcher.wait() == 0, launcher.err
+        assert {step for rank, _, step, _ in run.lines() if rank == 0} == set(range(1, 301))
 
 
 def test_a_private_controller_that_dies_is_back_for_the_next_failure(run: Run) -> None:

@@ -8,7 +8,7 @@ import pytest
 from everstep.wire.v1.directives import NewGeneration
 from everstep.wire.v1.local import RankExited, Role
 from everstep.wire.v1.training import RankLost
-from tests.support.local_node import FakePeer, Node, generation
+from tests.support.local_node import FakePeer, Node, exited, generation
 
 
 def ended(pid: int, generation: int | None, local_rank: int = 0) -> RankExited:
@@ -76,3 +76,38 @@ def test_ranks_of_other_nodes_places_are_nobodys_loss(node: Node) -> None:
     node.jobs.heard(node.launcher(), ended(FakePeer(5).pid, 3, local_rank=1))
     node.regroup(3, (0, "n1", 0))
     assert node.of(RankLost) == []
+
+
+def test_late_launcher_still_replaces_lost_rank(node: Node) -> None:
+    """The launcher of a restarted agent is slower than its ranks, and one of them ends before it has joined again."""
+    rank = node.rank(0)
+    node.tick(rank, 3, 0)
+    node.jobs.gone(rank, "ended")
+    node.wait()
+    assert [(r.generation, r.replacement) for r in node.of(RankLost)] == [(3, False)]
+    launcher = node.launcher()
+    node.regroup(4)
+    assert len(node.of(RankLost)) == 1, "the launcher that joined has yet to say whether it replaces the rank"
+    node.jobs.heard(launcher, ended(rank.pid, 3))
+    assert len(node.of(RankLost)) == 1
+    assert node.rank(0).generations == [4]
+
+
+def test_late_launcher_that_gave_up_is_believed(node: Node) -> None:
+    rank = node.rank(0)
+    node.tick(rank, 3, 0)
+    node.jobs.gone(rank, "ended")
+    node.wait()
+    launcher = node.launcher()
+    node.jobs.heard(launcher, exited(rank, replacement=False))
+    node.regroup(4)
+    assert [(r.generation, r.replacement) for r in node.of(RankLost)] == [(3, False), (4, False)]
+
+
+def test_absent_launcher_leaves_place_vacant(node: Node) -> None:
+    rank = node.rank(0)
+    node.tick(rank, 3, 0)
+    node.jobs.gone(rank, "ended")
+    node.wait()
+    node.regroup(4)
+    assert [(r.generation, r.replacement) for r in node.of(RankLost)] == [(3, False), (4, False)]
