@@ -99,6 +99,7 @@ class LocalJobs:
                 step_s=seat.tick.step_s,
                 loss=seat.tick.loss,
                 busy_s=seat.tick.busy_s,
+                begun=seat.tick.begun,
             )
             for seat in self._ranks.values()
             if seat.tick is not None and seat.tick.generation >= seat.job.oldest and not seat.job.stopped

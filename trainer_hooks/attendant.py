@@ -94,6 +94,7 @@ class Attendant:
             loss=progress.loss.value(),
             busy_s=progress.busy_s,
             snapshot_every=progress.snapshot_every,
+            begun=progress.begun if progress.generation == spec.number else 0,
         )
 
     def _stack_in_a_hang(self, following: GenerationSpec) -> str:

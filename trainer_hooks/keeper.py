@@ -37,6 +37,9 @@ class Keeper(Protocol):
     def before_update(self) -> None:
         """An optimizer is about to change tracked state. May raise Regroup."""
 
+    def step_begun(self, step: int) -> None:
+        """A step begins."""
+
     def hold_back(self) -> None:
         """A step is about to count as finished. Raises Regroup, or the error of a collective, where training code has
         caught that."""
@@ -64,6 +67,9 @@ class IdleKeeper:
         return 0
 
     def before_update(self) -> None:
+        return
+
+    def step_begun(self, step: int) -> None:
         return
 
     def hold_back(self) -> None:
@@ -197,6 +203,9 @@ class GenerationKeeper:
             with self._interrupter.atomic():  # shares a condition with the copier's thread
                 self._snapshotter.wait()
         self._fence()
+
+    def step_begun(self, step: int) -> None:
+        self._progress.begin(step)
 
     def hold_back(self) -> None:
         self._interrupter.hold_back()

@@ -61,6 +61,7 @@ def _none() -> int:
 class Progress:
     """Steps of one rank in one generation. ``step`` is the last finished one (0: none); steps count from 1.
 
+    ``begun``: the last step that was begun in this generation; the restored step, or 0, before the first.
     ``snapshot_every``: how many steps apart snapshots are now; 0 where only what is to be committed is stored.
     """
 
@@ -68,6 +69,7 @@ class Progress:
         self.generation = 0
         self.rank = 0
         self.step = 0
+        self.begun = 0
         self.finished_here = 0
         self.snapshot_every = 1
         self.loss = LossReading()
@@ -81,6 +83,7 @@ class Progress:
 
     def enter(self, generation: int, rank: int, collectives: Callable[[], int]) -> None:
         """A generation begins; steps counted so far belong to the one before."""
+        self.begun = 0  # first: the signal thread must not take it for a step of the new generation
         self.generation, self.rank = generation, rank
         self.finished_here = 0
         self._durations.clear()
@@ -94,12 +97,16 @@ class Progress:
 
     def resume_from(self, step: int) -> None:
         """State of ``step`` stands restored."""
-        self.step = step
+        self.step = self.begun = step
         self._step_began = perf_counter()
 
     def waited(self, seconds: float) -> None:
         """So long of the running step this rank waited for others, in a collective that all of them take part in."""
         self._waited_s = (self._waited_s or 0.0) + seconds
+
+    def begin(self, step: int) -> None:
+        """A step begins."""
+        self.begun = max(self.begun, step)
 
     def finish(self, step: int) -> None:
         now = perf_counter()
@@ -110,6 +117,7 @@ class Progress:
             self._busy_s, self._waited_s = median(self._busy), None
         self._step_began = now
         self.step = step
+        self.begin(step)
         self.finished_here += 1
 
     @property

@@ -337,6 +337,9 @@ class Run:
         Before each one torch, ``random`` and numpy are seeded from (seed, step, replica): dropout does not depend on
         what failed before. With virtual ranks ``parts`` seeds them for each of these, and outside of it they are the
         same on all ranks. Leaving the loop by ``break`` leaves its step unfinished.
+
+        All ranks must begin the same steps: where one has left the training function and another begins a later step,
+        the job ends with an error. To stop early, let all ranks decide alike, on ``run.mean`` of the loss, say.
         """
         for step in range(self._finished + 1, until + 1):
             self.seed_step(step, seed=seed)
@@ -346,6 +349,8 @@ class Run:
     def seed_step(self, step: int, *, seed: int = 0) -> None:
         """For a loop of one's own: the random streams that ``steps`` has in ``step``; none is restored otherwise."""
         self._seed = seed
+        if step == self._finished + 1:  # streams of any other step may be asked for, by an evaluation say
+            self._keeper.step_begun(step)
         seed_step(seed, step, *self._replication.stream())
 
     def step_finished(self) -> None:

@@ -262,7 +262,13 @@ class Worker:
     def _finished(self, spec: GenerationSpec, member: Member) -> None:
         """It returned. The group stays until everybody is done: peers may still read what this rank sent."""
         self._link.stand(
-            RankFinished(**self._report(), generation=spec.number, rank=member.rank, step=self._progress.step)
+            RankFinished(
+                **self._report(),
+                generation=spec.number,
+                rank=member.rank,
+                step=self._progress.step,
+                begun=self._progress.begun,
+            )
         )
         order = self._orders.wait_next(spec.number)
         self._timeline = Timeline()

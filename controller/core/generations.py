@@ -197,7 +197,7 @@ def _holders(turn: Turn, job: JobRecord, seats: list[str]) -> list[str]:
 def _begin(turn: Turn, job: JobRecord, live: JobLive, spec: GenerationSpec) -> None:
     """Makes ``spec`` the job's generation and forgets what was known of the one before."""
     job.generation, job.last_number = spec, spec.number
-    job.opened_at, job.resumed_at, job.finished = turn.now, None, []
+    job.opened_at, job.resumed_at, job.finished, job.last_begun = turn.now, None, [], None
     if job.state is not JobState.RUNNING:
         job.state, job.since = JobState.RUNNING, turn.now
     roster_changed(turn.state, job)

@@ -19,10 +19,13 @@ from controller.core.resuming import check_resumed
 from controller.core.signals import send_stop
 from controller.core.stragglers import check_pace
 from controller.core.turn import Turn
-from controller.core.wording import nodes
+from controller.core.wording import nodes, ranks_named
+from everstep.ids import Rank
 from everstep.vocabulary import GenerationReason, JobState
 from everstep.wire.v1.training import RankFinished, UserError
 
+EVEN_LOOK_S = 0.25
+"""Between looks at whether others have begun a later step than the ranks that have returned."""
 RAISED_CHARS = 200
 """Of an exception's text, by which it is known again."""
 
@@ -93,10 +96,56 @@ def rank_finished(turn: Turn, job: JobRecord, node: str, report: RankFinished) -
         return
     job.ended_step = max(job.ended_step, report.step)
     if report.rank not in job.finished:
+        if _ends_uneven(turn, job, report):
+            return
         job.finished.append(report.rank)
+        job.last_begun = report.begun
         turn.job_changed(job.job)
+    if check_even(turn, job):
+        return
     if len(job.finished) == running.world_size:
         _end(turn, job, JobState.FINISHED, f"all {running.world_size} rank(s) finished at step {report.step}")
+
+
+def _ends_uneven(turn: Turn, job: JobRecord, report: RankFinished) -> bool:
+    """Fail the job where the rank's last step is another than that of ranks that have returned before."""
+    if not job.finished or job.last_begun is None or report.begun is None or report.begun == job.last_begun:
+        return False
+    if report.begun > job.last_begun:
+        _fail_uneven(turn, job, job.finished, job.last_begun, {report.rank: report.begun})
+    else:
+        _fail_uneven(turn, job, [report.rank], report.begun, dict.fromkeys(job.finished, job.last_begun))
+    return True
+
+
+def check_even(turn: Turn, job: JobRecord) -> bool:
+    """Fail the job, and return True, where some ranks have returned and another has begun a later step than they did.
+
+    All ranks that have returned began the same last step. Ranks that are still in that step, or do something else after
+    it (an evaluation, a save), may take as long as they like. A later step is one that the others can never make: the
+    ranks that returned are missing in its collectives. Each rank counts the steps that it begins, so no ordinary end of
+    training is ever mistaken for this, however far apart in time the ranks return.
+    """
+    running = job.leaving or job.generation
+    if running is None or not job.finished or job.last_begun is None or len(job.finished) == running.world_size:
+        return False
+    further = turn.beyond(job.job, job.last_begun)
+    if further:
+        _fail_uneven(turn, job, job.finished, job.last_begun, further)
+        return True
+    turn.wake(turn.now + EVEN_LOOK_S, "job", job.job)
+    return False
+
+
+def _fail_uneven(turn: Turn, job: JobRecord, left: list[Rank], last: int, further: dict[Rank, int]) -> None:
+    go_on = "goes on" if len(further) == 1 else "go on"
+    fail(
+        turn,
+        job,
+        f"{ranks_named(left)} left the training function after step {last} while {ranks_named(further)} {go_on} with "
+        f"step {max(further.values())}: all ranks have to make the same steps. Let all ranks decide alike when to stop "
+        "(on run.mean of the loss, say), and give all of them the same number of steps",
+    )
 
 
 def stop(turn: Turn, job: JobRecord, actor: str, reason: str) -> None:
@@ -125,6 +174,8 @@ def check_job(turn: Turn, job: JobRecord) -> None:
     if job.state is JobState.FORMING:
         consider_forming(turn, job)
     elif job.state is JobState.RUNNING:
+        if check_even(turn, job):
+            return
         check_resumed(turn, job)
         check_pace(turn, job)
         consider_growth(turn, job)

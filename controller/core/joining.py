@@ -111,7 +111,7 @@ def _start_over(turn: Turn, job: JobRecord, report: LauncherJoined) -> None:
     job.spec, job.state, job.since, job.created_at = report.spec, JobState.FORMING, turn.now, turn.now
     job.sentence, job.trace = "waits for its launchers, to run once more", turn.trace
     job.generation, job.leaving, job.launchers, job.resumed_at = None, None, {}, None
-    job.ceiling, job.retries, job.raised, job.finished = NOTHING, 0, {}, []
+    job.ceiling, job.retries, job.raised, job.finished, job.last_begun = NOTHING, 0, {}, [], None
     job.losses, job.excluded, job.former, job.slow, job.homes = {}, {}, [], {}, None
     job.ties, job.size, job.gave_at, job.ended_step = [], None, 0.0, 0
     turn.state.live_jobs[job.job] = JobLive(nodes=turn.state.live_jobs[job.job].nodes)

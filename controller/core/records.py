@@ -301,6 +301,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     replaced as stragglers, and why. ``homes`` of the newest committed version. ``gave_at``: when it last gave a node to
     a job of higher priority. ``deserted_at``: when the last of its launchers was gone.
     ``ended_step``: the last step of a job that is over.
+    ``last_begun``: the last step that the finished ranks began, None where it is not known.
 
     ``spilling``: the version on its way to storage. ``stored``: those that are there, by when they were written;
     ``spilled_step`` of the last one. ``spills_lost``: versions that were ordered and never got there;
@@ -335,6 +336,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     former: list[NodeId] = []
     ties: list[float] = []
     finished: list[Rank] = []
+    last_begun: int | None = None
     slow: dict[NodeId, str] = {}
     homes: Homes | None = None
     gave_at: float = 0.0

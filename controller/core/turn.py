@@ -55,6 +55,13 @@ class EnteredRead(msgspec.Struct, frozen=True, tag=True):
     ranks: frozenset[Rank]
 
 
+class BeyondRead(msgspec.Struct, frozen=True, tag=True):
+    """Ranks of job ``of`` that had begun a step after a given one, with the last step each had begun."""
+
+    of: JobId
+    begun: dict[Rank, int]
+
+
 class Looked(msgspec.Struct, frozen=True, tag=True):
     """A Tick looked at ``of``, and more than a node heard in time was found there."""
 
@@ -72,8 +79,8 @@ class OwnNews(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-R = TypeVar("R", PulseRead, StepsRead, EnteredRead, Stride, Laggards)
-Read = PulseRead | StepsRead | EnteredRead | Stride | Laggards | Looked
+R = TypeVar("R", PulseRead, StepsRead, EnteredRead, BeyondRead, Stride, Laggards)
+Read = PulseRead | StepsRead | EnteredRead | BeyondRead | Stride | Laggards | Looked
 """What a rule read of that which heartbeats change. Beats are too many to be written down; these are few."""
 
 
@@ -146,6 +153,12 @@ class Turn:
     def entered(self, job: str) -> frozenset[Rank]:
         """Ranks that were seen in the current generation."""
         return self._read(EnteredRead(job, frozenset(self.state.live_jobs[job].pace.entered))).ranks
+
+    def beyond(self, job: str, step: int) -> dict[Rank, int]:
+        """Ranks that have begun a step after ``step`` in the running generation, with the last step each has begun."""
+        progress = self.state.live_jobs[job].pace.progress.values()
+        further = {report.rank: report.begun for report in progress if report.begun > step}
+        return self._read(BeyondRead(job, further)).begun
 
     def _read(self, seen: R) -> R:
         if self._recorded and (then := self._recorded.get((type(seen), seen.of))):

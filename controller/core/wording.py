@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 NAMED_AT_MOST = 8
 """Names in a sentence; of more, the rest is counted."""
@@ -13,6 +13,16 @@ def named(names: Sequence[str], most: int = NAMED_AT_MOST) -> str:
     if len(names) <= most:
         return ", ".join(names) or "none"
     return f"{', '.join(names[:most])} and {len(names) - most} more"
+
+
+def ranks_named(ranks: Collection[int]) -> str:
+    """``rank 1``, ``ranks 0 and 2``, ``ranks 0, 2 and 3``, or ``ranks 0, 1, ... and 37 more``."""
+    words = [str(rank) for rank in sorted(ranks)]
+    if len(words) == 1:
+        return f"rank {words[0]}"
+    if len(words) > NAMED_AT_MOST:
+        return f"ranks {named(words)}"
+    return f"ranks {', '.join(words[:-1])} and {words[-1]}"
 
 
 def nodes(count: int) -> str:

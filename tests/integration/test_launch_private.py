@@ -197,6 +197,44 @@ def test_job_resumes_after_launcher_joins_late(short_path: Path) -> None:
         assert {step for rank, _, step, _ in run.lines() if rank == 0} == set(range(1, 301))
 
 
+EARLY = """
+import sys, time, torch
+import trainer_hooks as everstep
+
+def train(run):
+    model = run.replicate(torch.nn.Linear(8, 8).to(run.device))
+    optimizer = torch.optim.AdamW(model.parameters())
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(until=100000):
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).pow(2).sum().backward()
+        optimizer.step()
+        if step == 6 and (run.rank == 1 or sys.argv[1] == "all"):
+            break
+    if run.rank == 0:
+        time.sleep(2.0)  # evaluates or saves: longer than a hang may last
+
+everstep.main(train)
+"""
+
+
+def test_rank_that_stops_alone_ends_job_with_error(short_path: Path) -> None:
+    (short_path / "train.py").write_text(EARLY)
+    argv = ["--nproc-per-node", "3", "--state-dir", str(short_path / "state"), "train.py", "one"]
+    with launched(short_path, *argv) as launcher:
+        assert launcher.wait() == 1, launcher.err
+    told = "rank 1 left the training function after step 6 while ranks 0 and 2 go on with step 7: all ranks have to"
+    assert told in launcher.err
+    assert "ended with SIGKILL" not in launcher.err
+
+
+def test_ranks_that_stop_early_together_end_job_well(short_path: Path) -> None:
+    (short_path / "train.py").write_text(EARLY)
+    argv = ["--nproc-per-node", "3", "--state-dir", str(short_path / "state"), "train.py", "all"]
+    with launched(short_path, *argv) as launcher:
+        assert launcher.wait() == 0, launcher.err
+
+
 def test_a_private_controller_that_dies_is_back_for_the_next_failure(run: Run) -> None:
     run.pid_at(rank=0, step=5)
     (controller,) = [pid for pid in run.launcher.descendants() if b"controller.main" in command_line(pid)]

@@ -265,11 +265,17 @@ class CoreFleet:
             self.progress_of(member.rank, step, job, step_s, spec)
 
     def progress_of(
-        self, rank: int, step: int, job: str = "job", step_s: float = STEP_S, spec: GenerationSpec | None = None
+        self,
+        rank: int,
+        step: int,
+        job: str = "job",
+        step_s: float = STEP_S,
+        spec: GenerationSpec | None = None,
+        begun: int = 0,
     ) -> None:
         """``spec``: the generation that the rank is in; the running one, unless a beat before has changed that."""
         spec = spec or self.running(job)
-        word = RankProgress(job=job, generation=spec.number, rank=rank, step=step, step_s=step_s)
+        word = RankProgress(job=job, generation=spec.number, rank=rank, step=step, step_s=step_s, begun=begun)
         self.touch(spec.roster[rank].node, word)
 
     def train(self, seconds: int, busy: dict[int, float], job: str = "job", step_s: float = STEP_S) -> None:
@@ -403,11 +409,13 @@ class CoreFleet:
         )
         return self.report(spec.roster[rank].node, words)
 
-    def finish(self, *ranks: int, job: str = "job") -> None:
+    def finish(self, *ranks: int, job: str = "job", begun: int | None = None) -> None:
         spec = self.running(job)
         for member in spec.roster:
             if not ranks or member.rank in ranks:
-                words = RankFinished(job=job, at=self.now, generation=spec.number, rank=member.rank, step=9)
+                words = RankFinished(
+                    job=job, at=self.now, generation=spec.number, rank=member.rank, step=9, begun=begun
+                )
                 self.report(member.node, words)
 
     # --- looking ---------------------------------------------------------------------------------------------

@@ -76,6 +76,7 @@ class Tick(Message, frozen=True, kw_only=True, tag=True):
     """A rank's sign of life from its signal thread, with its progress. No tick for long: ``RankUnresponsive``.
 
     ``snapshot_every``: how many steps apart its snapshots are; 0 where only what is to be committed is stored.
+    ``begun``: the last step that the rank has begun in ``generation``; 0 before the first.
     """
 
     generation: GenerationNumber
@@ -86,6 +87,7 @@ class Tick(Message, frozen=True, kw_only=True, tag=True):
     loss: float | None = None
     busy_s: float | None = None
     snapshot_every: Annotated[int, msgspec.Meta(ge=0)] = 1
+    begun: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class Goodbye(Message, frozen=True, kw_only=True, tag=True):

@@ -305,11 +305,16 @@ class UserError(Report, frozen=True, kw_only=True, tag=True):
 
 
 class RankFinished(Report, frozen=True, kw_only=True, tag=True):
-    """A rank's training function returned."""
+    """A rank's training function returned.
+
+    ``step``: the last finished step. ``begun``: the last step that the rank began, which a ``break`` leaves unfinished;
+    None where it is not known.
+    """
 
     generation: GenerationNumber
     rank: Rank
     step: Number
+    begun: Number | None = None
 
 
 class PeerLost(Report, frozen=True, kw_only=True, tag=True):
@@ -379,6 +384,8 @@ class RankProgress(Message, frozen=True, kw_only=True, array_like=True, gc=False
     ``busy_s``: of these, the seconds in which the rank did not wait for others (median of late steps), where it is
     measured. In lock step all ranks take equally long; this tells which of them the others wait for.
 
+    ``begun``: the last step that the rank has begun in this generation; 0 before the first.
+
     ``job`` is not held against the pattern of names here: that took three times as long as reading the whole beat, and
     a job that nobody knows by that name is passed over.
     """
@@ -390,3 +397,4 @@ class RankProgress(Message, frozen=True, kw_only=True, array_like=True, gc=False
     step_s: float
     loss: float | None = None
     busy_s: float | None = None
+    begun: Number = 0

@@ -56,3 +56,22 @@ def test_stacks_are_shown_for_hangs_alone(
     with caplog.at_level(logging.WARNING):
         attendant(where).hear(message)
     assert not caplog.records
+
+
+def test_tick_tells_begun_step_of_its_own_generation_alone() -> None:
+    settings = HookSettings()
+    progress = Progress(settings.step_window)
+    progress.enter(1, 0, lambda: 0)
+    progress.begin(8)
+    presence = SimpleNamespace(where=Where.OUT, press=lambda: None)
+    rank = Attendant(Orders(), presence, progress, lambda _: None, settings, ManualClock())  # type: ignore[arg-type]
+    for number, begun in ((1, 8), (2, 0)):
+        spec = generation(number)
+        rank.enter(spec, spec.roster[0])
+        tick = rank.pulse()
+        assert tick is not None
+        assert (tick.generation, tick.begun) == (number, begun)
+    progress.enter(2, 0, lambda: 0)
+    assert progress.begun == 0
+    progress.resume_from(5)
+    assert progress.begun == 5

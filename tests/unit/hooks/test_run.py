@@ -184,6 +184,23 @@ def test_a_loop_of_ones_own_says_when_a_step_is_finished():
     assert run.finished == 2
 
 
+def test_begun_steps_are_told_and_seeds_of_others_are_not():
+    class Told(IdleKeeper):
+        def __init__(self) -> None:
+            self.begun: list[int] = []
+
+        def step_begun(self, step: int) -> None:
+            self.begun.append(step)
+
+    keeper = Told()
+    run = Run(Place(), keeper)
+    for step in run.steps(until=9):
+        if step == 2:
+            break
+    run.seed_step(1000)  # for an evaluation, say
+    assert keeper.begun == [1, 2]
+
+
 def test_the_optimizer_asks_before_every_update():
     class Counting(IdleKeeper):
         asked = 0
