@@ -22,7 +22,7 @@ from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.operator import Event
 from examples.demo import faults
 from examples.demo.report import write_report
-from examples.demo.stage import JOB, Stage
+from examples.demo.stage import JOB, RANKS, Stage
 from examples.demo.story import Run
 from examples.demo.verify import Verified, verify
 from examples.demo.view import View
@@ -30,7 +30,6 @@ from examples.demo.watch import Watch
 from examples.demo.world import Node, World, wait_for
 
 NAMES = ["n1", "n2", "n3", "n4", "n5"]
-RANKS = 4
 STEPS = {("ddp", True): 500, ("ddp", False): 700, ("fsdp2", True): 300, ("fsdp2", False): 350}
 """By layout and speed. Shards meet in a collective for each block, so on a CPU their steps take two to three times as
 long."""
@@ -123,18 +122,24 @@ def assemble(stage: Stage) -> None:
 
 
 def play(stage: Stage, layout: str) -> None:
-    """The whole story."""
+    """The whole story. Each fault waits for what it needs: a slow machine recovers in its own time."""
+    stage.ready()
     faults.rank_killed(stage)
+    stage.ready()
     faults.rank_hangs(stage)
+    stage.ready(spares=1)
     killed = stage.node_of(2)
     faults.node_killed(stage)
+    stage.ready()
     evicted = stage.node_of(1)
     faults.xid_79(stage)
     faults.comes_back_and_grows(stage, killed, evicted)
-    stage.wait_world(RANKS)
+    stage.ready(spares=1)
     faults.slot_rots(stage)
     if layout == "ddp":
+        stage.ready(spares=1)
         faults.parameter_flips(stage)
+    stage.ready()
     faults.controller_killed(stage)
     stage.view.title = "the rest of the training, undisturbed"
     stage.wait_step(stage.steps)

@@ -27,7 +27,7 @@ def rank_killed(stage: Stage) -> None:
     node = stage.node_of(3)
     record = FaultRecord("rank_killed", f"SIGKILL to the rank on {node.name}", node.name)
     stage.begin(record)
-    os.kill(node.rank_pid(JOB), signal.SIGKILL)
+    os.kill(stage.rank_of(node), signal.SIGKILL)
     stage.follow(record, {"rank.lost"}, node.name)
 
 
@@ -36,7 +36,7 @@ def rank_hangs(stage: Stage) -> None:
     node = stage.node_of(1)
     record = FaultRecord("rank_hangs", f"SIGSTOP to the rank on {node.name}", node.name)
     stage.begin(record)
-    os.kill(node.rank_pid(JOB), signal.SIGSTOP)
+    os.kill(stage.rank_of(node), signal.SIGSTOP)
     stage.follow(record, {"rank.hung"}, node.name)
 
 
@@ -46,7 +46,7 @@ def slot_rots(stage: Stage) -> None:
     title = f"one bit flipped in every stored slot on {holder.name}, while the rank on {stuck.name} hangs"
     record = FaultRecord("slot_corrupt", title, holder.name)
     stage.begin(record)
-    os.kill(stuck.rank_pid(JOB), signal.SIGSTOP)
+    os.kill(stage.rank_of(stuck), signal.SIGSTOP)
     slots = stage.world.shared_memory / holder.name / JOB / "own-0"
     await_stillness(slots)
     flip_in_slots(slots)
@@ -113,7 +113,7 @@ def parameter_flips(stage: Stage) -> None:
     title = f"one bit flipped in the parameters on {node.name}"
     record = FaultRecord("parameter_corrupt", title, node.name, expected_eviction=node.name)
     stage.begin(record)
-    os.kill(node.rank_pid(JOB), signal.SIGUSR1)
+    os.kill(stage.rank_of(node), signal.SIGUSR1)
     stage.follow(record, {"verdict.evict"}, node.name)
 
 

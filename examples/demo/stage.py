@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep.vocabulary import NodeState
+from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.operator import Event
 from examples.demo.story import FaultRecord, Run
 from examples.demo.view import View
 from examples.demo.watch import Watch
-from examples.demo.world import Node, World
+from examples.demo.world import Node, World, last_row
 
 JOB = "demo"
+RANKS = 4
+"""Nodes of the whole roster, with a rank each."""
 PATIENCE_S = 180.0
 """Seconds until something that must happen counts as not happening, on a machine that is slow and busy as well."""
 CALM_STEPS = 6
@@ -38,18 +39,50 @@ class Stage:
 
     def step(self) -> int:
         """The newest step that any rank finished."""
-        newest = 0
-        for path in self.world.steps.glob("*.jsonl"):
-            with path.open("rb") as log:
-                log.seek(max(0, path.stat().st_size - 4096))
-                lines = log.read().splitlines()
-            for line in reversed(lines):
-                try:
-                    newest = max(newest, int(json.loads(line)["step"]))
-                    break
-                except (json.JSONDecodeError, TypeError):
-                    continue
-        return newest
+        rows = filter(None, map(last_row, self.world.steps.glob("*.jsonl")))
+        return max((int(row["step"]) for row in rows), default=0)
+
+    def ready(self, spares: int = 0) -> None:
+        """Wait until a fault can be injected: nothing is being recovered from, and what recovers from it is there.
+
+        Args:
+            spares: nodes that must stand ready outside the roster.
+
+        Raises:
+            TimeoutError: That takes too long, or the training has ended before the last fault.
+        """
+        what = f"the job steps on {RANKS} nodes with {spares} spare(s)"
+        self.watch.wait(lambda: self.is_over() or self.is_ready(spares), what, PATIENCE_S)
+        if self.is_over():
+            raise TimeoutError(f"{what}: the training ended before the last fault; give it more --steps")
+
+    def is_over(self) -> bool:
+        """Whether the job has ended."""
+        return self.watch.job is not None and self.watch.job.summary.state in (JobState.FINISHED, JobState.FAILED)
+
+    def is_ready(self, spares: int) -> bool:
+        """Whether the whole roster is healthy and steps in the newest generation, and the spares are there.
+
+        The controller's view is a moment old, and on a busy machine a rank may have been taken for hung and replaced
+        since. Its word therefore counts only where the step logs agree with it.
+        """
+        job = self.watch.job
+        if job is None or job.summary.state is not JobState.RUNNING or job.summary.spares < spares:
+            return False
+        generation, members = job.summary.generation, {member.node for member in job.roster}
+        return (
+            len(members) == RANKS
+            and self.watch.settled(generation)
+            and all(self.watch.state(name) is NodeState.HEALTHY for name in members)
+            and all(self.world.nodes[name].rank_pid(generation) is not None for name in members)
+        )
+
+    def rank_of(self, node: Node) -> int:
+        """The process that is the node's rank now. Raises RuntimeError where the node takes no part."""
+        pid = node.rank_pid(self.watch.generation)
+        if pid is None:
+            raise RuntimeError(f"{node.name} runs no rank in generation {self.watch.generation}")
+        return pid
 
     def node_of(self, rank: int) -> Node:
         """The node that plays ``rank`` now."""

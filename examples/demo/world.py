@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType, TracebackType
+from typing import Any
 
 from everstep.tokens import TokenRole, mint
 
@@ -124,17 +125,15 @@ class Node:
         wanted = {f"{name}={value}".encode() for name, value in self.environment.items()}
         return [pid for pid in _all_processes() if wanted <= set(_environment_of(pid))]
 
-    def rank_pid(self, job: str, local_rank: int = 0) -> int:
-        """The process that is this node's rank now: the one whose step log is newest."""
-        assert self.launcher is not None
-        logs = {
-            int(path.stem.rpartition("-")[2]): path.stat().st_mtime_ns
-            for path in self.world.steps.glob(f"{self.name}-*.jsonl")
-        }
-        alive = [pid for pid in descendants(self.launcher.pid) if pid in logs]
-        if not alive:
-            raise RuntimeError(f"{self.name} runs no rank of {job}")
-        return max(alive, key=logs.__getitem__)
+    def rank_pid(self, generation: int) -> int | None:
+        """The process of this node that has made its newest step in ``generation``; None where there is none."""
+        if self.launcher is None:
+            return None
+        for pid in descendants(self.launcher.pid):
+            row = last_row(self.world.steps / f"{self.name}-{pid}.jsonl")
+            if row is not None and row["generation"] == generation:
+                return pid
+        return None
 
     def kill(self) -> None:
         """SIGKILL to everything the machine runs, at once: agent, sensors, vault, launcher, fork server, rank."""
@@ -147,6 +146,24 @@ class Node:
             for process in (self.launcher, self.agent):
                 if process is not None:
                     process.wait()
+
+
+def last_row(log: Path) -> dict[str, Any] | None:
+    """The last whole line of a rank's step log; None where there is no log, or nothing in it yet."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 4096))
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return None
+    for line in reversed(lines):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:  # cut short: by the beginning of what was read, or by a SIGKILL
+            continue
+        if isinstance(row, dict):
+            return row
+    return None
 
 
 def _all_processes() -> list[int]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.operator import Event
-from examples.demo.stage import Stage
+from examples.demo.stage import RANKS, Stage
 from examples.demo.story import FaultRecord
 from examples.demo.view import View
 from examples.demo.watch import Watch
+from examples.demo.world import last_row
 
 
 @pytest.fixture
@@ -52,3 +57,70 @@ def test_a_node_that_was_evicted_and_came_back_is_not_the_one_to_evict_next(
     stage.faults.append(FaultRecord("node_killed", "SIGKILL to all of n4", "n4"))
     stage.faults.append(FaultRecord("xid_79", "XID 79", "n2", expected_eviction="n2"))
     assert stage.node_to_evict(3, 2, 1).name == "n4"
+
+
+class Playing:
+    """A job of generation 3 on a whole roster, as the controller tells it and as its nodes' step logs do."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.logged = {f"n{rank + 1}": 3 for rank in range(RANKS)}
+        self.nodes = dict.fromkeys(self.logged, NodeState.HEALTHY)
+        self.roster = list(self.logged)
+        self.job = SimpleNamespace(state=JobState.RUNNING, generation=3, spares=1)
+        self.resumed = RANKS
+        stage.world.nodes = {
+            name: SimpleNamespace(
+                name=name, rank_pid=lambda number, name=name: 77 if self.logged[name] == number else None
+            )
+            for name in self.logged
+        }
+
+    def is_ready(self, spares: int = 1) -> bool:
+        recovery = SimpleNamespace(generation=3, world_size=RANKS, resumed=self.resumed)
+        roster = [SimpleNamespace(node=name, rank=rank) for rank, name in enumerate(self.roster)]
+        watch: Any = self.stage.watch
+        watch.job = SimpleNamespace(summary=self.job, roster=roster, recoveries=[recovery])
+        watch.nodes = [SimpleNamespace(node=name, state=state) for name, state in self.nodes.items()]
+        return self.stage.is_ready(spares)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda playing: playing.logged.update(n2=2),  # a replacement that has not made a step yet
+        lambda playing: playing.logged.update(n2=4),  # the controller's view is behind
+        lambda playing: playing.nodes.update(n4=NodeState.SUSPECT),
+        lambda playing: playing.roster.pop(),
+        lambda playing: setattr(playing, "resumed", RANKS - 1),
+        lambda playing: setattr(playing.job, "spares", 0),
+        lambda playing: setattr(playing.job, "state", JobState.PAUSED),
+    ],
+)
+def test_fault_waits_for_whole_and_stepping_roster(stage: Stage, spoil: Callable[[Playing], None]) -> None:
+    playing = Playing(stage)
+    assert playing.is_ready()
+    assert stage.rank_of(stage.node_of(1)) == 77
+    spoil(playing)
+    assert not playing.is_ready()
+
+
+def test_training_that_ends_before_last_fault_is_told(stage: Stage) -> None:
+    playing = Playing(stage)
+    playing.is_ready()
+    stage.ready(spares=1)
+    playing.job.state = JobState.FINISHED
+    with pytest.raises(TimeoutError, match="give it more --steps"):
+        stage.ready()
+
+
+def test_last_row_skips_what_was_cut_short(tmp_path: Path) -> None:
+    log = tmp_path / "n1-5.jsonl"
+    assert last_row(log) is None
+    log.write_text("")
+    assert last_row(log) is None
+    rows = [{"generation": 3, "step": step, "samples": [step] * 2000} for step in (1, 2)]
+    log.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"generation": 4, "st')
+    assert last_row(log) is None, "the whole row lies before what is read"
+    log.write_text(json.dumps({"generation": 3, "step": 1}) + '\n{"generation": 4, "st')
+    assert last_row(log) == {"generation": 3, "step": 1}
