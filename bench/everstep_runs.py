@@ -19,6 +19,8 @@ from examples.demo.world import World, wait_for
 
 JOB, WORLD, FIRST, APART = "bench", 4, 30, 20
 PATIENCE_S = 120.0
+SCRIPTS = {"lightning": "bench.lightning_train", "transformers": "bench.transformers_train"}
+"""Of layouts that have a script of their own; all others are those of ``bench.everstep_train``."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Fleet:
         self._out = tempfile.TemporaryDirectory(prefix="everstep-bench-")
         self.folder = Path(self._out.name)
         self.world = World(self.folder, ["n1"])
+        self._script = SCRIPTS.get(layout, "bench.everstep_train")
         self._environment = _environment(self.folder / "steps", layout, steps, fault, place)
         self.steps = steps
 
@@ -87,12 +90,13 @@ class Fleet:
         ]
         command += ["--local-addr", "127.0.0.1", "--agent-socket", str(node.agent_socket)]
         command += ["--standbys", "1", "--standby-delay-s", "0.3", "--max-restarts", "1000"]
+        command += ["--state-dir", str(self.folder / "state")]  # so that no run finds what another has compiled
         command += [
             "--hang-threshold-s",
             "1.0",
             *os.environ.get("BENCH_FLAGS", "").split(),
             "-m",
-            "bench.everstep_train",
+            self._script,
         ]
         node.launcher = self.world.start("train", command, self._environment)
         return self
@@ -115,12 +119,20 @@ class Fleet:
         return Outcome(recoveries(self.folder / "steps", self._place.world - 1), list(job.recoveries))
 
 
-def faults(layout: str, victim: int, where: str, signal_name: str, count: int, place: Place = HERE) -> Outcome:
+def faults(
+    layout: str,
+    victim: int,
+    where: str,
+    signal_name: str,
+    count: int,
+    place: Place = HERE,
+    deadline_s: float = PATIENCE_S,
+) -> Outcome:
     """``count`` faults of one kind, one after another, in one run."""
     at = fault_steps(count, place.apart)
     fault = f"{victim}:{','.join(map(str, at))}:{where}:{signal_name}"
     with Fleet(layout, at[-1] + place.apart, fault, place) as fleet:
-        return fleet.finish()
+        return fleet.finish(deadline_s)
 
 
 def steady_step_s(layout: str, steps: int) -> list[float]:

@@ -1,7 +1,7 @@
-"""The workload under Everstep.
+"""Train the workload under Everstep.
 
-``BENCH_LAYOUT`` is ddp, inexact (DDP with its own all-reduce) or fsdp2. ``BENCH_DEVICE`` cuda puts the model on a GPU,
-which ranks share where there are more of them than GPUs: then ``BENCH_BACKEND`` is gloo.
+``BENCH_LAYOUT`` is ddp, inexact (DDP with its own all-reduce), fsdp2, hsdp or compile (DDP, compiled). ``BENCH_DEVICE``
+cuda puts the model on a GPU, which ranks share where there are more of them than GPUs: then ``BENCH_BACKEND`` is gloo.
 """
 
 from __future__ import annotations
@@ -10,19 +10,31 @@ import os
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import trainer_hooks as everstep
 from bench.workload import Fault, StepLog, batch, build_model
 from trainer_hooks.config import HookSettings
 
 
-def sharded(model: nn.Module, run: everstep.Run) -> nn.Module:
-    """Each layer and the whole, sharded over all ranks."""
+def sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Shard each layer and the whole model over ``mesh``."""
     from torch.distributed.fsdp import fully_shard
 
     for layer in model.children():
-        fully_shard(layer, mesh=run.mesh)
-    return fully_shard(model, mesh=run.mesh)
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def parallel(model: nn.Module, layout: str, run: everstep.Run) -> nn.Module:
+    """Return ``model`` as ``layout`` distributes it. HSDP keeps two replicas of two shards each."""
+    if layout == "fsdp2":
+        return sharded(model, run.mesh)
+    if layout == "hsdp":
+        shape = (run.world_size // 2, 2)
+        return sharded(model, init_device_mesh(run.device.type, shape, mesh_dim_names=("replicate", "shard")))
+    replicas = run.replicate(model, exact=layout != "inexact")
+    return torch.compile(replicas) if layout == "compile" else replicas
 
 
 def device_of(run: everstep.Run) -> torch.device:
@@ -39,7 +51,7 @@ def train(run: everstep.Run) -> None:
     layout, steps = os.environ["BENCH_LAYOUT"], int(os.environ["BENCH_STEPS"])
     device = device_of(run)
     model = build_model().to(device)
-    whole: nn.Module = sharded(model, run) if layout == "fsdp2" else run.replicate(model, exact=layout != "inexact")
+    whole = parallel(model, layout, run)
     optimizer = torch.optim.AdamW(model.parameters())
     run.track(model=model, optimizer=optimizer)
     log = StepLog(os.environ["BENCH_FOLDER"], f"rank{run.rank}")

@@ -1,10 +1,12 @@
 """From a fault to the next finished step of all survivors, beside torchft and torchrun in the same run.
 
     python -m bench.recovery [--quick] [--repeats 10] [--no-peers] [--json FILE]
+    python -m bench.recovery --scripts ddp,hsdp,lightning,transformers,compile [--repeats 5]
 
 Four ranks on this machine train 2.1 M parameters (``bench/workload.py``); the victim signals itself and notes the
 time just before. Rows ``... abort``, ``... rendezvous`` and so on are the slowest rank's share of the median recovery,
-as the controller's log tells it.
+as the controller's log tells it. ``--scripts`` measures these kinds of scripts instead, with rank 3 killed between
+steps.
 """
 
 from __future__ import annotations
@@ -35,6 +37,9 @@ CASES = (
     ("fsdp2", 0, "backward", "KILL"),
     ("ddp", 2, "between", "STOP"),
 )
+SCRIPTS = ("ddp", "hsdp", "lightning", "transformers", "compile")
+SCRIPT_APART, SCRIPT_PATIENCE_S = 150, 900.0
+"""Steps from one fault to the next: standbys of these scripts import for seconds. A compilation takes up to minutes."""
 
 
 def spread(
@@ -60,11 +65,26 @@ def case(layout: str, victim: int, where: str, signal_name: str, repeats: int) -
     rows = spread(name, outcome.recovered, floor=floor, aim=aim, against="torchft tuned 0.19-0.34 s (facts), below")
     lost = max((one.steps_lost for one in outcome.recovered), default=0)
     rows.append(Row(f"{name}, finished steps lost (most)", lost, "steps", 0, 0))
+    return rows + phases(name, outcome)
+
+
+def phases(name: str, outcome: ours.Outcome) -> list[Row]:
+    """The slowest rank's share of each phase, median over the recoveries."""
     accounts = [account for account in outcome.accounts if account.phases_s]
-    for phase in dict.fromkeys(phase for account in accounts for phase in account.phases_s):
-        shares = [account.phases_s[phase] for account in accounts if phase in account.phases_s]
-        rows.append(Row(f"{name}, {phase}", statistics.median(shares), "s"))
-    return rows
+    return [
+        Row(
+            f"{name}, {phase}",
+            statistics.median(account.phases_s[phase] for account in accounts if phase in account.phases_s),
+            "s",
+        )
+        for phase in dict.fromkeys(phase for account in accounts for phase in account.phases_s)
+    ]
+
+
+def script(layout: str, repeats: int) -> list[Row]:
+    """Recoveries of one kind of script, with their phases."""
+    outcome = ours.faults(layout, 3, "between", "KILL", repeats, ours.Place(apart=SCRIPT_APART), SCRIPT_PATIENCE_S)
+    return spread(layout, outcome.recovered, floor=None, aim=None, against="") + phases(layout, outcome)
 
 
 def controller(away_s: float) -> list[Row]:
@@ -133,7 +153,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=10, help="faults of each kind")
     parser.add_argument("--no-peers", action="store_true", help="leave torchft and torchrun out")
     parser.add_argument("--only", help="run the parts whose name contains this")
+    parser.add_argument(
+        "--scripts",
+        type=lambda text: text.split(","),
+        help=f"measure these kinds of scripts alone: {','.join(SCRIPTS)}",
+    )
     options = parser.parse_args(argv)
+    if unknown := set(options.scripts or ()) - set(SCRIPTS):
+        parser.error(f"--scripts {','.join(sorted(unknown))}: known are {', '.join(SCRIPTS)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     repeats = 3 if options.quick else options.repeats
     parts: list[tuple[str, Callable[[], list[Row]]]] = [
@@ -145,6 +172,8 @@ def main(argv: list[str]) -> int:
     parts.append(("agent", lambda: footprint(10 if options.quick else 60)))
     if not options.no_peers:
         parts.append(("peers", lambda: peer_rows(repeats)))
+    if options.scripts:
+        parts = [(layout, lambda layout=layout: script(layout, repeats)) for layout in options.scripts]  # type: ignore[misc]
     parts = [part for part in parts if not options.only or options.only in part[0]]
     rows: list[Row] = []
     with Progress() as progress:

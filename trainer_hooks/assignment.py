@@ -25,6 +25,7 @@ import msgspec
 from everstep.ids import split_address
 from everstep.wire.v1.training import GenerationSpec, Member
 from trainer_hooks.launch.channel import Channel
+from trainer_hooks.launch.imports import Follower, folder_of
 from trainer_hooks.launch.memory import Waiting
 from trainer_hooks.launch.messages import Arrived, Promote
 from trainer_hooks.launch.process import call_process
@@ -33,6 +34,7 @@ JOB = "EVERSTEP_JOB"
 AGENT_SOCKET = "EVERSTEP_AGENT_SOCKET"
 CONTROL_FD = "EVERSTEP_CONTROL_FD"
 WORKER_PID = "EVERSTEP_WORKER_PID"
+BORN = "EVERSTEP_WORKER_BORN"
 START_FROM = "EVERSTEP_START_FROM"
 LOCAL_RANK = "LOCAL_RANK"
 FOLLOW_EVERY_S = 1.0
@@ -41,13 +43,15 @@ FOLLOW_EVERY_S = 1.0
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker is told at its birth. ``local_rank`` is None for a standby that was not promoted yet.
 
-    ``start_from``: the checkpoint that a job starts from where nothing is in memory; empty for none.
+    ``start_from``: the checkpoint that a job starts from where nothing is in memory; empty for none. ``born``: when the
+    process of an active worker began to run (perf_counter); None for a standby, for which nobody waited.
     """
 
     job: str
     agent_socket: str
     local_rank: int | None
     start_from: str = ""
+    born: float | None = None
 
 
 class LauncherGone(SystemExit):
@@ -67,6 +71,7 @@ def current_assignment() -> Assignment | None:
         agent_socket=os.environ[AGENT_SOCKET],
         local_rank=None if local_rank is None else int(local_rank),
         start_from=os.environ.get(START_FROM, ""),
+        born=None if local_rank is None or BORN not in os.environ else float(os.environ[BORN]),
     )
 
 
@@ -113,10 +118,15 @@ def _announce(control: Channel[Promote]) -> None:
 
 
 def _promotion(control: Channel[Promote]) -> int:
-    memory = Waiting()
-    memory.follow()
-    while not select.select([control], [], [], FOLLOW_EVERY_S)[0]:
+    def wanted(within_s: float = 0.0) -> bool:
+        return bool(select.select([control], [], [], within_s)[0])
+
+    memory, imports = Waiting(), Follower(folder_of(os.environ), wanted)
+    while True:
         memory.follow()
+        imports.follow()
+        if wanted(FOLLOW_EVERY_S):
+            break
     received = control.receive()
     if received is None:
         raise LauncherGone("everstep: the launcher is gone")

@@ -14,6 +14,7 @@ from everstep.vocabulary import Finding, FindingKind, Mode, Severity
 from everstep.wire.v1.directives import VersionNotice
 from everstep.wire.v1.local import ToAgent
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Resumed
+from trainer_hooks.compiling import compiled_s, compiled_since
 from trainer_hooks.findings import found_while_restoring
 from trainer_hooks.interrupt import Interrupter, Regroup
 from trainer_hooks.orders import Orders
@@ -100,6 +101,7 @@ class GenerationKeeper:
         timeline: of the regrouping that led here; it ends with the first finished step.
         start_from: a checkpoint on storage for when nothing in memory can be restored, and the job has not stored one
             of its own; empty for none.
+        stepped: called once, after the first finished step was reported.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class GenerationKeeper:
         timeline: Timeline,
         clock: Clock,
         start_from: str = "",
+        stepped: Callable[[], object] = bool,
     ) -> None:
         self._group = group
         self._orders = orders
@@ -122,8 +125,10 @@ class GenerationKeeper:
         self._vault = vault
         self._send = send
         self._timeline: Timeline | None = timeline
+        self._compiled_before_s = compiled_s()
         self._clock = clock
         self._start_from = start_from
+        self._stepped = stepped
         self._snapshotter: Snapshotter | None = None
         self._restored: Version | None = None
         self._restoration: Restoration | None = None
@@ -161,6 +166,7 @@ class GenerationKeeper:
         )
         self._progress.resume_from(step)
         self._snapshotter.first_plan.wait()
+        self._phase_ends("plan")
         return step
 
     def _start_from_storage(self, objects: Mapping[str, object], state: TrackedState) -> int:
@@ -280,6 +286,7 @@ class GenerationKeeper:
         """The first finished step ends the failure's way."""
         self._phase_ends("first_step")
         assert self._timeline is not None
+        self._timeline.set_apart("compile", "first_step", compiled_since(self._compiled_before_s))
         phases, self._timeline = self._timeline.phases_s, None
         self._restoration = None  # only now: to unmap the slots takes a millisecond
         self._send(
@@ -294,3 +301,4 @@ class GenerationKeeper:
                 phases_s=phases,
             )
         )
+        self._stepped()

@@ -17,3 +17,10 @@ class Timeline:
         now = perf_counter()
         self.phases_s[phase] = self.phases_s.get(phase, 0.0) + now - self._last
         self._last = now
+
+    def set_apart(self, phase: str, of: str, seconds: float) -> None:
+        """So much of the phase ``of``, which has ended, was ``phase``; nothing where there was none of it."""
+        seconds = min(seconds, self.phases_s[of])
+        if seconds > 0.0:
+            self.phases_s[phase] = self.phases_s.get(phase, 0.0) + seconds
+            self.phases_s[of] -= seconds

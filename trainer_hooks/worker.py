@@ -26,6 +26,7 @@ from trainer_hooks.blame import Unexplained, describe, full_traceback, is_commun
 from trainer_hooks.config import HookSettings
 from trainer_hooks.interrupt import Interrupter, Regroup
 from trainer_hooks.keeper import GenerationKeeper
+from trainer_hooks.launch.imports import Noted, folder_of
 from trainer_hooks.link import Link
 from trainer_hooks.orders import Orders
 from trainer_hooks.place import Place
@@ -41,6 +42,8 @@ from trainer_hooks.vault_client import VaultClient
 logger = logging.getLogger(__name__)
 
 TrainingFunction = Callable[[Run], None]
+EXPECTED_WITHIN_S = 0.5
+"""A process that replaces another hears of its generation within this; a spare's may wait for hours."""
 
 
 def _show(text: str) -> None:
@@ -101,7 +104,11 @@ class Worker:
         )
         self._link = Link(assignment.agent_socket, hello, self._attendant, settings, clock, random.random)
         self._welcome: Welcome | None = None
-        self._timeline = Timeline()
+        self._timeline = Timeline(assignment.born)
+        if assignment.born is not None:
+            self._timeline.end("start")
+        folder = folder_of(os.environ)
+        self._imports = None if folder is None else Noted(folder, assignment.local_rank)
         self._unexplained = Unexplained(settings.blind_tries)
 
     def work(self, train: TrainingFunction) -> None:
@@ -149,8 +156,9 @@ class Worker:
                 self._take_part(order, member, train)
 
     def _next_order(self, number: int, parked: bool) -> GenerationSpec | StopJob:
-        """What follows generation ``number``. The timeline of a parked process begins when that arrives."""
-        order = self._orders.wait_next(number, 0.0)
+        """What follows generation ``number``. The timeline of a parked process begins when that arrives; that of a new
+        one goes on where its generation was decided before it came, which the agent tells it at once."""
+        order = self._orders.wait_next(number, 0.0 if number else EXPECTED_WITHIN_S)
         if order is None:
             order = self._orders.wait_next(number)
             if parked:
@@ -215,6 +223,7 @@ class Worker:
             timeline=self._timeline,
             clock=self._clock,
             start_from=self._start_from,
+            stepped=self._note_imports,
         )
         self._attendant.keeper = keeper
         self._presence.enter()
@@ -235,6 +244,11 @@ class Worker:
         self._attendant.keeper = None
         keeper.close()
         return failure
+
+    def _note_imports(self) -> None:
+        """The first step of a generation is made: what it imported, a standby may import in advance."""
+        if self._imports is not None:
+            self._imports.note()
 
     def _wait_failed(self, error: BaseException) -> None:
         if isinstance(error, Regroup) or is_communication_error(error):

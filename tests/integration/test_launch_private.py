@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launched import Launched, launched
-from tests.support.processes import command_line, is_running
+from tests.support.processes import comm, command_line, is_running
 
 pytestmark = pytest.mark.slow
 
@@ -95,7 +95,7 @@ def test_a_killed_rank_is_replaced_and_the_job_ends_well(run: Run) -> None:
     assert sorted(run.launcher.out.splitlines()) == ["saved by rank 0", "saved by rank 1"]
     assert not any(map(is_running, services))
     assert not any(path.exists() for path in segments)
-    assert [path.name for path in (run.directory / "state").iterdir() if path.name != ".lock"] == ["logs"]
+    assert {path.name for path in (run.directory / "state").iterdir()} == {".lock", "logs", "cache"}
 
 
 def test_ctrl_c_leaves_no_process_no_socket_and_no_segment(run: Run) -> None:
@@ -293,3 +293,49 @@ def test_process_group_of_the_script_is_replaced(short_path: Path) -> None:
         assert launcher.wait() == 0, launcher.err
     assert "init_process_group" in launcher.err
     assert sorted(launcher.out.splitlines()) == ["saved by rank 0", "saved by rank 1"]
+
+
+LATE_IMPORTS = """
+import os, pathlib, torch
+import trainer_hooks as everstep
+
+FOLDER = pathlib.Path(__file__).parent
+
+def train(run):
+    import timm
+    for step in run.steps(until=100_000):
+        torch.distributed.barrier()
+        if step > 1 and (FOLDER / "enough").exists():
+            raise SystemExit(0)
+
+if __name__ == "__main__":
+    everstep.main(train)
+"""
+TIMM = """
+import os, pathlib
+what = (os.getpid(), pathlib.Path("/proc/self/comm").read_text().strip(), os.environ["TORCHINDUCTOR_CACHE_DIR"])
+with (pathlib.Path(__file__).parent / "imports").open("a") as file:
+    file.write(" ".join(map(str, what)) + chr(10))
+"""
+"""In the place of a package that standbys follow: says who imports it."""
+
+
+def test_standby_imports_what_ranks_did_in_training(short_path: Path) -> None:
+    (short_path / "train.py").write_text(LATE_IMPORTS)
+    (short_path / "timm.py").write_text(TIMM)
+    imports = short_path / "imports"
+
+    def importers() -> dict[str, int]:
+        lines = imports.read_text().splitlines() if imports.exists() else []
+        return {name: int(pid) for pid, name, _ in map(str.split, lines)}
+
+    argv = ["--nproc-per-node", "2", "--standby-delay-s", "0.1", "--state-dir", str(short_path / "state"), "train.py"]
+    with launched(short_path, *argv, warm=False) as launcher:  # torch has set its cache in one that is warm
+        standby = launcher.eventually(lambda: importers().get("everstep-spare"), "the standby has imported")
+        os.kill(importers()["everstep-rank1"], signal.SIGKILL)
+        launcher.eventually(lambda: comm(standby) == "everstep-rank1", "the standby is promoted")
+        (short_path / "enough").touch()
+        assert launcher.wait() == 0, launcher.err
+    assert [name for name in importers() if name.startswith("everstep-rank")] == ["everstep-rank0", "everstep-rank1"]
+    caches = {line.split()[2] for line in imports.read_text().splitlines()}
+    assert caches == {str(short_path / "state" / "cache" / "train" / "inductor")}

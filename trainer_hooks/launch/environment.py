@@ -6,7 +6,10 @@ import logging
 from collections.abc import Mapping
 
 from trainer_hooks.assignment import AGENT_SOCKET, JOB, LOCAL_RANK, START_FROM
+from trainer_hooks.launch.cache import cache_environment
 from trainer_hooks.launch.options import LaunchOptions
+from trainer_hooks.launch.preload import PRELOAD
+from trainer_hooks.launch.run_directory import state_dir
 
 log = logging.getLogger(__name__)
 
@@ -15,8 +18,11 @@ def server_environment(options: LaunchOptions, environ: Mapping[str, str]) -> di
     """The fork server's, and so every worker's. One thread for each rank unless told otherwise, as torchrun does.
 
     It has to be set before torch is imported, which is before GPUs are counted: ``gpu`` and ``auto`` are several.
+    Makes the job's folder for compiled code, and names it.
     """
-    environment = dict(environ)
+    name = options.cache_name or options.job
+    environment = {**environ, **cache_environment(state_dir(options.state_dir, environ), name, environ)}
+    environment[PRELOAD] = ",".join(options.preload)
     if options.nproc_per_node != 1 and "OMP_NUM_THREADS" not in environ:
         environment["OMP_NUM_THREADS"] = "1"
         log.info("OMP_NUM_THREADS is not set: each rank gets 1 thread, so that ranks do not fight over cores")

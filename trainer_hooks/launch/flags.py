@@ -85,6 +85,7 @@ def _own_flags(flag: _Flag) -> None:
     flag("agent-socket", default=None, help=f"the agent's socket (${AGENT_SOCKET_VARIABLE}, {DEFAULT_AGENT_SOCKET})")
     flag("standbys", type=int, default=1, help="warm processes waiting to replace one that died (1)")
     flag("standby-delay-s", type=float, default=1.0, help="seconds from a recovery to the next standby's fork (1)")
+    flag("preload", default=None, help="modules to import once, before ranks are forked: transformers,datasets")
     flag("block-nodes", type=int, default=1, help="nodes of one tensor x pipeline block; rosters are whole blocks (1)")
     flag(
         "block-within",

@@ -25,7 +25,7 @@ import msgspec
 from everstep.lineage import die_with_parent
 from trainer_hooks.launch.channel import Channel
 from trainer_hooks.launch.messages import Exited, Fork, Forked, Ready, Signal, ToForkServer
-from trainer_hooks.launch.preload import MODULES, preload
+from trainer_hooks.launch.preload import MODULES, preload, preload_named
 from trainer_hooks.launch.process import call_process, fresh_signals, signal_group
 
 
@@ -172,6 +172,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Python 3.12 counts numpy's BLAS threads, which step aside for a fork by themselves (pthread_atfork).
     warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+    preload_named()
     preload(options.preload)
     control: Channel[ToForkServer] = Channel(socket.socket(fileno=options.control), ToForkServer)
     control.send(Ready())

@@ -37,6 +37,9 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     script: the script's path, or the module's name with ``module``; arguments: its own.
     job: the run's name; launchers with the same name (and controller) are one job.
+    cache_name: names the folder on this node that keeps compiled code for the job's later processes; the job's name, or
+        the script's where the job's was drawn, so that the next run of the script finds it.
+    preload: modules that are imported once, before ranks are forked.
     min_nodes, max_nodes: bounds of the roster; launchers beyond are spares.
     nproc_per_node: ranks on this node, or ``gpu``, ``cpu``, ``auto`` to count.
     max_restarts: deaths of one local rank within a minute that are replaced (3: a fourth is no coincidence).
@@ -71,6 +74,8 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
     arguments: tuple[str, ...] = ()
     module: bool = False
     job: str
+    cache_name: str = ""
+    preload: tuple[str, ...] = ()
     min_nodes: int = 1
     max_nodes: int = 1
     nproc_per_node: int | str = 1
@@ -117,6 +122,9 @@ class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigurationError(f"--nproc-per-node {self.nproc_per_node}: a node runs 1 to 64 ranks")
         if self.vault_linger_s is not None and self.vault_linger_s <= 0:
             raise ConfigurationError(f"--vault-linger-s {self.vault_linger_s:g}: more than 0 seconds, or leave it out")
+        for name in self.preload:
+            if not all(part.isidentifier() for part in name.split(".")):
+                raise ConfigurationError(f"--preload {name}: expected names of modules, such as transformers,datasets")
         for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"--{name.replace('_', '-')} cannot be negative")
@@ -199,6 +207,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
         arguments=tuple(given.training_script_args),
         module=given.module,
         job=_job_name(given.job, given.training_script, several=high > 1),
+        cache_name=given.job or _stem(given.training_script),
+        preload=tuple(filter(None, (given.preload or "").split(","))),
         min_nodes=low,
         max_nodes=high,
         nproc_per_node=_nproc(given.nproc_per_node),
@@ -266,8 +276,11 @@ def _job_name(given: str | None, script: str, *, several: bool) -> str:
             raise ConfigurationError(f"--job: {error}") from None
     if several:
         raise ConfigurationError("launchers of several nodes find one another by the job's name: give --job NAME")
-    stem = re.sub(r"[^A-Za-z0-9._-]", "-", Path(script).stem).lstrip("._-")[:40] or "job"
-    return f"{stem}-{secrets.token_hex(3)}"
+    return f"{_stem(script)}-{secrets.token_hex(3)}"
+
+
+def _stem(script: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "-", Path(script).stem).lstrip("._-")[:40] or "job"
 
 
 def _found_socket(environ: Mapping[str, str]) -> str | None:

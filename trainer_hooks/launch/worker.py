@@ -7,9 +7,10 @@ import os
 import runpy
 import sys
 import traceback
+from time import perf_counter
 from types import TracebackType
 
-from trainer_hooks.assignment import CONTROL_FD, LOCAL_RANK, WORKER_PID
+from trainer_hooks.assignment import BORN, CONTROL_FD, LOCAL_RANK, WORKER_PID
 from trainer_hooks.launch.memory import keep_freed_memory
 from trainer_hooks.launch.process import call_process, step_forward_to_oom_killer
 
@@ -24,6 +25,7 @@ def run(descriptors: tuple[int, ...], *, script: str, module: bool, arguments: l
     call_process("everstep-spare" if local_rank is None else f"everstep-rank{local_rank}")
     os.environ[CONTROL_FD] = str(control)
     os.environ[WORKER_PID] = str(os.getpid())
+    os.environ[BORN] = repr(perf_counter())
     _take_outputs(outputs)
     keep_freed_memory()
     step_forward_to_oom_killer()

@@ -283,8 +283,10 @@ class Sealed(Report, frozen=True, kw_only=True, tag=True):
 class Resumed(Report, frozen=True, kw_only=True, tag=True):
     """A rank finished its first step in a generation; the acknowledgement that ends a failure's way.
 
-    ``restored`` is the version it started from (None: from scratch), ``phases_s`` seconds by phase (abort, teardown,
-    rendezvous, restore, first_step).
+    ``restored`` is the version it started from (None: from scratch). ``phases_s`` has the seconds of each phase, one
+    after the other: start (of a process for which no standby was there), abort, teardown, wait, rendezvous, build (the
+    training function up to ``run.track``), restore, plan (of snapshots) and first_step. compile is the part of the
+    first step in which torch.compile compiled, and is not counted in first_step.
     """
 
     generation: GenerationNumber

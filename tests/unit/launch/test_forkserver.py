@@ -192,3 +192,20 @@ def test_a_missing_package_is_an_error_and_a_missing_module_of_it_is_not() -> No
     assert callable(preload)
     assert run("json.of_another_version").returncode == 0
     assert "no_such_package" in run("no_such_package").stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "said"),
+    [
+        ("value = 1", 0, ""),
+        ("raise ValueError('no')", 1, "cannot be imported here: ValueError('no')"),
+        ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()", 1, "starts threads"),
+    ],
+)
+def test_preload_refuses_what_no_fork_survives(tmp_path: Path, source: str, status: int, said: str) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    code = "import sys; from trainer_hooks.launch.preload import preload_named as p; p(); assert 'mine' in sys.modules"
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "EVERSTEP_PRELOAD": "mine"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    assert said in done.stderr
