@@ -101,10 +101,16 @@ class Records:
         self._slots = segment.slots
         self._bases = [segment.base(slot) for slot in range(segment.slots)]
         self._fits = fits
+        self._seen: list[tuple[bytes, SlotHeader | None]] = [(b"", None)] * segment.slots
 
     def header(self, slot: int) -> SlotHeader | None:
         """What the slot is, EMPTY included; None where neither record can be believed. Raises IndexError."""
-        return self._parse(slot, self._raw(slot, 0)) or self._parse(slot, self._raw(slot, 1))
+        raw = self._raw(slot, 0)
+        seen, header = self._seen[slot]
+        if raw != seen:  # most slots are as they were at the last look
+            header = self._parse(slot, raw)
+            self._seen[slot] = raw, header
+        return header or self._parse(slot, self._raw(slot, 1))
 
     def look(self, slot: int) -> Look:
         """Both records, for whoever mends them."""

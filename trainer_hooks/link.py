@@ -217,8 +217,11 @@ class Link:
             selector.register(connection, selectors.EVENT_READ)
             selector.register(self._wake_read, selectors.EVENT_READ)
             due = self._clock.monotonic() + self._interval_s()
+            wanted = selectors.EVENT_READ
             while not self._closing.is_set():
-                selector.modify(connection, self._wanted_events())
+                if (now_wanted := self._wanted_events()) != wanted:
+                    wanted = now_wanted
+                    selector.modify(connection, wanted)
                 events = {key.fd: mask for key, mask in selector.select(max(0.0, due - self._clock.monotonic()))}
                 if self._wake_read in events:
                     os.read(self._wake_read, 4096)

@@ -74,11 +74,10 @@ class Progress:
         self.snapshot_every = 1
         self.loss = LossReading()
         self._durations: deque[float] = deque(maxlen=window)
-        self._median_s = 0.0
+        self._before_s = 0.0
         self._step_began = perf_counter()
         self._waited_s: float | None = None
         self._busy: deque[float] = deque(maxlen=window)
-        self._busy_s: float | None = None
         self._collectives: Callable[[], int] = _none
 
     def enter(self, generation: int, rank: int, collectives: Callable[[], int]) -> None:
@@ -86,9 +85,10 @@ class Progress:
         self.begun = 0  # first: the signal thread must not take it for a step of the new generation
         self.generation, self.rank = generation, rank
         self.finished_here = 0
+        self._before_s = self.step_s
         self._durations.clear()
         self._busy.clear()
-        self._waited_s = self._busy_s = None
+        self._waited_s = None
         self._collectives = collectives
 
     def leave(self) -> None:
@@ -111,10 +111,9 @@ class Progress:
     def finish(self, step: int) -> None:
         now = perf_counter()
         self._durations.append(now - self._step_began)
-        self._median_s = median(self._durations)
         if self._waited_s is not None:
             self._busy.append(max(0.0, now - self._step_began - self._waited_s))
-            self._busy_s, self._waited_s = median(self._busy), None
+            self._waited_s = None
         self._step_began = now
         self.step = step
         self.begin(step)
@@ -123,12 +122,14 @@ class Progress:
     @property
     def step_s(self) -> float:
         """Median of the late steps' durations; before any, that of the generation before (0.0 at first)."""
-        return self._median_s
+        durations = list(self._durations)  # at once: the main thread goes on adding to it
+        return median(durations) if durations else self._before_s
 
     @property
     def busy_s(self) -> float | None:
         """Median of what was left of late steps without the waits that were told of; None where none was."""
-        return self._busy_s
+        busy = list(self._busy)
+        return median(busy) if busy else None
 
     @property
     def collectives(self) -> int:

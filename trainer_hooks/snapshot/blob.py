@@ -31,6 +31,7 @@ MAX_DEPTH = 32
 _TUPLE, _SET, _FROZENSET, _INTEGER, _TENSOR, _ARRAY, _SCALAR, _DTYPE, _DEVICE, _COMPLEX, _MAPPING = range(1, 12)
 _COUNTER, _ORDERED, _SIZE = range(12, 15)
 _PLAIN_KEYS = (str, float, bool, bytes, type(None))
+_AS_IT_IS = frozenset({float, bool, bytes, type(None)})
 _ARRAY_KINDS = frozenset("biufc")
 _ARRAYS = (np.ndarray, np.memmap)
 _MAPPINGS: dict[type, int] = {Counter: _COUNTER, OrderedDict: _ORDERED}
@@ -171,37 +172,48 @@ def _ext(code: int, value: Any) -> msgspec.msgpack.Ext:
     return msgspec.msgpack.Ext(code, _encoder.encode(value))
 
 
-def _pack(value: Any, path: str, depth: int) -> Any:
+_Path = str | tuple[Any, object]
+"""Where a value is, said only in errors: a name, or a path and a key in what it leads to."""
+
+
+def _said(path: _Path) -> str:
+    return path if isinstance(path, str) else f"{_said(path[0])}[{path[1]!r}]"
+
+
+def _pack(value: Any, path: _Path, depth: int) -> Any:
     if depth > MAX_DEPTH:
-        raise TypeError(f"{path} is nested more than {MAX_DEPTH} deep, or contains itself")
+        raise TypeError(f"{_said(path)} is nested more than {MAX_DEPTH} deep, or contains itself")
     kind = type(value)
-    if kind in (float, bool, bytes, type(None)):
+    if kind in _AS_IT_IS:
         return value
     if kind is str:
         return _text(value, path)
     if kind is int:
         return value if -(1 << 63) <= value < 1 << 63 else _ext(_INTEGER, hex(value))
     if kind is list:
-        return [_pack(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)]
-    if isinstance(value, Mapping):
+        return [_pack(v, (path, i), depth + 1) for i, v in enumerate(value)]
+    if kind is dict or isinstance(value, Mapping):
         return _pack_mapping(value, path, depth)
     return _pack_rest(value, path, depth)
 
 
-def _pack_mapping(value: Mapping[Any, Any], path: str, depth: int) -> Any:
+def _pack_mapping(value: Mapping[Any, Any], path: _Path, depth: int) -> Any:
     """A map of MessagePack where its keys can be; else a list of pairs, since an extension cannot be hashed."""
     kind = type(value)
     if kind is not dict and kind not in _MAPPINGS:
         raise _other(value, path, "dict(...)")
-    pairs = [(_pack_key(k, path), _pack(v, f"{path}[{k!r}]", depth + 1)) for k, v in value.items()]
+    pairs = [
+        (k if type(k) is str and k.isascii() else _pack_key(k, path), _pack(v, (path, k), depth + 1))
+        for k, v in value.items()
+    ]
     if kind in _MAPPINGS:
         return _Nested(_MAPPINGS[kind], pairs)
-    if any(isinstance(key, msgspec.msgpack.Ext) for key, _ in pairs):
+    if msgspec.msgpack.Ext in {type(key) for key, _ in pairs}:
         return _Nested(_MAPPING, pairs)
     return dict(pairs)
 
 
-def _pack_key(key: Any, path: str) -> Any:
+def _pack_key(key: Any, path: _Path) -> Any:
     if type(key) in _PLAIN_KEYS:
         return _text(key, path) if type(key) is str else key
     if type(key) is int:
@@ -209,28 +221,28 @@ def _pack_key(key: Any, path: str) -> Any:
     if type(key) is tuple:
         return _ext(_TUPLE, [_pack_key(k, path) for k in key])
     raise TypeError(
-        f"{path} has a key of type {type(key).__qualname__}, which cannot be stored without pickle: take strings, "
-        "numbers or tuples of them for keys in state_dict(), or leave it out"
+        f"{_said(path)} has a key of type {type(key).__qualname__}, which cannot be stored without pickle: "
+        "take strings, numbers or tuples of them for keys in state_dict(), or leave it out"
     )
 
 
-def _text(value: str, path: str) -> str:
+def _text(value: str, path: _Path) -> str:
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError:
             raise TypeError(
-                f"{path} has the string {value!r}, which is no text: so Python reads a file's name whose bytes are no "
-                "UTF-8. Give bytes in state_dict(), by os.fsencode(...)"
+                f"{_said(path)} has the string {value!r}, which is no text: so Python reads a file's name "
+                "whose bytes are no UTF-8. Give bytes in state_dict(), by os.fsencode(...)"
             ) from None
     return value
 
 
-def _pack_rest(value: Any, path: str, depth: int) -> Any:
+def _pack_rest(value: Any, path: _Path, depth: int) -> Any:
     if isinstance(value, tuple):
         if type(value) not in _TUPLES:
             raise _other(value, path, "tuple(...)")
-        return _Nested(_TUPLES[type(value)], [_pack(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(value)])
+        return _Nested(_TUPLES[type(value)], [_pack(v, (path, i), depth + 1) for i, v in enumerate(value)])
     if isinstance(value, set | frozenset):
         items = sorted((_pack(v, path, depth + 1) for v in value), key=repr)
         return _Nested(_SET if isinstance(value, set) else _FROZENSET, items)
@@ -251,23 +263,28 @@ def _pack_rest(value: Any, path: str, depth: int) -> Any:
     if isinstance(value, bool | int | float | str | bytes):
         return _pack(_plain(value), path, depth)
     raise TypeError(
-        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored without pickle: "
-        "leave it out of state_dict(), or store the numbers it is made of"
+        f"{_said(path)} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored "
+        "without pickle: leave it out of state_dict(), or store the numbers it is made of"
     )
 
 
-def _other(value: Any, path: str, mend: str) -> TypeError:
+def _other(value: Any, path: _Path, mend: str) -> TypeError:
     """Of a kind that would not come back: what is restored would be a plain one, without what makes it another."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    return TypeError(f"{path} is a {kind}, which would come back as another type: give a {mend} of it in state_dict()")
+    return TypeError(
+        f"{_said(path)} is a {kind}, which would come back as another type: give a {mend} of it in state_dict()"
+    )
 
 
-def _require_plain(tensor: torch.Tensor, path: str) -> None:
+def _require_plain(tensor: torch.Tensor, path: _Path) -> None:
     if isinstance(tensor, DTensor):
         raise TypeError(
-            f"{path} is a DTensor: track the module that holds it (AveragedModel, say), so that it is stored in parts"
+            f"{_said(path)} is a DTensor: track the module that holds it (AveragedModel, say), so that it is "
+            "stored in parts"
         )
-    require_bytes_of_its_own(path, tensor, "leave it out of state_dict(), or store the dense tensors it is made of")
+    require_bytes_of_its_own(
+        _said(path), tensor, "leave it out of state_dict(), or store the dense tensors it is made of"
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -276,10 +293,10 @@ def _plain(value: Any) -> Any:
     return base(value.value if hasattr(value, "value") else value)
 
 
-def _pack_numpy(value: Any, path: str) -> msgspec.msgpack.Ext:
+def _pack_numpy(value: Any, path: _Path) -> msgspec.msgpack.Ext:
     if value.dtype.kind not in _ARRAY_KINDS:
         raise TypeError(
-            f"{path} is a numpy array of {value.dtype}, which cannot be stored without pickle: "
+            f"{_said(path)} is a numpy array of {value.dtype}, which cannot be stored without pickle: "
             "store numbers, or lists of strings"
         )
     if isinstance(value, np.ndarray) and type(value) not in _ARRAYS:

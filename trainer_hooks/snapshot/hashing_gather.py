@@ -25,11 +25,12 @@ WORTH_A_THREAD_BYTES = 16 << 20
 
 class _Chunk(NamedTuple):
     """``rows``: what fills it, but the other way round: to the offset ``source`` in the chunk, from the address
-    ``target``."""
+    ``target``. ``columns``: where the rows' columns are."""
 
     address: int
     length: int
     rows: Rows
+    columns: tuple[int, int, int]
 
 
 class HashingGather:
@@ -85,16 +86,20 @@ class HashingGather:
             start = number * CHUNK_BYTES
             source, target, length = (column[first:last] for column in rows)
             size = min(CHUNK_BYTES, self._payload.numel() - start)
-            yield _Chunk(base + start, size, Rows(source - start, target, length))
+            yield _chunk(base + start, size, Rows(source - start, target.copy(), length.copy()))
 
     def _fill(self, chunk: _Chunk) -> bytes:
-        address, length, rows = chunk
+        address, length, rows, columns = chunk
         if length >= SHORTEST_BYTES:
-            offsets, sources, sizes = (column.ctypes.data for column in rows)
-            return self._native.gather(address, length, offsets, sources, sizes, len(rows.source))
+            return self._native.gather(address, length, *columns, len(rows.source))
         for to, source, nbytes in zip(*(column.tolist() for column in rows), strict=True):
             ctypes.memmove(address + to, source, nbytes)
         return xxhash.xxh3_128_digest(ctypes.string_at(address, length))
+
+
+def _chunk(address: int, length: int, rows: Rows) -> _Chunk:
+    offsets, sources, sizes = (column.ctypes.data for column in rows)
+    return _Chunk(address, length, rows, (offsets, sources, sizes))
 
 
 def _is_plain(source: torch.Tensor) -> bool:

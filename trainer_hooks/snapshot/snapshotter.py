@@ -28,7 +28,7 @@ from trainer_hooks.snapshot.choices import DEFAULT, Choices
 from trainer_hooks.snapshot.copy import Sources, write_blob
 from trainer_hooks.snapshot.cover import all_stored, store_with_covers
 from trainer_hooks.snapshot.exchange import ASK_S, Exchange
-from trainer_hooks.snapshot.job import Filled, Job, Look, Phase
+from trainer_hooks.snapshot.job import Filled, Job, Latch, Look, Phase
 from trainer_hooks.snapshot.pace import Pace
 from trainer_hooks.snapshot.planned import Planned, Planner
 from trainer_hooks.snapshot.plans import Plans
@@ -207,7 +207,7 @@ class Snapshotter:
         self._still = None
         self.first_plan.check()
 
-    def _await(self, job: Job, event: threading.Event) -> None:
+    def _await(self, job: Job, event: Latch) -> None:
         deadline = self._clock.monotonic() + PATIENCE_S
         while not event.wait(SLICE_S):
             if self._clock.monotonic() > deadline and self._give_up(job):

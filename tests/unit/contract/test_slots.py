@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from everstep.errors import ConfigurationError, DigestMismatch, OutOfSlotMemory, VersionMismatch
 from everstep.ids import Version
 from everstep.segment_header import PAGE, segment_bytes
-from everstep.segment_records import RECORD_PLACES
+from everstep.segment_records import RECORD_PLACES, Records
 from everstep.slot_choice import slot_to_fill
 from everstep.slots import (
     CHUNK_BYTES,
@@ -177,3 +177,36 @@ def test_the_oldest_slot_that_is_not_needed_is_filled_next() -> None:
     assert slot_to_fill(headers, {Version(1, 1), Version(1, 2)}) == 0
     with pytest.raises(OutOfSlotMemory, match="still needed"):
         slot_to_fill(headers, {Version(1, step) for step in range(1, 5)})
+
+
+def test_headers_are_parsed_once_while_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    view, parsed = segment(), []
+    parse = Records._parse
+    monkeypatch.setattr(Records, "_parse", lambda self, slot, raw: parsed.append(slot) or parse(self, slot, raw))
+    for slot in range(4):
+        filled(view, slot, Version(1, slot + 1), b"payload")
+    view.headers()
+    parsed.clear()
+    assert [header.version.step for header in view.headers() if header] == [1, 2, 3, 4]
+    assert parsed == []
+    filled(view, 2, Version(1, 9), b"payload")
+    parsed.clear()
+    assert [header.version.step for header in view.headers() if header] == [1, 2, 9, 4]
+    assert set(parsed) == {2}
+
+
+def test_header_damaged_after_a_look_is_not_believed() -> None:
+    buffer = memoryview(bytearray(segment_bytes(4, 64 * PAGE)))
+    format_segment(buffer, 4, 64 * PAGE)
+    view = SegmentView(buffer)
+    filled(view, 1, Version(1, 5), b"payload")
+    assert view.header(1) is not None
+    for place in RECORD_PLACES:
+        header = view.header(1)
+        assert header is not None
+        assert header.version == Version(1, 5), "the other record still says so"
+        buffer[view.segment.base(1) + place + 16] ^= 1
+    assert view.header(1) is None
+    for place in RECORD_PLACES:
+        buffer[view.segment.base(1) + place + 16] ^= 1
+    assert view.header(1) == header

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import selectors
 import socket
 import threading
 import time
@@ -95,6 +96,22 @@ def test_it_ticks_at_the_agents_interval_and_hears_directives(agent, link, liste
     agent.peers[0].say(NewGeneration(spec=generation(1)))
     listener.wait_for(1)
     assert listener.heard == [NewGeneration(spec=generation(1))]
+
+
+def test_link_asks_anew_only_for_other_events(agent, listener, monkeypatch):
+    asked = []
+
+    class Counted(selectors.DefaultSelector):
+        def modify(self, fileobj, events, data=None):
+            asked.append(events)
+            return super().modify(fileobj, events, data)
+
+    monkeypatch.setattr(selectors, "DefaultSelector", Counted)
+    link = make_link(agent.path, listener)
+    link.start(10)
+    agent.heard(Tick, lambda t: t.step > 3)
+    link.close("test")
+    assert asked == [], "the agent took every frame at once"
 
 
 def test_after_the_agent_returned_it_says_hello_and_what_still_stands(agent, link):

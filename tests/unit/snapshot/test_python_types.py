@@ -13,6 +13,7 @@ import torch
 
 from agent.spill.pickles import Call, Global
 from agent.spill.python_state import decode_state
+from trainer_hooks.snapshot import blob
 from trainer_hooks.snapshot.blob import decode_blob, encode_blob
 
 Pair = namedtuple("Pair", "one two")
@@ -109,3 +110,13 @@ def test_a_string_that_is_no_text_is_refused_with_its_path(value: Any) -> None:
     with pytest.raises(TypeError, match=r"state\['files'\].* has the string 'caf\\udce9\.txt'.*os\.fsencode"):
         encode_blob({"files": value})
     assert decode_blob(encode_blob({"files": ["café", "😀\0"]})) == {"files": ["café", "😀\0"]}
+
+
+def test_paths_are_written_out_for_errors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[object] = []
+    say = blob._said
+    monkeypatch.setattr(blob, "_said", lambda path: said.append(path) or say(path))
+    encode_blob({"groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]})
+    assert said == []
+    with pytest.raises(TypeError, match=r"^state\['groups'\]\[0\]\['lr'\] is a builtins.object"):
+        encode_blob({"groups": [{"lr": object()}]})
