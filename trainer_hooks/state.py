@@ -188,7 +188,7 @@ class TrackedState:
                 self._tied[first.name][name] = None
             if first is None:
                 found[identity] = TrackedTensor(
-                    name, tuple(tensor.shape), box, local, sharing, parameter, place, key, lies or Lies.UNTOLD
+                    name, tuple(tensor.shape), box, local, sharing, parameter, place, key, lies or Lies.UNTOLD, tensor
                 )
 
     def _sharing_of(self, name: str, buffer: torch.Tensor) -> Sharing:

@@ -81,7 +81,7 @@ class Sources:
         if self._volatile:
             with torch.no_grad():
                 now = [t.now() for _, t in self._volatile]
-                torch._foreach_copy_([self._staged[i] for i, _ in self._volatile], now)
+                torch._foreach_copy_([*self._staged.values()], now)
         self.mover.begin()
 
     def copy(self, share: Share, targets: Targets, *, digest: bool) -> Copied:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from importlib import import_module
-from itertools import chain
+from itertools import chain, starmap
 from operator import attrgetter, getitem, is_
 from typing import Any
 
@@ -23,6 +23,7 @@ except (ImportError, AttributeError):
 
 _data_ptr, _size, _stride = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
 _local_of = attrgetter("_local_tensor")
+_form = attrgetter("dtype", "device", "shape")
 
 
 class Identity:
@@ -45,7 +46,8 @@ class Identity:
         self._shapes_stand: Callable[[], bool] | None = None
         self._sharded: list[DTensor] = []
         self._locals: list[torch.Tensor] = []
-        self._moving: list[tuple[Mapping[Any, Any], Any, tuple[Any, ...]]] = []
+        self._moving: list[tuple[Mapping[Any, Any], Any]] = []
+        self._forms: list[tuple[Any, ...]] = []
         self._scalars: list[tuple[Mapping[Any, Any], Any]] = []
 
     # --- what was found
@@ -98,7 +100,8 @@ class Identity:
 
     def moving(self, place: Mapping[Any, Any], key: Any, tensor: torch.Tensor) -> None:
         """One that is asked for anew each time; another of the same form may stand in its place."""
-        self._moving.append((place, key, _form(tensor)))
+        self._moving.append((place, key))
+        self._forms.append(_form(tensor))
 
     def _size_of(self, container: Collection[Any]) -> None:
         self._containers.append(container)
@@ -125,7 +128,7 @@ class Identity:
             and all(map(is_, chain.from_iterable(self._walked), self._members))
             and self._entries_stand()
             and self._memory_stands()
-            and all(_form(place.get(key)) == form for place, key, form in self._moving)
+            and self._forms_stand()
             and all(_is_scalar(place, key) for place, key in self._scalars)
         )
 
@@ -133,6 +136,12 @@ class Identity:
         try:
             return all(map(is_, map(getitem, self._places, self._keys), self._values))
         except KeyError:
+            return False
+
+    def _forms_stand(self) -> bool:
+        try:
+            return list(map(_form, starmap(getitem, self._moving))) == self._forms
+        except (KeyError, AttributeError):  # gone, or no tensor any more
             return False
 
     def _memory_stands(self) -> bool:
@@ -186,10 +195,6 @@ def _shape_check(
     except (TypeError, ValueError, RuntimeError, SystemError):
         return lambda: list(map(_size, tensors)) == sizes and list(map(_stride, tensors)) == strides
     return lambda: bool(guards.check(*tensors))
-
-
-def _form(tensor: object) -> tuple[Any, ...]:
-    return (tensor.dtype, tensor.device, *tensor.shape) if isinstance(tensor, torch.Tensor) else ()
 
 
 def _is_scalar(place: Mapping[Any, Any], key: Any) -> bool:
