@@ -69,8 +69,8 @@ def case(layout: str, victim: int, where: str, signal_name: str, repeats: int) -
 
 
 def phases(name: str, outcome: ours.Outcome) -> list[Row]:
-    """The slowest rank's share of each phase, median over the recoveries."""
-    accounts = [account for account in outcome.accounts if account.phases_s]
+    """The slowest rank's share of each phase, median over the recoveries; generation 1 recovers from nothing."""
+    accounts = [account for account in outcome.accounts if account.phases_s and account.generation > 1]
     return [
         Row(
             f"{name}, {phase}",

@@ -156,8 +156,10 @@ class Worker:
                 self._take_part(order, member, train)
 
     def _next_order(self, number: int, parked: bool) -> GenerationSpec | StopJob:
-        """What follows generation ``number``. The timeline of a parked process begins when that arrives; that of one for
-        which no standby was there goes on, where its generation was decided before it came: the agent says so at once.
+        """What follows generation ``number``.
+
+        The timeline of a parked process begins when that arrives. That of a process for which no standby was there goes
+        on where its generation was decided before it came: the agent says so at once.
         """
         order = self._orders.wait_next(number, EXPECTED_WITHIN_S if "start" in self._timeline.phases_s else 0.0)
         if order is None:

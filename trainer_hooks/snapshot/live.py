@@ -49,9 +49,8 @@ class TrackedTensor(msgspec.Struct, frozen=True):
     def now(self) -> torch.Tensor:
         """The live memory of a buffer at this moment; a module may put another tensor into its place."""
         tensor, known = self.place[self.key], self.local
-        if tensor is self.found and tensor.data_ptr() == known.data_ptr():
-            if tensor.size() == known.size() and tensor.stride() == known.stride():
-                return known
+        if self.found is not None and tensor is self.found and _lies_as(tensor, known):
+            return known
         ((local, _),) = local_parts(self.name, tensor)
         return local
 
@@ -65,6 +64,12 @@ class TrackedTensor(msgspec.Struct, frozen=True):
         dtype = self.local.dtype
         kind = (dtype_name(dtype), dtype.itemsize)
         return Part(self.name, *kind, shape, box, self.sharing, self.parameter, aliases, groups, self.lies)
+
+
+def _lies_as(tensor: torch.Tensor, known: torch.Tensor) -> bool:
+    """Whether a plain tensor has the memory, shape and strides of ``known``."""
+    same_memory = tensor.data_ptr() == known.data_ptr()
+    return same_memory and tensor.size() == known.size() and tensor.stride() == known.stride()
 
 
 class Still(msgspec.Struct):
