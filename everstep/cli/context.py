@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import ssl
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -15,6 +15,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
+from everstep.cli import local_runs
 from everstep.cli.client import Client, path, read_token
 from everstep.errors import AuthenticationError, ConfigurationError, EverstepError, Unavailable
 from everstep.plain_text import without_control
@@ -55,14 +56,37 @@ def _said(reason: str) -> str:
     return reason
 
 
-class Access(msgspec.Struct, frozen=True):
-    """Where the controller is and how to be known there: by a token, or by a certificate."""
+DEFAULT_CONTROLLER = "http://127.0.0.1:7700"
 
-    controller: str
+
+class Access(msgspec.Struct, frozen=True):
+    """Where the controller is and how to be known there: by a token, or by a certificate.
+
+    ``controller`` is empty where none was given; ``run`` names a run of everstep-launch on this machine.
+    """
+
+    controller: str = ""
     token_file: str = ""
     ca_file: str = ""
     certificate: str = ""
     key: str = ""
+    run: str = ""
+
+    def resolved(self, environ: Mapping[str, str]) -> Access:
+        """Return the access with a controller: the given one, else a run's on this machine, else the usual address.
+
+        Raises:
+            ConfigurationError: several runs are on this machine and none was chosen, or the chosen one is not there.
+        """
+        if self.run and self.controller:
+            raise ConfigurationError("--run and --controller both say where to ask: leave out one of them")
+        if self.controller:
+            return self
+        if self.run or not (self.token_file or self.ca_file or self.certificate):
+            run = local_runs.choose(local_runs.state_dir(environ), self.run)
+            if run is not None:
+                return Access(run.url, run.token_file)
+        return msgspec.structs.replace(self, controller=DEFAULT_CONTROLLER)
 
     def token(self) -> str:
         """Empty where there is a certificate and no token. Raises ConfigurationError where there is neither."""
@@ -84,8 +108,9 @@ class Access(msgspec.Struct, frozen=True):
 @contextmanager
 def controller(context: typer.Context) -> Iterator[Client]:
     """A client; errors become a sentence and an exit code."""
-    access: Access = context.obj
+    given: Access = context.obj
     with complaining():
+        access = given.resolved(os.environ)
         yield Client(access.controller, access.token(), tls=access.tls())
 
 

@@ -11,20 +11,21 @@ import time
 from typing import Annotated, Literal
 
 import typer
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from everstep import __version__
 from everstep.cli import events, nodes, past, policy, tables, tokens, vault
 from everstep.cli.client import Client, path
-from everstep.cli.context import Access, Json, Reason, console, controller, order, show
+from everstep.cli.context import DEFAULT_CONTROLLER, Access, Json, Reason, console, controller, order, show
 from everstep.errors import Unavailable
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import Verdict
 from everstep.wire.v1 import operator as op
 
-DEFAULT_CONTROLLER = "http://127.0.0.1:7700"
+MOST_NAMED = 20
+"""Nodes that ``status`` names; `everstep nodes` has the others."""
 
 app = typer.Typer(help="See and steer a fleet that Everstep keeps training.", no_args_is_help=True)
 job_app = typer.Typer(help="One job: show, stop, resize.", no_args_is_help=True)
@@ -53,8 +54,14 @@ def _say_version(wanted: bool) -> None:
 def connect(
     context: typer.Context,
     address: Annotated[
-        str, typer.Option("--controller", envvar="EVERSTEP_CONTROLLER", help="Where controllers are, commas between.")
-    ] = DEFAULT_CONTROLLER,
+        str,
+        typer.Option(
+            "--controller",
+            envvar="EVERSTEP_CONTROLLER",
+            help="Where controllers are, commas between. Not given: that of a run of everstep-launch on this machine, "
+            f"else {DEFAULT_CONTROLLER}.",
+        ),
+    ] = "",
     token_file: Annotated[str, typer.Option(envvar="EVERSTEP_TOKEN_FILE", help="A file with your token.")] = "",
     ca_file: Annotated[
         str,
@@ -64,19 +71,35 @@ def connect(
         str, typer.Option(envvar="EVERSTEP_CERTIFICATE", help="PEM file of your certificate, in place of a token.")
     ] = "",
     key: Annotated[str, typer.Option(envvar="EVERSTEP_KEY", help="PEM file of the certificate's key.")] = "",
+    run: Annotated[
+        str, typer.Option("--run", metavar="NAME", help="A run of everstep-launch on this machine, by its job's name.")
+    ] = "",
     _version: Annotated[
         bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the release and exit.")
     ] = False,
 ) -> None:
-    context.obj = Access(address, token_file, ca_file, certificate, key)
+    context.obj = Access(address, token_file, ca_file, certificate, key, run)
 
 
 @app.command()
 def status(context: typer.Context, as_json: Json = False) -> None:
-    """The fleet on one screen."""
+    """The fleet on one screen, with the nodes that need attention."""
     with controller(context) as client:
         fleet = client.get("/v1/status", op.FleetStatus)
-        show(fleet, as_json, tables.status(fleet))
+        named = () if as_json else _unfit(client, fleet)
+        view = tables.status(fleet)
+        show(fleet, as_json, Group(view, tables.attention(fleet, named)) if named else view)
+
+
+def _unfit(client: Client, fleet: op.FleetStatus) -> tuple[op.NodeSummary, ...]:
+    """The first of the nodes that are not healthy, those that a person has to look after before others."""
+    found: list[op.NodeSummary] = []
+    for state in tables.BY_URGENCY:
+        wanted = min(fleet.nodes.get(state, 0), MOST_NAMED - len(found))
+        if wanted > 0:
+            page = client.get("/v1/nodes", op.NodeList, state=str(state), limit=wanted)
+            found += page.nodes
+    return tuple(found)
 
 
 @app.command(

@@ -101,6 +101,27 @@ def _standing(one: op.NodeSummary) -> Text:
     return Text.assemble(state(one.state), (" (outbreak)", "bold red")) if one.outbreaks else state(one.state)
 
 
+BY_URGENCY = (
+    NodeState.REPAIR,
+    NodeState.QUARANTINED,
+    NodeState.LOST,
+    NodeState.SUSPECT,
+    NodeState.HELD,
+    NodeState.PROBATION,
+)
+"""States in which a node does not compute, or may soon not: those that wait for a person before others."""
+
+
+def attention(fleet: op.FleetStatus, found: Sequence[op.NodeSummary]) -> RenderableType:
+    """The nodes that are not healthy, each with the reason; ``found`` may be the first of them only."""
+    made = table("needs attention", "state", "for", "why")
+    for one in found:
+        row = _node_row(one, fleet.now)
+        made.add_row(row["node"], row["state"], row["for"], row["why"] or "-")
+    left = sum(fleet.nodes.get(state, 0) for state in BY_URGENCY) - len(found)
+    return Group(made, Text(f"and {left} more: everstep nodes", style="dim")) if left > 0 else made
+
+
 def nodes(found: Iterable[op.NodeSummary], now: float) -> RenderableType:
     """One line a node."""
     return Overview(

@@ -118,6 +118,25 @@ def test_the_status_is_one_screen(run: Any) -> None:
         assert word in result.output
 
 
+def test_status_names_unfit_nodes_with_the_reason(run: Any) -> None:
+    lines = run("status").output.splitlines()
+    (begin,) = [number for number, line in enumerate(lines) if "needs attention" in line]
+    named = " ".join(lines[begin:])
+    assert "n1" in named
+    assert "fallen off the bus" in named
+    assert "n3" not in named, "it is healthy"
+
+
+def test_status_names_the_first_unfit_nodes_of_many() -> None:
+    fleet = op.FleetStatus(version="1", epoch=1, now=9.0, started_at=0.0, nodes={"lost": 30, "healthy": 1})
+    found = [op.NodeSummary(node=f"n{n}", state=NodeState.LOST, since=1.0, reason="silent") for n in range(20)]
+    console = Console(file=io.StringIO(), width=120)
+    console.print(tables.attention(fleet, found))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("silent") == 20
+    assert "and 10 more: everstep nodes" in text
+
+
 def test_top_draws_the_fleet_anew_until_it_is_interrupted(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[float] = []
 

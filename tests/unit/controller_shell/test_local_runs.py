@@ -1,0 +1,150 @@
+"""Runs of everstep-launch are found on this machine: only this user's, and only those that are alive."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from everstep.cli.context import DEFAULT_CONTROLLER, Access
+from everstep.cli.local_runs import local_runs, state_dir
+from everstep.cli.main import app
+from everstep.errors import ConfigurationError
+
+
+class Machine:
+    """Run directories as launchers leave them, each with a process in the place of its controller."""
+
+    def __init__(self, folder: Path) -> None:
+        self.environ = {"XDG_STATE_HOME": str(folder)}
+        self.state = state_dir(self.environ)
+        self.state.mkdir(parents=True)
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def run(self, name: str, job: str, address: str = "127.0.0.1:7001") -> Path:
+        directory = self.state / f"run-{name}"
+        directory.mkdir(mode=0o700)
+        command = [sys.executable, "-c", "print(flush=True); input()", str(directory / "controller.db")]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.processes.append(process)
+        assert process.stdout is not None
+        process.stdout.readline()  # its command line is there
+        (directory / "job").write_text(job)
+        (directory / "operator.token").write_text("a.token")
+        (directory / "controller.json").write_text(json.dumps({"pid": process.pid, "address": address}))
+        return directory
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Machine]:
+    machine = Machine(tmp_path)
+    try:
+        yield machine
+    finally:
+        for process in machine.processes:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                pipe.close()
+
+
+def test_the_only_run_is_taken(machine: Machine) -> None:
+    directory = machine.run("a", "llama")
+    assert Access().resolved(machine.environ) == Access("http://127.0.0.1:7001", str(directory / "operator.token"))
+
+
+def test_several_runs_are_listed_to_choose_from(machine: Machine) -> None:
+    machine.run("a", "llama")
+    chosen = machine.run("b", "gpt", "127.0.0.1:7002")
+    with pytest.raises(ConfigurationError, match=r"(?s)--run NAME.*gpt.*run-b.*llama.*run-a"):
+        Access().resolved(machine.environ)
+    for name in ("gpt", "run-b"):
+        assert Access(run=name).resolved(machine.environ).token_file == str(chosen / "operator.token")
+    with pytest.raises(ConfigurationError, match=r"(?s)no run other.*llama"):
+        Access(run="other").resolved(machine.environ)
+
+
+def test_runs_of_one_job_are_told_apart_by_directory(machine: Machine) -> None:
+    machine.run("a", "llama")
+    machine.run("b", "llama", "127.0.0.1:7002")
+    with pytest.raises(ConfigurationError, match="2 runs"):
+        Access(run="llama").resolved(machine.environ)
+    assert Access(run="run-b").resolved(machine.environ).controller == "http://127.0.0.1:7002"
+
+
+def test_given_controller_or_token_is_preferred(machine: Machine) -> None:
+    machine.run("a", "llama")
+    given = Access("https://10.0.0.1:7700", "token")
+    assert given.resolved(machine.environ) == given
+    assert Access(token_file="token").resolved(machine.environ).controller == DEFAULT_CONTROLLER
+    with pytest.raises(ConfigurationError, match="leave out one"):
+        Access("https://10.0.0.1:7700", run="llama").resolved(machine.environ)
+
+
+def test_machine_without_runs_leaves_the_usual_address(tmp_path: Path) -> None:
+    assert Access().resolved({"XDG_STATE_HOME": str(tmp_path)}).controller == DEFAULT_CONTROLLER
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        "open_directory",
+        "linked_directory",
+        "linked_token",
+        "dead",
+        "other_process",
+        "not_loopback",
+        "bad_name",
+        "no_file",
+    ],
+)
+def test_run_that_may_be_anothers_is_not_believed(machine: Machine, tmp_path: Path, spoil: str) -> None:
+    directory = machine.run("a", "llama")
+    ready = json.loads((directory / "controller.json").read_text())
+    match spoil:
+        case "open_directory":
+            directory.chmod(0o750)
+        case "linked_directory":
+            directory.rename(tmp_path / "elsewhere")
+            directory.symlink_to(tmp_path / "elsewhere")
+        case "linked_token":
+            (directory / "operator.token").rename(tmp_path / "token")
+            (directory / "operator.token").symlink_to(tmp_path / "token")
+        case "dead":
+            machine.processes[0].kill()
+            machine.processes[0].wait()
+        case "other_process":
+            ready["pid"] = os.getpid()
+        case "not_loopback":
+            ready["address"] = "10.0.0.1:7700"
+        case "bad_name":
+            (directory / "job").write_text("../x\n[31m")
+        case "no_file":
+            (directory / "operator.token").unlink()
+    (directory / "controller.json").write_text(json.dumps(ready))
+    assert local_runs(machine.state) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+@pytest.mark.parametrize("name", ["", "operator.token", "controller.json"])
+def test_run_of_another_user_is_not_believed(machine: Machine, name: str) -> None:
+    directory = machine.run("a", "llama")
+    assert len(local_runs(machine.state)) == 1
+    os.chown(directory / name, 65534, 65534)
+    assert local_runs(machine.state) == []
+
+
+def test_command_asks_to_choose_among_runs(machine: Machine) -> None:
+    machine.run("a", "llama")
+    machine.run("b", "gpt")
+    environment = {**machine.environ, "EVERSTEP_CONTROLLER": None, "EVERSTEP_TOKEN_FILE": None}
+    result = CliRunner().invoke(app, ["status"], env=environment)
+    assert result.exit_code == 2
+    assert "choose one with --run" in result.stderr
