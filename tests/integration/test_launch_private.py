@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.launched import Launched, launched
+from tests.support.launched import ROOT, Launched, launched
 from tests.support.processes import comm, command_line, is_running
 
 pytestmark = pytest.mark.slow
@@ -96,6 +99,31 @@ def test_a_killed_rank_is_replaced_and_the_job_ends_well(run: Run) -> None:
     assert not any(map(is_running, services))
     assert not any(path.exists() for path in segments)
     assert {path.name for path in (run.directory / "state").iterdir()} == {".lock", "logs", "cache"}
+
+
+def test_run_is_found_without_an_address_and_summed_up(short_path: Path) -> None:
+    """``everstep status`` finds the run's private controller; at its end the launcher says what failures cost."""
+    wait = "def wait_for_go():\n    while not (STEPS.parent / 'go').exists():\n        time.sleep(0.02)\n\n"
+    slow = "time.sleep(0.02) if step < 60 else wait_for_go()"
+    script = TRAIN.replace("time.sleep(0.02)", slow).replace("def train(", wait + "def train(")
+    (short_path / "train.py").write_text(script)
+    with launched(short_path, "--nproc-per-node", "2", "--standby-delay-s", "0.1", "train.py") as launcher:
+        run = Run(short_path, launcher)
+        os.kill(run.pid_at(rank=1, step=20), signal.SIGKILL)
+        run.pid_at(rank=0, step=60)
+        environment = {**os.environ, "XDG_STATE_HOME": str(short_path / "state")}
+        for name in ("EVERSTEP_CONTROLLER", "EVERSTEP_TOKEN_FILE"):
+            environment.pop(name, None)
+        command = [sys.executable, "-m", "everstep.cli.main", "status"]
+        told = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        (short_path / "go").touch()
+        assert launcher.wait() == 0, launcher.err
+    assert told.returncode == 0, told.stderr
+    assert "1 healthy" in told.stdout
+    assert "train-" in told.stdout
+    (line,) = re.findall(r"job train-\w+ finished at step 60: 1 recovery, ([0-9.]+) s lost", launcher.err)
+    assert float(line) > 0
+    assert re.search(rf"generation 2: {line} s, rank_lost: ", launcher.err)
 
 
 def test_ctrl_c_leaves_no_process_no_socket_and_no_segment(run: Run) -> None:

@@ -89,18 +89,33 @@ async def launch(options: LaunchOptions, clock: Clock, environ: Mapping[str, str
     ConfigurationError or Unavailable where the start fails.
     """
     async with contextlib.AsyncExitStack() as stack:
-        work = await _begin(options, clock, environ, stack)
+        private = PrivateServices(state_dir(options.state_dir, environ), options.job, clock, options.vault_linger_s)
+        stack.push_async_callback(private.end)
+        work = await _begin(options, clock, environ, stack, private)
         detail = "interrupted"
         try:
             outcome = await work.until_over()
             detail = outcome.sentence
+            await _summarize(options, private)
             return outcome
         finally:
             await work.leave(detail)
 
 
+async def _summarize(options: LaunchOptions, private: PrivateServices) -> None:
+    """Say what became of the job. A fleet's controller is asked by those who have a token for it."""
+    if options.agent_socket is not None:
+        log.info("steps and recoveries of job %s: everstep job show %s", options.job, options.job)
+    for line in await private.summary():
+        log.info("%s", line)
+
+
 async def _begin(
-    options: LaunchOptions, clock: Clock, environ: Mapping[str, str], stack: contextlib.AsyncExitStack
+    options: LaunchOptions,
+    clock: Clock,
+    environ: Mapping[str, str],
+    stack: contextlib.AsyncExitStack,
+    private: PrivateServices,
 ) -> Work:
     """Brings everything up; what was brought up is ended by ``stack``, the last first."""
     events: asyncio.Queue[Event] = asyncio.Queue()
@@ -109,8 +124,6 @@ async def _begin(
     for number in NOTICES:
         asyncio.get_running_loop().add_signal_handler(number, events.put_nowait, Notice(number))
     labels: dict[int, str] = {}
-    private = PrivateServices(state_dir(options.state_dir, environ), options.job, clock, options.vault_linger_s)
-    stack.push_async_callback(private.end)
     staff = Staff(options, environ, listener, events.put_nowait, lambda serial: labels.get(serial, f"worker {serial}"))
     stack.push_async_callback(staff.end)
     staff.start()

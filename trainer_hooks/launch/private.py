@@ -27,6 +27,7 @@ from everstep.lineage import PARENT_VARIABLE
 from everstep.tokens import TokenRole, mint
 from trainer_hooks.launch.deaths import death
 from trainer_hooks.launch.run_directory import RunDirectory, segment_dir
+from trainer_hooks.launch.summary import read_detail, summary
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class PrivateServices:
         self._place: RunDirectory | None = None
         self._serves = False
         self._services: list[Service] = []
+        self._address = ""
 
     async def start(self) -> Path:
         """Starts both; returns the agent's socket once it is there.
@@ -93,12 +95,20 @@ class PrivateServices:
             "controller", logs / f"{self._name}.controller.log", run_dir / "controller.json", self._clock
         )
         self._services.append(controller)
-        address = await self._start_controller(controller, run_dir)
+        address = self._address = await self._start_controller(controller, run_dir)
         agent = Service("agent", logs / f"{self._name}.agent.log", run_dir / "agent" / "agent.json", self._clock)
         self._services.append(agent)
         await agent.start(lambda _: _agent_command(run_dir, address, self._linger_s))
         self._serves = True
         return run_dir / "agent" / "agent.sock"
+
+    async def summary(self) -> list[str]:
+        """Return what the controller makes of the job, in lines for people; nothing where there is none to ask."""
+        if self._place is None or not self._serves:
+            return []
+        token = self._place.path / "operator.token"
+        detail = await read_detail(f"http://{self._address}", token, self._name)
+        return [] if detail is None else summary(detail)
 
     async def end(self) -> None:
         """Ends the agent, then the controller, and removes the run directory.
