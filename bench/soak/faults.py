@@ -204,6 +204,7 @@ FAULTS = (
     Fault("rank stopped", rank_stopped, 4),
     Fault("launcher killed", launcher_killed, 3),
     Fault("fork server killed", partial(_kill_named, "everstep-forks")),
+    Fault("zygote killed", partial(_kill_named, "everstep-zygote")),
     Fault("standby killed", partial(_kill_named, "everstep-spare")),
     Fault("store host killed", partial(_kill_named, "everstep-store"), 1),
     Fault("agent killed", agent_killed, 3),

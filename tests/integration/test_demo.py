@@ -79,7 +79,7 @@ def demo(tmp_path: Path, short_path: Path) -> Iterator[Demo]:
 
 @pytest.mark.timeout(1200)
 def test_every_fault_is_recovered_and_the_run_is_as_if_nothing_had_happened(tmp_path: Path, short_path: Path) -> None:
-    demo = Demo(tmp_path, short_path, "--fast", "--steps", "350")
+    demo = Demo(tmp_path, short_path, "--fast")
     try:
         status = demo.wait(1180)
     finally:

@@ -252,17 +252,31 @@ def test_a_lost_fork_server_is_started_anew_with_all_its_workers(agent: FakeAgen
         assert {agent.heard(RankExited, lambda m, n=n: m.local_rank == n).pid for n in range(2)} == set(before)
 
 
-def test_a_fork_server_that_is_killed_again_while_it_starts_is_started_once_more(
-    agent: FakeAgent, script: Path
-) -> None:
+def test_zygote_killed_while_it_imports_is_started_once_more(agent: FakeAgent, script: Path) -> None:
     with start(agent, script, warm=False) as launcher:
         before = tuple(holder(launcher, script.parent, n) for n in range(2))
-        first = launcher.child_named("everstep-forks")
+        first = launcher.child_named("everstep-zygote")
         os.kill(first, signal.SIGKILL)
-        launcher.eventually(lambda: launcher.child_named("everstep-forks") != first, "another, which imports")
-        os.kill(launcher.child_named("everstep-forks"), signal.SIGKILL)
+        launcher.eventually(lambda: launcher.child_named("everstep-zygote") != first, "another, which imports")
+        os.kill(launcher.child_named("everstep-zygote"), signal.SIGKILL)
         after = [holder(launcher, script.parent, n, not_in=before) for n in range(2)]
         assert all(map(is_running, after))
+
+
+def test_fork_server_is_replaced_from_its_zygote(agent: FakeAgent, script: Path) -> None:
+    """Torch is imported once: the zygote outlives the fork servers, and is replaced with them where it dies itself."""
+    with start(agent, script, "--max-restarts", "5", warm=False) as launcher:
+        first = tuple(holder(launcher, script.parent, n) for n in range(2))
+        zygote = launcher.child_named("everstep-zygote")
+        os.kill(launcher.child_named("everstep-forks"), signal.SIGKILL)
+        second = tuple(holder(launcher, script.parent, n, not_in=first) for n in range(2))
+        assert launcher.child_named("everstep-zygote") == zygote
+        os.kill(zygote, signal.SIGKILL)
+        third = [holder(launcher, script.parent, n, not_in=(*first, *second)) for n in range(2)]
+        assert all(map(is_running, third))
+        assert launcher.child_named("everstep-zygote") != zygote
+        below = launcher.descendants()
+    launcher.eventually(lambda: not any(map(is_running, below)), "the end of all")
 
 
 def test_output_goes_to_files_and_with_tee_is_shown_with_its_rank(agent: FakeAgent, script: Path) -> None:

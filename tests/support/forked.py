@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trainer_hooks.launch.channel import Channel, pair
-from trainer_hooks.launch.messages import Exited, Fork, Forked, FromForkServer, Ready, Signal
+from trainer_hooks.launch.messages import Exited, Fork, Forked, FromForkServer, Ready, Serve, Signal
 from trainer_hooks.launch.preload import MODULES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,16 +110,17 @@ class ForkPool:
     """A fork server for tests. Not thread-safe."""
 
     def __init__(self, modules: Sequence[str] | None = None, environment: Mapping[str, str] | None = None) -> None:
-        ours, theirs = pair()
+        orders, theirs = pair()
         command = [sys.executable, "-m", "trainer_hooks.launch.forkserver"]
-        command += ["--control", str(theirs.fileno()), "--parent", str(os.getpid())]
+        command += ["--orders", str(theirs.fileno()), "--parent", str(os.getpid())]
         names = list(MODULES if modules is None else modules)
         command += ["--preload", *names]
         command += names[:1] * (LONGEST_COMMAND // 10)  # room for those of what is forked
         self._inherited = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
         with theirs:
             self._server = subprocess.Popen(command, cwd=ROOT, env=self._inherited, pass_fds=[theirs.fileno()])
-        self._channel: Channel[FromForkServer] = Channel(ours, FromForkServer)
+        self._orders: Channel[Serve] = Channel(orders, Serve)
+        self._channel = self._order_server()
         self._serial = 0
         self._pids: dict[int, int] = {}
         self._ends: dict[int, Exited] = {}
@@ -148,6 +149,20 @@ class ForkPool:
         self._children.append(child)
         return child
 
+    def _order_server(self) -> Channel[FromForkServer]:
+        ours, control = pair()
+        with control:
+            self._orders.send(Serve(), (control.fileno(),))
+        return Channel(ours, FromForkServer)
+
+    def serve_anew(self) -> None:
+        """Have the zygote fork another fork server. What the one before had forked is dead, or will be."""
+        self._channel.close()
+        for child in self._children:
+            child.close()
+        self._children.clear()
+        self._channel = self._order_server()
+
     def changed_environment(self, wanted: Mapping[str, str] = os.environ) -> dict[str, str | None]:
         """For ``start``: what makes the child's environment the wanted one; by default the test's as it is now."""
         names = self._inherited.keys() | wanted.keys()
@@ -172,6 +187,7 @@ class ForkPool:
     def close(self) -> None:
         """Kills what still runs."""
         self._channel.close()
+        self._orders.close()
         self._server.wait(DEADLINE_S)
         for child in self._children:
             child.close()

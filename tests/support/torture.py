@@ -26,8 +26,8 @@ from tests.support.processes import comm, command_line, is_running
 
 WORLD = 3
 RANKS = tuple(f"rank{n}" for n in range(WORLD))
-KINDS = (*RANKS, "spare", "forks", "store", "vault", "agent", "controller", "launcher")
-WEIGHTS = (2, 2, 2, 1, 2, 1, 4, 3, 3, 4)
+KINDS = (*RANKS, "spare", "forks", "zygote", "store", "vault", "agent", "controller", "launcher")
+WEIGHTS = (2, 2, 2, 1, 2, 1, 1, 4, 3, 3, 4)
 MOST_IN_ONE_ROUND, MOST_STEPS = 3, 12
 STEPS_A_ROUND = MOST_STEPS + 8
 """So many may be made until the next round strikes; training waits for it then."""

@@ -3,10 +3,11 @@
 ``everstep-launch`` (``python -m trainer_hooks.launch``) runs on every node of a job and holds four kinds of
 processes, none of which it imports torch for::
 
-    launcher ── fork server (torch imported, CUDA untouched, one thread)
-       │            ├── store host    the rendezvous store of generations that meet at this node
-       │            ├── worker        one per local rank: the user's script
-       │            └── standby       the user's script, up to its call of trainer_hooks.main
+    launcher ── zygote                torch imported, CUDA untouched, one thread; waits to fork a fork server
+       │            └── fork server   shares the zygote's memory, so that the next one needs no import
+       │                   ├── store host    the rendezvous store of generations that meet at this node
+       │                   ├── worker        one per local rank: the user's script
+       │                   └── standby       the user's script, up to its call of trainer_hooks.main
        ├── private controller         only where no agent was given or found
        └── private agent
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 from trainer_hooks.launch.channel import Channel, pair
 from trainer_hooks.launch.deaths import death
-from trainer_hooks.launch.messages import Fork, FromForkServer, Signal
+from trainer_hooks.launch.messages import Fork, FromForkServer, Serve, Signal
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +29,12 @@ class Lost:
 class ForkServerLink:
     """Starts one fork server and speaks to it. ``heard`` gets what it says, ``Lost`` last.
 
+    The fork server is forked from a zygote that has torch imported. The zygote outlives it, so that the next one is
+    there in milliseconds.
+
     Args:
         environment: the server's, and thereby its children's, environment.
-        modules: what it imports; None for the default list.
+        modules: what the zygote imports; None for the default list.
     """
 
     def __init__(
@@ -42,30 +46,55 @@ class ForkServerLink:
         self._heard = heard
         self._environment = dict(environment)
         self._modules = modules
-        self._process: subprocess.Popen[bytes] | None = None
+        self._zygote: subprocess.Popen[bytes] | None = None
+        self._orders: Channel[Any] | None = None
         self._channel: Channel[FromForkServer] | None = None
-
-    @property
-    def pid(self) -> int | None:
-        """The fork server's process, None where there is none."""
-        return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
         """Starts the server; orders may follow at once and wait until it has imported what it should."""
         assert self._channel is None, "one server at a time"
         ours, theirs = pair()
+        with theirs:
+            if not self._ask_zygote(theirs):
+                self._start_zygote()
+                self._ask_zygote(theirs)  # where that has ended already, nobody has ``theirs``: the server is lost
+        self._channel = Channel(ours, FromForkServer)
+        asyncio.get_running_loop().add_reader(ours.fileno(), self._receive)
+
+    def _ask_zygote(self, control: socket.socket) -> bool:
+        """Order a fork server with ``control`` as its end of the channel; False where there is no living zygote."""
+        if self._zygote is None or self._orders is None or self._zygote.poll() is not None:
+            return False
+        try:
+            self._orders.send(Serve(), (control.fileno(),))
+        except OSError:
+            return False
+        return True
+
+    def _start_zygote(self) -> None:
+        self._end_zygote()
+        ours, theirs = pair()
         # -P: what is imported here must not be found in the current directory, whatever lies there.
         command = [sys.executable, "-P", "-m", "trainer_hooks.launch.forkserver"]
-        command += ["--control", str(theirs.fileno()), "--parent", str(os.getpid())]
+        command += ["--orders", str(theirs.fileno()), "--parent", str(os.getpid())]
         if self._modules is not None:
             command += ["--preload", *self._modules]
         with theirs:
             # A session of its own: Ctrl-C in the terminal is for the launcher, which ends the children in order.
-            self._process = subprocess.Popen(
+            self._zygote = subprocess.Popen(
                 command, env=self._environment, pass_fds=[theirs.fileno()], start_new_session=True
             )
-        self._channel = Channel(ours, FromForkServer)
-        asyncio.get_running_loop().add_reader(ours.fileno(), self._receive)
+        self._orders = Channel(ours, Serve)
+
+    def _end_zygote(self) -> None:
+        """Kill the zygote, if there is one, and with it its fork server."""
+        zygote, self._zygote = self._zygote, None
+        orders, self._orders = self._orders, None
+        if orders is not None:
+            orders.close()
+        if zygote is not None:
+            zygote.kill()
+            zygote.wait()
 
     def fork(
         self,
@@ -87,18 +116,16 @@ class ForkServerLink:
     async def end(self) -> None:
         """Ends the server and whatever it still has; returns when it is gone."""
         self._forget_channel()
-        process, self._process = self._process, None
-        if process is None:
+        if self._zygote is None:
             return
-        process.terminate()  # while it still imports it would not look at the channel
+        self._zygote.terminate()  # while it still imports it would not look at its orders
         try:
             async with asyncio.timeout(END_WAIT_S):
-                await death(process)
+                await death(self._zygote)
         except TimeoutError:
             log.warning("the fork server did not end within %s s; killing it", END_WAIT_S)
-            process.kill()
         finally:
-            process.wait()
+            self._end_zygote()
 
     def _send(self, message: Fork | Signal, descriptors: tuple[int, ...] = ()) -> None:
         if self._channel is None:
@@ -121,10 +148,6 @@ class ForkServerLink:
 
     def _lose(self) -> None:
         self._forget_channel()
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()
         self._heard(Lost())
 
     def _forget_channel(self) -> None:

@@ -1,8 +1,12 @@
-"""The fork server: torch imported, one thread, a child in milliseconds.
+"""The fork server: torch imported, one thread, a child in milliseconds; and the zygote that it is forked from.
 
-``python -m trainer_hooks.launch.forkserver --control FD --parent PID``; the launcher starts it and speaks to it in
-``trainer_hooks.launch.messages`` over a socket pair. It reports the death of a child at once. When the launcher is
-gone it kills what it forked, waits for that and ends; when it is gone itself, the kernel kills its children.
+``python -m trainer_hooks.launch.forkserver --orders FD --parent PID`` is the zygote. It imports torch once and then
+only waits: for each ``Serve`` of the launcher it forks a fork server, which shares its memory. A fork server that dies
+is therefore replaced in milliseconds, without another import. Where the zygote dies, the kernel kills its fork server.
+
+The launcher speaks to the fork server in ``trainer_hooks.launch.messages`` over a socket pair. It reports the death of
+a child at once. When the launcher is gone it kills what it forked, waits for that and ends; when it is gone itself, the
+kernel kills its children.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import msgspec
 
 from everstep.lineage import die_with_parent
 from trainer_hooks.launch.channel import Channel
-from trainer_hooks.launch.messages import Exited, Fork, Forked, Ready, Signal, ToForkServer
+from trainer_hooks.launch.messages import Exited, Fork, Forked, Ready, Serve, Signal, ToForkServer
 from trainer_hooks.launch.preload import MODULES, preload, preload_named
 from trainer_hooks.launch.process import call_process, fresh_signals, signal_group
 
@@ -45,6 +49,71 @@ class Task(msgspec.Struct, frozen=True):
         module, _, function = self.order.target.partition(":")
         target: Callable[..., Any] = getattr(importlib.import_module(module), function)
         target(self.descriptors, **self.order.arguments)
+
+
+class Zygote:
+    """Holds what was imported, and forks one fork server after another from it."""
+
+    def __init__(self, orders: Channel[Serve]) -> None:
+        self._orders = orders
+        self._server = 0
+        """The fork server's pid until it is reaped; then 0."""
+
+    def serve(self) -> Channel[ToForkServer]:
+        """Wait for orders. Returns only in a forked fork server, with its channel to the launcher."""
+        signal.signal(signal.SIGCHLD, self._reap)
+        signal.signal(signal.SIGTERM, self._end)
+        while True:
+            received = self._orders.receive()
+            if received is None:
+                self._end()
+                continue
+            _, (control,) = received
+            self._kill_server()
+            channel = self._fork(control)
+            if channel is not None:
+                return channel
+
+    def _fork(self, control: int) -> Channel[ToForkServer] | None:
+        zygote = os.getpid()
+        # Blocked until it is known who is who: a handler must not run in the child, or before the pid is noted.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        pid = os.fork()
+        if pid == 0:
+            die_with_parent(zygote, signal.SIGKILL)
+            call_process("everstep-forks")
+            self._orders.close()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            return Channel(socket.socket(fileno=control), ToForkServer)
+        self._server = pid
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.close(control)
+        return None
+
+    def _reap(self, *_: object) -> None:
+        if self._server and os.waitpid(self._server, os.WNOHANG)[0]:
+            self._server = 0
+
+    def _kill_server(self) -> None:
+        """Make sure that the fork server before is dead: its children must not meet those of the next one."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD, signal.SIGTERM))
+        if self._server:
+            os.kill(self._server, signal.SIGKILL)  # not reaped yet, so the number is still its own
+            os.waitpid(self._server, 0)
+            self._server = 0
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _end(self, *_: object) -> None:
+        """Let the fork server end in order, which kills its children, and end once it has."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))
+        if self._server:
+            os.kill(self._server, signal.SIGTERM)
+            os.kill(self._server, signal.SIGCONT)  # one that was stopped would not hear it
+            os.waitpid(self._server, 0)
+        os._exit(0)
 
 
 class ForkServer:
@@ -163,18 +232,18 @@ class ForkServer:
 def main() -> None:
     """Entry point; returns only in children, when their target has."""
     parser = argparse.ArgumentParser(prog="everstep-forkserver")
-    parser.add_argument("--control", type=int, required=True)
+    parser.add_argument("--orders", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--preload", nargs="*", default=list(MODULES))
     options = parser.parse_args()
     die_with_parent(options.parent)
-    call_process("everstep-forks")
+    call_process("everstep-zygote")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Python 3.12 counts numpy's BLAS threads, which step aside for a fork by themselves (pthread_atfork).
     warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
     preload_named()
     preload(options.preload)
-    control: Channel[ToForkServer] = Channel(socket.socket(fileno=options.control), ToForkServer)
+    control = Zygote(Channel(socket.socket(fileno=options.orders), Serve)).serve()
     control.send(Ready())
     task = ForkServer(control).serve()
     if task is not None:

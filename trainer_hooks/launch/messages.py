@@ -30,6 +30,10 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     number: int
 
 
+class Serve(msgspec.Struct, frozen=True, tag=True):
+    """To the zygote: fork a fork server. Its end of the channel to the launcher comes along."""
+
+
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """From the fork server: what was to be imported is."""
 

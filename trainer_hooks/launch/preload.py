@@ -1,4 +1,4 @@
-"""What the fork server imports, so that no worker has to.
+"""What the zygote imports, so that no fork server and no worker has to.
 
 Everything here is imported lazily by ordinary training code at its first step, or its first failure; in a fresh
 process that is where a replacement loses its seconds. Importing them together takes about 1.5 s and 310 MB once;

@@ -209,3 +209,39 @@ def test_preload_refuses_what_no_fork_survives(tmp_path: Path, source: str, stat
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == status, done.stderr
     assert said in done.stderr
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_killed_server_is_replaced_without_another_import(bare: ForkPool) -> None:
+    """The next one is forked from the same zygote, whose children have nothing left of the one before."""
+    before = bare.start(sleep)
+    server = parent_of(before.pid)
+    assert parent_of(server) == bare._server.pid
+    os.kill(server, signal.SIGKILL)
+    until(lambda: not is_running(before.pid), "the end of what it had forked")
+    bare.serve_anew()
+    after = bare.start(sleep)
+    assert parent_of(after.pid) != server
+    assert parent_of(parent_of(after.pid)) == bare._server.pid
+
+
+def test_stopped_server_ends_with_its_zygote(bare: ForkPool) -> None:
+    child = bare.start(sleep)
+    server = parent_of(child.pid)
+    os.kill(server, signal.SIGSTOP)
+    bare._server.terminate()
+    assert bare._server.wait(60) == 0
+    assert not is_running(server)
+    assert not is_running(child.pid)
+
+
+def test_another_server_takes_place_of_living_one(bare: ForkPool) -> None:
+    child = bare.start(sleep)
+    server = parent_of(child.pid)
+    bare.serve_anew()
+    assert bare.start(add, 1, 1).result() == 2
+    assert not is_running(server)
+    until(lambda: not is_running(child.pid), "the end of its child")
