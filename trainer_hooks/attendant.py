@@ -94,8 +94,12 @@ class Attendant:
             loss=progress.loss.value(),
             busy_s=progress.busy_s,
             snapshot_every=progress.snapshot_every,
-            begun=progress.begun if progress.generation == spec.number else 0,
+            begun=self._begun(spec),
         )
+
+    def _begun(self, spec: GenerationSpec) -> int:
+        """The last step begun in ``spec``: the main thread may still count those of the generation before."""
+        return self._progress.begun if self._progress.generation == spec.number else 0
 
     def _stack_in_a_hang(self, following: GenerationSpec) -> str:
         """Where the main thread waits when a hang ends its generation; taken before anything is aborted."""
@@ -133,6 +137,7 @@ class Attendant:
                 collectives=collectives,
                 stalled_s=stall.stalled_s,
                 threshold_s=stall.threshold_s,
+                begun=self._begun(spec),
                 stacks=all_stacks(self._settings.stacks_bytes),
             )
         )

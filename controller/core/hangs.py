@@ -73,7 +73,7 @@ def rank_stalled(turn: Turn, job: JobRecord, node: str, report: RankStalled) -> 
     if not spec.has(node, report.rank):
         turn.ignore("rank_stalled.not_a_member")
         return
-    if jobs.check_even(turn, job):
+    if jobs.check_even(turn, job, {report.rank: report.begun}):
         return
     live = turn.state.live_jobs[job.job]
     live.stalls[report.rank] = (report.step, report.collectives)

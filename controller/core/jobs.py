@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from controller.core.checkpoints import let_go
 from controller.core.generations import (
     Cause,
@@ -118,18 +121,24 @@ def _ends_uneven(turn: Turn, job: JobRecord, report: RankFinished) -> bool:
     return True
 
 
-def check_even(turn: Turn, job: JobRecord) -> bool:
+def check_even(turn: Turn, job: JobRecord, begun: Mapping[Rank, int] = MappingProxyType({})) -> bool:
     """Fail the job, and return True, where some ranks have returned and another has begun a later step than they did.
 
     All ranks that have returned began the same last step. Ranks that are still in that step, or do something else after
     it (an evaluation, a save), may take as long as they like. A later step is one that the others can never make: the
     ranks that returned are missing in its collectives. Each rank counts the steps that it begins, so no ordinary end of
     training is ever mistaken for this, however far apart in time the ranks return.
+
+    Args:
+        turn: the turn under way.
+        job: a job that runs.
+        begun: what ranks have just reported as their last begun steps. Heartbeats tell those of all ranks, but later.
     """
     running = job.leaving or job.generation
     if running is None or not job.finished or job.last_begun is None or len(job.finished) == running.world_size:
         return False
-    further = turn.beyond(job.job, job.last_begun)
+    last = job.last_begun
+    further = turn.beyond(job.job, last) | {rank: step for rank, step in begun.items() if step > last}
     if further:
         _fail_uneven(turn, job, job.finished, job.last_begun, further)
         return True

@@ -251,8 +251,8 @@ def test_rank_that_stops_alone_ends_job_with_error(short_path: Path) -> None:
     argv = ["--nproc-per-node", "3", "--state-dir", str(short_path / "state"), "train.py", "one"]
     with launched(short_path, *argv) as launcher:
         assert launcher.wait() == 1, launcher.err
-    told = "rank 1 left the training function after step 6 while ranks 0 and 2 go on with step 7: all ranks have to"
-    assert told in launcher.err
+    others = "(ranks 0 and 2 go|rank 0 goes|rank 2 goes) on with step 7: all ranks have to"  # as far as it was heard
+    assert re.search(f"rank 1 left the training function after step 6 while {others}", launcher.err), launcher.err
     assert "ended with SIGKILL" not in launcher.err
 
 

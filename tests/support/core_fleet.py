@@ -366,7 +366,7 @@ class CoreFleet:
         return self.report(spec.roster[rank].node, words)
 
     def stall(
-        self, rank: int, step: int = 5, collectives: int = 10, job: str = "job", stalled_s: float = 1.0
+        self, rank: int, step: int = 5, collectives: int = 10, job: str = "job", stalled_s: float = 1.0, begun: int = 0
     ) -> list[Effect]:
         spec = self.running(job)
         words = RankStalled(
@@ -379,6 +379,7 @@ class CoreFleet:
             stalled_s=stalled_s,
             threshold_s=1.0,
             stacks="Thread main: all_reduce",
+            begun=begun,
         )
         return self.report(spec.roster[rank].node, words)
 

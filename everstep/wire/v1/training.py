@@ -236,7 +236,8 @@ class RankStalled(Report, frozen=True, kw_only=True, tag=True):
 
     ``step`` is the last finished step; ``collectives`` counts collectives entered in this generation: the rank with
     the smallest (step, collectives), or that does not report at all, is the one the others wait for. ``stacks``
-    is every Python thread's stack.
+    is every Python thread's stack. ``begun``: the last step that the rank has begun in this generation; 0 before the
+    first.
     """
 
     generation: GenerationNumber
@@ -246,6 +247,7 @@ class RankStalled(Report, frozen=True, kw_only=True, tag=True):
     stalled_s: float
     threshold_s: float
     stacks: LongText = ""
+    begun: Number = 0
 
 
 class RankUnresponsive(Report, frozen=True, kw_only=True, tag=True):

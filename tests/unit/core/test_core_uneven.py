@@ -35,8 +35,7 @@ def test_rank_that_leaves_while_others_go_on_ends_job() -> None:
 def test_stall_of_ranks_that_went_on_kills_nobody() -> None:
     fleet = _training(3)
     fleet.finish(1, begun=6)
-    fleet.progress_of(0, step=6, begun=7)
-    effects = fleet.stall(0, step=6)
+    effects = fleet.stall(0, step=6, begun=7)
     assert sent(effects, KillRank) == {}
     assert fleet.job().state is JobState.FAILED
     assert "rank 1 left the training function after step 6 while rank 0 goes on with step 7" in fleet.job().sentence
