@@ -48,7 +48,7 @@ class Progress:
             return None
 
     def __init__(self) -> None:
-        self.generation = self.rank = self.step = self.finished_here = self.collectives = 0
+        self.generation = self.rank = self.step = self.begun = self.finished_here = self.collectives = 0
         self.snapshot_every, self.step_s = 1, 0.0
         self.busy_s: float | None = None
         self.loss = self._Loss()
@@ -267,6 +267,7 @@ class RankProcess:
         assert self._member is not None
         self.progress.enter(self._spec.number, self._member.rank)
         self.progress.step = state.step
+        self.progress.begun = self._next_step(state.step)
         self.state, self._restored = state, version
         self._memory.enter(self._spec, self._member, version)
         self.presence.enter()
@@ -345,6 +346,10 @@ class RankProcess:
 
     # --- the main thread: a step -------------------------------------------------------------------------------------
 
+    def _next_step(self, step: int) -> int:
+        """The step that the loop begins after ``step``: the same one where the job is at its end."""
+        return step if self.job.until is not None and step >= self.job.until else step + 1
+
     def finish_step(self, group: Collective, step: int, step_s: float) -> None:
         """The step's reduction is done: fence, update, fence again."""
         if self.group is not group or self._leaving or self._spec is None or self._member is None:
@@ -355,6 +360,7 @@ class RankProcess:
         self._memory.seal_now()  # the optimizer waits for the copy
         self.state = group.next_state(self)
         self.progress.finish(step, step_s, self.job.step_s * self.machine.slowness)
+        self.progress.begun = self._next_step(step)
         self.world.see(
             facts.Stepped(
                 self.life, self.machine.name, self.job.name, self._spec.number, self._member.rank, step, self.state
