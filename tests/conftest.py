@@ -54,6 +54,7 @@ def own_temporary_directory() -> None:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", usual)
     own = tempfile.mkdtemp(prefix="ev-", dir=usual if len(os.fsencode(usual)) <= LONGEST_TEMPORARY else "/tmp")
     os.environ["TMPDIR"] = tempfile.tempdir = own
+    os.environ["XDG_STATE_HOME"] = os.path.join(own, "state")  # launchers keep folders there for their jobs
     # At the interpreter's end, after multiprocessing has removed its own directory in there (at -100).
     Finalize(None, shutil.rmtree, (own,), {"ignore_errors": True}, exitpriority=-200)
 

@@ -223,7 +223,12 @@ class World:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
+                env={
+                    **os.environ,
+                    "PYTHONUNBUFFERED": "1",
+                    "XDG_STATE_HOME": str(self.folder / "state"),  # nothing is left in the user's own
+                    **(environment or {}),
+                },
             )
         self.processes.append(process)
         return process
