@@ -13,7 +13,19 @@ from pathlib import Path
 import pytest
 
 CORE = Path(__file__).parents[3] / "controller" / "core"
-PURE = {"__future__", "bisect", "collections", "enum", "functools", "heapq", "itertools", "math", "operator", "typing"}
+PURE = {
+    "__future__",
+    "bisect",
+    "collections",
+    "enum",
+    "functools",
+    "heapq",
+    "itertools",
+    "math",
+    "operator",
+    "types",
+    "typing",
+}
 PURE |= {"msgspec", "xxhash"}
 OWN = {"controller.core", "everstep"}
 IMPURE_BUILTINS = {"open", "print", "input", "exec", "eval", "compile", "__import__", "breakpoint", "globals", "vars"}
