@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,7 @@ from agent.drivers import sysfs
 from agent.drivers.sysfs import PcieLimit
 from agent.sensors.gpu import GpuSensor
 from agent.sensors.samples import GpuSample
-from agent.virtual.load import load_scenario
 from agent.virtual.machine import Machine
-from agent.virtual.nvml import install, uninstall
-from everstep.system_clock import SYSTEM_CLOCK
 from tests.support.sensing import BUS, Control, Judge, gpu
 
 LINK = f"gpu.pcie_link/{BUS}"
@@ -116,19 +112,6 @@ def test_platform_without_the_device_limits_nothing(tmp_path: Path) -> None:
 
 
 # --- reading -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def control(tmp_path: Path) -> Control:
-    return Control(tmp_path / "control.json")
-
-
-@pytest.fixture
-def machine(control: Control) -> Iterator[Machine]:
-    machine = Machine(load_scenario("default", "n1"), str(control.path))
-    install(machine, SYSTEM_CLOCK)
-    yield machine
-    uninstall()
 
 
 def test_link_and_load_are_of_the_same_poll(machine: Machine, control: Control) -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,22 +18,8 @@ from agent.virtual.machine import Machine
 from agent.virtual.nvml import install, uninstall
 from everstep.clock import ManualClock
 from everstep.errors import ConfigurationError
-from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.agent import Gpu, Host
 from tests.support.sensing import Control
-
-
-@pytest.fixture
-def control(tmp_path: Path) -> Control:
-    return Control(tmp_path / "control.json")
-
-
-@pytest.fixture
-def machine(control: Control) -> Iterator[Machine]:
-    machine = Machine(load_scenario("default", "n1"), str(control.path))
-    install(machine, SYSTEM_CLOCK)
-    yield machine
-    uninstall()
 
 
 def sensor() -> GpuSensor:
